@@ -1,0 +1,1 @@
+"""The only code that knows a framework's model classes."""

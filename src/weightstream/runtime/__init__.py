@@ -1,0 +1,1 @@
+"""Mechanism: backends, the engine that obeys a plan, and the streamer that binds it to a model."""
