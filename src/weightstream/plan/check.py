@@ -1,0 +1,86 @@
+"""The proof of a plan: every rule that a schedule must keep, checked by walking it. Trusts nothing the planner says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weightstream.errors import InvariantError
+from weightstream.plan.plan import Plan
+from weightstream.plan.ring import ALIGN_NBYTES
+
+_STEPS = 3  # one to leave the start, one that wraps, one in the steady state
+
+
+def prove(plan: Plan) -> None:
+    """Raise `InvariantError` with every rule that the plan breaks."""
+    if found := list(violations(plan)):
+        raise InvariantError("the plan is wrong: " + "; ".join(found))
+
+
+def violations(plan: Plan) -> Iterator[str]:
+    """The rules that a plan breaks, in words."""
+    shape = list(_shape(plan))
+    yield from shape
+    if not shape:
+        yield from _homes(plan)
+        yield from _schedule(plan)
+
+
+def _shape(plan: Plan) -> Iterator[str]:
+    num = len(plan.manifest.units)
+    if len(plan.extents) != num:
+        yield f"{len(plan.extents)} extents for {num} units"
+    if len(plan.after) != len(plan.manifest.order):
+        yield f"fills after {len(plan.after)} positions of {len(plan.manifest.order)}"
+    for unit in (*plan.first, *(u for fills in plan.after for u in fills)):
+        if not 0 <= unit < num:
+            yield f"a fill names unit {unit} of {num}"
+
+
+def _homes(plan: Plan) -> Iterator[str]:
+    if plan.budget is not None and plan.device_nbytes > plan.budget:
+        yield f"device bytes {plan.device_nbytes} > budget {plan.budget}"
+    aliases = plan.manifest.aliases
+    if unknown := plan.resident - aliases.keys():
+        yield f"resident alias groups that no unit has: {sorted(unknown)}"
+    for index, (unit, extent) in enumerate(zip(plan.manifest.units, plan.extents, strict=True)):
+        if extent.offset < 0 or extent.offset + extent.nbytes > plan.ring_nbytes:
+            yield f"unit {index} lies at {extent} in a ring of {plan.ring_nbytes}"
+        if extent.offset % ALIGN_NBYTES:
+            yield f"unit {index} starts at byte {extent.offset}, which is not aligned"
+        if unit.enclosing and extent.nbytes:
+            yield f"unit {index} encloses others and streams"
+        end = 0
+        for alias, offset in plan.streamed(index).items():
+            if offset < end or offset % ALIGN_NBYTES:
+                yield f"{alias} of unit {index} at {offset} overlaps its neighbour or is not aligned"
+            end = offset + aliases[alias]
+        if end > extent.nbytes:
+            yield f"unit {index} needs {end} bytes, its extent has {extent.nbytes}"
+
+
+def _schedule(plan: Plan) -> Iterator[str]:
+    """Walk the steps: what a fill overwrites is gone, and what a position reads must be there."""
+    intact: set[int] = set()
+
+    def fill(unit: int, when: str) -> Iterator[str]:
+        if not plan.streams(unit):
+            yield f"{when}: unit {unit} is filled but does not stream"
+        if unit in intact:
+            yield f"{when}: unit {unit} is filled though it is there"
+        for other in [o for o in intact if plan.extents[o].overlaps(plan.extents[unit])]:
+            intact.discard(other)
+        intact.add(unit)
+
+    for unit in plan.first:
+        held = [o for o in intact if plan.extents[o].overlaps(plan.extents[unit])]
+        if held:
+            yield f"before the first step: unit {unit} overwrites {held} that nobody has read"
+        yield from fill(unit, "before the first step")
+    for step in range(_STEPS):
+        for position, unit in enumerate(plan.manifest.order):
+            when = f"step {step}, position {position}"
+            if plan.streams(unit) and unit not in intact:
+                yield f"{when}: unit {unit} is read before it is filled"
+            for refill in plan.after[position]:
+                yield from fill(refill, when)

@@ -1,0 +1,162 @@
+"""The plan: where every weight lives and the schedule of a step. Immutable, printable, comparable, JSON both ways."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from weightstream.errors import PlanError
+from weightstream.plan.manifest import Manifest, UnitSpec
+from weightstream.plan.ring import Extent, aligned, allocate, first_fills, refills
+
+
+def human(nbytes: float) -> str:
+    """Bytes for a person: `96.0MiB`."""
+    return ByteSize(round(nbytes)).human_readable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The schedule of a step.
+
+    `resident` holds alias groups whose home is the device. The others stream: unit u owns `extents[u]` of the ring;
+    `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
+    `budget` is in bytes, None when a placement was asked for by other means; `step_s` is the predicted time of a step.
+    """
+
+    manifest: Manifest
+    resident: frozenset[str]
+    ring_nbytes: int
+    extents: tuple[Extent, ...]
+    first: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
+    budget: int | None = None
+    step_s: float = 0.0
+
+    @classmethod
+    def build(cls, manifest: Manifest, resident: frozenset[str], ring_nbytes: int, budget: int | None = None) -> Plan:
+        """The plan that follows from a choice of residents and a ring size."""
+        sizes = [_streamed_nbytes(unit, resident) for unit in manifest.units]
+        extents = allocate(manifest.order, sizes, ring_nbytes)
+        ring_nbytes = max((e.offset + e.nbytes for e in extents), default=0)
+        return cls(
+            manifest=manifest,
+            resident=resident,
+            ring_nbytes=ring_nbytes,
+            extents=extents,
+            first=first_fills(manifest.order, extents),
+            after=refills(manifest.order, extents),
+            budget=budget,
+        )
+
+    def reordered(self, order: tuple[int, ...]) -> Plan:
+        """The same homes and ring bytes, scheduled for another execution order."""
+        plan = Plan.build(replace(self.manifest, order=order), self.resident, self.ring_nbytes, self.budget)
+        return replace(plan, step_s=self.step_s)
+
+    def streamed(self, unit: int) -> dict[str, int]:
+        """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
+        return dict(_layout(self.manifest.units[unit], self.resident))
+
+    def streams(self, unit: int) -> bool:
+        return self.extents[unit].nbytes > 0
+
+    @cached_property
+    def resident_nbytes(self) -> int:
+        return sum(n for alias, n in self.manifest.aliases.items() if alias in self.resident)
+
+    @cached_property
+    def host_nbytes(self) -> int:
+        return self.manifest.nbytes - self.resident_nbytes
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of weights that the device holds: residents and the ring."""
+        return self.resident_nbytes + self.ring_nbytes
+
+    @cached_property
+    def unit_nbytes(self) -> tuple[int, ...]:
+        """Bytes that a fill of each unit moves."""
+        aliases = self.manifest.aliases
+        return tuple(sum(aliases[a] for a in self.streamed(u)) for u in range(len(self.manifest.units)))
+
+    @cached_property
+    def step_nbytes(self) -> int:
+        """Bytes that a step in the steady state moves."""
+        return sum(self.unit_nbytes[u] for fills in self.after for u in fills)
+
+    def summary(self) -> str:
+        """The plan in one line."""
+        held = f"{human(self.device_nbytes)} of {human(self.manifest.nbytes)} on the device"
+        if not self.host_nbytes:
+            return f"everything fits: {held}, nothing streams"
+        num = sum(self.streams(u) for u in range(len(self.manifest.units)))
+        return (
+            f"{held} (resident {human(self.resident_nbytes)}, ring {human(self.ring_nbytes)}); "
+            f"{num} units stream {human(self.step_nbytes)} per step"
+        )
+
+    def to_json(self) -> str:
+        return _adapter().dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read a plan back; raises `PlanError` when the text is none."""
+        try:
+            return _adapter().validate_json(text)
+        except ValidationError as error:
+            raise PlanError(f"not a plan: {error}") from error
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table()
+        for heading in ("unit", "tensors", "resident", "streams"):
+            table.add_column(heading, justify="left" if heading == "unit" else "right")
+        for row in self._rows():
+            table.add_row(*row)
+        out = io.StringIO()
+        Console(file=out, width=100, color_system=None).print(table)
+        return f"{self.summary()}\n{out.getvalue().rstrip()}"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """One row per run of neighbouring units that look alike."""
+        run: list[str] = []
+        shown: tuple[str, ...] | None = None
+        for index, unit in enumerate(self.manifest.units):
+            streamed = self.unit_nbytes[index]
+            cells = (str(len(unit.tensors)), human(unit.nbytes - streamed), human(streamed))
+            if cells != shown and shown is not None:
+                yield (_span(run), *shown)
+                run = []
+            run.append(unit.name or "(root)")
+            shown = cells
+        if shown is not None:
+            yield (_span(run), *shown)
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} units)"
+
+
+def _layout(unit: UnitSpec, resident: frozenset[str]) -> Iterator[tuple[str, int]]:
+    cursor = 0
+    for alias, nbytes in unit.aliases().items():
+        if alias not in resident and nbytes:
+            yield alias, cursor
+            cursor += aligned(nbytes)
+
+
+def _streamed_nbytes(unit: UnitSpec, resident: frozenset[str]) -> int:
+    return sum(aligned(n) for alias, n in unit.aliases().items() if alias not in resident)
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[Any]:
+    return TypeAdapter(Plan)
