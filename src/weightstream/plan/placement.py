@@ -16,7 +16,7 @@ from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan, human
 from weightstream.plan.ring import aligned
 
-_SMALL = 256  # a tensor below 1/256 of its unit is not worth a copy of its own
+_SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _DEPTHS = (1, 2, 3, 4)
 
 Eligible = Callable[[str], bool]
@@ -94,12 +94,9 @@ def _eligible_aliases(tensors: Iterable[TensorSpec], eligible: Eligible) -> set[
 
 def _forced(manifest: Manifest) -> frozenset[str]:
     """What stays whatever the budget: tensors too small to be worth a copy, and units that enclose others."""
-    small = set(manifest.aliases)
-    enclosing: set[str] = set()
-    for unit in manifest.units:
-        small -= {alias for alias, nbytes in unit.aliases().items() if nbytes * _SMALL > unit.nbytes}
-        if unit.enclosing:
-            enclosing |= unit.aliases().keys()
+    largest = max(unit.nbytes for unit in manifest.units)
+    small = {alias for alias, nbytes in manifest.aliases.items() if nbytes * _SMALL <= largest}
+    enclosing = {alias for unit in manifest.units if unit.enclosing for alias in unit.aliases()}
     return frozenset(small | enclosing)
 
 

@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -158,5 +157,5 @@ def _streamed_nbytes(unit: UnitSpec, resident: frozenset[str]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _adapter() -> TypeAdapter[Any]:
+def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)

@@ -1,0 +1,314 @@
+"""LoadedModel: a transformers model whose parameters view mapped files. It knows transformers, not plans or devices.
+
+transformers builds the model on meta and fills it from a state dict of mapped tensors. Those it keeps as they are stay
+views of the checkpoint. Those it makes (experts fused, projections split, another dtype) are caught one by one, as it
+registers them: each is written to the offload folder and replaced by a view of that file, one at a time in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import FileMapping
+
+_LOGGER = logging.getLogger("weightstream")
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers converts ahead of the hook, in threads, without bound
+_LOADING = threading.Lock()  # that variable and the hook are of the process
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*"]
+_HUB_SPARED = ["*/*.safetensors", "consolidated*.safetensors"]  # second copies of the same weights
+_REFUSED = (
+    "config",
+    "state_dict",
+    "device_map",
+    "max_memory",
+    "quantization_config",
+    "gguf_file",
+    "tp_plan",
+    "tp_size",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in evaluation mode, the files its parameters view, and the folder that must outlive it."""
+
+    model: Any
+    mappings: tuple[FileMapping, ...]
+    folder: OffloadFolder | None
+
+
+def load_pretrained(
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    offload_folder: Path | None = None,
+    model_class: type | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> LoadedModel:
+    """Loads a transformers model without a second copy of its weights in memory.
+
+    Weights that transformers converts are written to `offload_folder`, and reused from there by later loads; None is
+    a temporary folder. Other keywords go to transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
+    """
+    if refused := [name for name in _REFUSED if name in kwargs]:
+        raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
+    hub = {name: kwargs.pop(name) for name in ("token", "cache_dir") if name in kwargs}
+    path = _local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)
+    folder = path if path.is_dir() else path.parent
+    checkpoint = Checkpoint.open(path)
+    config = _read_config(folder, trust_remote_code)
+    cls = _class_of(config, model_class, trust_remote_code)
+    config = config if isinstance(config, cls.config_class or object) else config.get_text_config()
+    offload = OffloadFolder(offload_folder)
+    options = {"config": config, "dtype": dtype, **kwargs}
+    with _LOADING, offload.lock(), _progress_bar(progress):
+        model = _Load(checkpoint, offload, cls, options).run()
+    _finish(model, folder, str(path_or_repo_id), kwargs)
+    if not offload.mappings:
+        offload.close()
+    return LoadedModel(
+        model=model,
+        mappings=checkpoint.mappings + offload.mappings,
+        folder=offload if offload.mappings else None,
+    )
+
+
+class _Load:
+    """One load: what transformers makes goes to the folder, and an index remembers where each parameter is."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any]) -> None:
+        self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
+        facts = {**options, "config": options["config"].to_json_string()}
+        versions = [transformers.__version__, torch.__version__, f"{cls.__module__}.{cls.__qualname__}"]
+        text = json.dumps([checkpoint.fingerprint(), versions, sorted((k, str(v)) for k, v in facts.items())])
+        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._written: dict[int, str] = {}  # address -> name in the folder
+        self._thread = threading.get_ident()
+
+    def run(self) -> Any:
+        index = None if self._folder.is_private else self._folder.load_index(self._key)
+        if index is not None and (model := self._reuse(index)) is not None:
+            return model
+        sources = {name: self._home(name, tensor) for name, tensor in self._checkpoint.tensors().items()}
+        hook = register_module_parameter_registration_hook(self._on_parameter)
+        try:
+            model, missing = self._build(sources)
+        finally:
+            hook.remove()
+        if self._written and self._folder.is_private:
+            _LOGGER.warning(
+                "transformers converted %d tensors: %d bytes written to %s for this process only; "
+                "pass offload_folder= to keep them for the next load",
+                *(len(self._written), self._folder.nbytes, self._folder.path),
+            )
+        elif self._written:
+            self._folder.save_index(self._key, self._places(model, missing))
+        return model
+
+    def _build(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, set[str]]:
+        allowed = self._options.get("ignore_mismatched_sizes", False)
+        options = {**self._options, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        with _sequential_loading(), _warnings_of_transformers() as report:
+            try:
+                model, info = self._cls.from_pretrained(None, state_dict=dict(tensors), **options)
+            except RuntimeError as error:
+                raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
+        if info["mismatched_keys"] and not allowed:
+            shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info["mismatched_keys"])]
+            raise CheckpointError(
+                f"{self._where}: {len(shapes)} shapes differ: {'; '.join(shapes[:8])}; "
+                "the config is of another model, or pass ignore_mismatched_sizes=True"
+            )
+        named = [*model.named_parameters(), *model.named_buffers()]
+        if left := [name for name, tensor in named if tensor.is_meta]:
+            raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        return model, set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
+
+    def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
+        if param is None or param.is_meta or threading.get_ident() != self._thread:
+            return None
+        if not getattr(param, "_is_hf_initialized", False):  # missing in the file: random values are yet to come
+            return None
+        home = self._home(name, param.detach())
+        if home.data_ptr() == param.data_ptr():
+            return None
+        homed = torch.nn.Parameter(home, requires_grad=param.requires_grad)
+        homed.__dict__.update(param.__dict__)
+        return homed
+
+    def _home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns `tensor` where it views a file already, else an equal one that views a file of the folder."""
+        is_homed = tensor.data_ptr() in self._written or self._place(tensor) is not None
+        if not tensor.numel() or (tensor.is_contiguous() and is_homed):
+            return tensor
+        title = f"{self._key}.{len(self._written):06d}.{name}"
+        home = self._folder.write(title, tensor)
+        self._written[home.data_ptr()] = title
+        return home
+
+    def _place(self, tensor: torch.Tensor) -> list[Any] | None:
+        for number, mapping in enumerate(self._checkpoint.mappings):
+            if (offset := mapping.locate(tensor.data_ptr())) is not None:
+                return [number, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        return None
+
+    def _places(self, model: Any, missing: set[str]) -> dict[str, Any]:
+        """Returns, for every tensor that was loaded, its name in the folder or its place in the checkpoint."""
+        places: dict[int, tuple[str, Any]] = {}
+        for name, tensor in model.state_dict().items():
+            if name not in missing and tensor.numel():
+                address = self._home(name, tensor).data_ptr()
+                # Ties: the first name is enough, and with two transformers would compare all their bytes.
+                places.setdefault(address, (name, self._written.get(address) or self._place(tensor)))
+        return dict(places.values())
+
+    def _reuse(self, index: dict[str, Any]) -> Any | None:
+        """Builds the model from the places of an earlier load; None when transformers did not keep them all."""
+        try:
+            tensors = {name: self._at(place) for name, place in index.items()}
+            model, _ = self._build(tensors)
+        except (CheckpointError, StoreError) as error:
+            _LOGGER.warning("%s: converting again: %s", self._folder.path, error)
+            return None
+        state = model.state_dict()
+        if not all(name in state and _is_same(state[name], tensor) for name, tensor in tensors.items()):
+            _LOGGER.info("%s: converting again: transformers changed what was converted before", self._folder.path)
+            return None
+        return model
+
+    def _at(self, place: str | list[Any]) -> torch.Tensor:
+        if isinstance(place, str):
+            return self._folder.read(place)
+        number, offset, name, shape = place
+        dtype: torch.dtype = getattr(torch, name)
+        size = torch.Size(shape)
+        data: torch.Tensor = self._checkpoint.mappings[number].bytes(offset, offset + dtype.itemsize * size.numel())
+        return data.view(dtype).view(size)
+
+    @property
+    def _where(self) -> Path:
+        return self._checkpoint.mappings[0].path.parent
+
+
+def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.data_ptr() == expected.data_ptr():
+        return True
+    return found.dtype == expected.dtype and torch.equal(found, expected)  # a bias that transformers pads anew
+
+
+def _local_path(path_or_repo_id: str | Path, remote_code: bool, **hub: Any) -> Path:
+    path = Path(path_or_repo_id).expanduser()
+    if path.exists():
+        return path
+    if isinstance(path_or_repo_id, Path) or path.is_absolute() or str(path_or_repo_id).startswith((".", "~")):
+        raise CheckpointError(f"{path}: no such file or folder")
+    files = [*_HUB_FILES, "*.py"] if remote_code else _HUB_FILES
+    try:
+        found = huggingface_hub.snapshot_download(
+            path_or_repo_id, allow_patterns=files, ignore_patterns=_HUB_SPARED, **hub
+        )
+    except (OSError, ValueError) as error:  # the hub's errors are of these kinds
+        raise CheckpointError(
+            f"{path_or_repo_id!r} is no local folder, and getting it from the hub failed: {error}; "
+            "check the name, the network and `hf auth login`, or pass a folder"
+        ) from error
+    return Path(found)
+
+
+def _read_config(folder: Path, remote_code: bool) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: cannot read config.json: {error}") from error
+    quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if quantization is not None:
+        facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        method = facts.get("quant_method", "unknown")
+        raise UnsupportedError(f"{folder}: quantised with {method}, which is not supported; use the unquantised model")
+    return config
+
+
+def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:
+    names = config.architectures or []
+    if model_class is None and not names:
+        raise CheckpointError(f"{config.name_or_path}: config.json names no architectures; pass model_class=")
+    if model_class is None and not (remote_code and getattr(config, "auto_map", None)):
+        model_class = getattr(transformers, names[0], transformers.AutoModel)
+    if model_class is None:
+        ours = (auto for auto, reference in config.auto_map.items() if str(reference).endswith(f".{names[0]}"))
+        model_class = getattr(transformers, next(ours, "AutoModel"))
+    if hasattr(model_class, "config_class"):
+        return model_class
+    with torch.device("meta"):  # an Auto class: a model without weights tells which class it stands for
+        return type(model_class.from_config(config, trust_remote_code=remote_code))
+
+
+def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None:
+    model.name_or_path = model.config.name_or_path = name
+    model.eval()
+    if model.can_generate() and kwargs.get("generation_config") is None:
+        with contextlib.suppress(OSError):  # without the file, the one made of the model's config stays
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _sequential_loading() -> Iterator[None]:
+    before = os.environ.get(_SEQUENTIAL)
+    os.environ[_SEQUENTIAL] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SEQUENTIAL]
+        else:
+            os.environ[_SEQUENTIAL] = before
+
+
+@contextlib.contextmanager
+def _warnings_of_transformers() -> Iterator[list[str]]:
+    """Collects what transformers logs: its load report alone names the keys it could not convert."""
+    report: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield report
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _progress_bar(wanted: bool | None) -> Iterator[None]:
+    control = transformers.utils.logging
+    switch = {True: control.enable_progress_bar, False: control.disable_progress_bar}
+    before = control.is_progress_bar_enabled()
+    try:
+        if wanted is not None:
+            switch[wanted]()
+        yield
+    finally:
+        if wanted is not None:
+            switch[before]()

@@ -1,0 +1,246 @@
+"""`OffloadConfig` and its parts: every setting, checked once at the edge; knows no torch, model or device."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from weightstream.errors import ConfigError
+
+
+class ConfigWarning(UserWarning):
+    """A setting that is given but ignored."""
+
+
+# A description is what an error tells the user to give. Strict: else pydantic reads `true` as 1, one byte.
+_Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize, config={"strict": True}).validate_python)]
+_Size = Field(description='bytes, or a size such as "12GiB"')
+_Gib = Annotated[float, Field(strict=True, ge=0, description="GiB (2**30 bytes) as a finite number >= 0")]
+_Count = Annotated[int, Field(strict=True, ge=0, description="a whole number >= 0")]
+_Positive = Annotated[int, Field(strict=True, ge=1, description="a whole number >= 1")]
+_Switch = Annotated[bool, Field(description="true or false")]
+_Names = Annotated[
+    frozenset[str],
+    PlainSerializer(sorted, return_type=list[str], when_used="json"),
+    Field(description='a list of name segments such as ["experts"]'),
+]
+
+
+class _Settings(BaseModel):
+    """A frozen part of the configuration, whose errors are `ConfigError`."""
+
+    model_config = {"frozen": True, "extra": "forbid", "allow_inf_nan": False}
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _config_error(type(self), error) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise _config_error(cls, error) from None
+
+
+class UVAOffloadConfig(_Settings):
+    """Zero-copy: GiB to place on the host per GPU, and the name segments eligible for it (none given: all)."""
+
+    cpu_offload_gb: _Gib = 0.0
+    cpu_offload_params: _Names = frozenset()
+
+
+class PrefetchOffloadConfig(_Settings):
+    """Prefetch: the last `num_in_group` of every `group_size` layers, copied `prefetch_step` of them ahead."""
+
+    offload_group_size: _Count = 0
+    offload_num_in_group: _Positive = 1
+    offload_prefetch_step: _Count = 1
+    offload_params: _Names = frozenset()
+
+    def model_post_init(self, context: object, /) -> None:
+        size, num, step = self.offload_group_size, self.offload_num_in_group, self.offload_prefetch_step
+        if 0 < size < num:
+            raise ConfigError(
+                f"offload_num_in_group = {num} > offload_group_size = {size}: a group of {size} layers cannot "
+                f"offload {num}; set offload_group_size to {num} or more, or lower offload_num_in_group"
+            )
+        if size > 0 and step < 1:
+            raise ConfigError(
+                f"offload_prefetch_step = {step} < 1: a copy must start before its layer runs; set 1 or more"
+            )
+
+
+class OffloadConfig(_Settings):
+    """All settings of one offloaded model; a bad value, an unknown key or a contradiction is a `ConfigError`.
+
+    >>> OffloadConfig(device_budget="96MiB").device_budget
+    100663296
+    >>> OffloadConfig.from_kwargs(offload_group_size=8, offload_num_in_group=2).backend
+    'prefetch'
+    """
+
+    offload_backend: Literal["auto", "uva", "prefetch"] = "auto"
+    uva: UVAOffloadConfig = UVAOffloadConfig()
+    prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()
+    device_budget: Annotated[Annotated[_Bytes, Field(gt=0)] | None, _Size] = None
+    host_budget: Annotated[_Bytes | None, _Size] = None
+    offload_folder: Path | None = None
+    pin_memory: _Switch = True
+    use_uva: _Switch = True
+
+    @classmethod
+    def from_kwargs(cls, /, **values: Any) -> Self:
+        """Build from fields, `uva=` and `prefetch=`, and their keys given flat; None means not given."""
+        return cls(**_nested(values))
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], /, **overrides: Any) -> Self:
+        """Read the file `path`, lay `overrides` (as for `from_kwargs`) over it, and check the result."""
+        over = f" with {', '.join(overrides)} laid over it" if overrides else ""
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(**_laid_over(_nested(table), _nested(overrides)))
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}; give a TOML file that can be read") from error
+        except ValueError as error:  # not UTF-8, not TOML (the text holds line and column), or a bad setting
+            raise ConfigError(f"config file {path}{over}: {error}") from error
+
+    def merged(self, /, **overrides: Any) -> Self:
+        """A copy with `overrides` (as for `from_kwargs`) laid over it; a `uva` or `prefetch` dict merges by key."""
+        over = _nested(overrides)
+        return type(self)(**_laid_over(self.model_dump(), over)) if over else self
+
+    @property
+    def backend(self) -> Literal["none", "uva", "prefetch"]:
+        """The classic backend in force, after resolving "auto"."""
+        if self.offload_backend != "auto":
+            return self.offload_backend
+        if self.prefetch.offload_group_size > 0:
+            return "prefetch"
+        return "uva" if self.uva.cpu_offload_gb > 0 else "none"
+
+    def resolved(self) -> Self:
+        """A copy with `pin_memory` and `use_uva` as the environment leaves them now."""
+        pinned = self.pin_memory and not _switched_on("WEIGHTSTREAM_DISABLE_PIN_MEMORY")
+        mapped = self.use_uva and not _switched_on("WEIGHTSTREAM_DISABLE_UVA")
+        return self.model_copy(update={"pin_memory": pinned, "use_uva": mapped})
+
+    def compute_hash(self) -> str:
+        """Hex digest over every field of `resolved()`: equal in all processes, whatever the order of sets."""
+        text = json.dumps(self.resolved().model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def model_post_init(self, context: object, /) -> None:  # a validator would run, and warn, twice
+        if self.offload_backend == "prefetch" and self.prefetch.offload_group_size == 0:
+            num = self.prefetch.offload_num_in_group
+            raise ConfigError(
+                f"prefetch.offload_num_in_group = {num} > prefetch.offload_group_size = 0, with offload_backend = "
+                f"'prefetch': set prefetch.offload_group_size to {num} or more"
+            )
+        for text in self._ignored():
+            warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
+
+    def _ignored(self) -> Iterable[str]:
+        why = f"offload_backend = {self.offload_backend!r} selects {self.backend!r}"
+        for section, switch in ("uva", "cpu_offload_gb"), ("prefetch", "offload_group_size"):
+            given = getattr(self, section).model_dump(mode="json", exclude_defaults=True)
+            if given and self.backend != section:
+                yield (
+                    f"{', '.join(f'{section}.{k} = {v!r}' for k, v in given.items())} ignored: {why}. Remove to "
+                    f"silence this; to use, set offload_backend = {section!r} and {section}.{switch} > 0"
+                )
+        if self.device_budget is not None and self.backend != "none":
+            yield (
+                f"device_budget = {self.device_budget} ignored: {why}, which places weights by its own settings. "
+                f"Remove it to silence this; to use it, remove the settings of {self.backend!r}"
+            )
+
+
+def name_matches(pattern: str, name: str) -> bool:
+    """Whether the dotted `pattern` is a run of whole segments of `name`: "w2" is not in "mlp.w2_weight"."""
+    return f".{pattern}." in f".{name}."
+
+
+def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Those of `patterns` that match none of `names`, sorted."""
+    known = tuple(names)
+    return sorted(p for p in set(patterns) if not any(name_matches(p, name) for name in known))
+
+
+def _switched_on(variable: str) -> bool:
+    value = os.environ.get(variable, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"environment variable {variable} = {value!r} is no switch: set 1 or 0, or unset it")
+
+
+def _known_keys(cls: type[BaseModel]) -> dict[str, str]:
+    """Every key of `cls` and of its sections, with its full name: cpu_offload_gb -> uva.cpu_offload_gb."""
+    known = {name: name for name in cls.model_fields}
+    for section, field in cls.model_fields.items():
+        if isinstance(field.default, _Settings):
+            known |= {key: f"{section}.{key}" for key in type(field.default).model_fields}
+    return known
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without None, models as dicts, and flat keys moved into their section."""
+    known = _known_keys(OffloadConfig)
+    given = {key: value for key, value in values.items() if value is not None or key not in known}
+    nested = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in given.items()}
+    for key in [key for key in given if "." in known.get(key, "")]:
+        section, value = known[key].partition(".")[0], nested.pop(key)
+        table = nested.get(section, {})
+        if not isinstance(table, dict) or key in table:
+            raise ConfigError(f"{key} = {value!r} contradicts {section} = {table!r}: give one of the two")
+        nested[section] = table | {key: value}
+    return nested
+
+
+def _laid_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    tables = [key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)]
+    return base | over | {key: base[key] | over[key] for key in tables}
+
+
+def _config_error(cls: type[BaseModel], error: ValidationError) -> ConfigError:
+    return ConfigError("\n".join(_explained(cls, fault) for fault in error.errors()))
+
+
+def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
+    """Field, value and remedy, one line per fault."""
+    name, value = ".".join(map(str, fault["loc"])), fault["input"]
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # raised by a check, or by the part at `name`: its lines are complete
+        return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
+    known = _known_keys(cls)
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {known[near[0]]}?" if near else f"the options are {', '.join(known.values())}"
+        return f"{name} = {value!r}: there is no such option; {remedy}"
+    field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
+    remedy = f"; give {field.description}" if field and field.description else ""
+    return f"{name or cls.__name__} = {value!r}: {fault['msg']}{remedy}"
+
+
+def _caller_depth() -> int:
+    """The `stacklevel` at which a warning issued by our caller points at the user's own line."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("weightstream", "pydantic"):
+        frame, depth = frame.f_back, depth + 1
+    return depth

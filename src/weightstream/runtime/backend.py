@@ -1,0 +1,70 @@
+"""The protocol of a device: memory, one copy stream beside the compute stream, and events that order the two.
+
+An event carries the meaning it has on CUDA: `record` marks a point in a stream, `wait` orders a stream after the
+point that was recorded last at the time of the call; recording again does not disturb earlier waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from weightstream.plan.manifest import Profile
+
+Event = Any  # made by a backend and understood by that backend alone
+
+
+class Side(Enum):
+    """The two streams of a device."""
+
+    COMPUTE = "compute"
+    COPY = "copy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Bytes to move: `src` on the host into `dst` on the device, both flat uint8 of one size.
+
+    `prepare` runs where the source is read, before it is read, and raises `StoreError` if it cannot be. A source that
+    is not `pinned` may not be copied asynchronously.
+    """
+
+    dst: torch.Tensor
+    src: torch.Tensor
+    pinned: bool = False
+    prepare: Callable[[], None] | None = None
+
+
+class Backend(Protocol):
+    """What the engine asks of a device."""
+
+    device: torch.device
+    profile: Profile
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        """Flat uint8 memory on the device."""
+
+    def event(self) -> Event:
+        """A new event that nothing waits for."""
+
+    def record(self, side: Side, event: Event) -> None:
+        """Mark the present end of a stream."""
+
+    def wait(self, side: Side, event: Event) -> None:
+        """Order all later work of a stream after the event; raises the error of the copy that failed before it."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Queue copies on the copy stream."""
+
+    def stall_s(self) -> float:
+        """Seconds that compute has waited for copies so far."""
+
+    def synchronize(self) -> None:
+        """Block until both streams are idle."""
+
+    def close(self) -> None:
+        """End threads and free what the backend holds; may be called twice."""

@@ -1,0 +1,140 @@
+"""The CPU as a device: RAM is its memory, a thread is the copy stream, thread events order it. Knows no model."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from weightstream.plan.manifest import Profile
+from weightstream.runtime.backend import Copy, Event, Side
+
+# Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
+CPU_PROFILE = Profile(link_bytes_per_s=6e9, copy_latency_s=20e-6, device_bytes_per_s=8e9, overhead_s=0.2e-3)
+
+
+class _Mark:
+    """One recorded point: set once, with the error of what ran before it."""
+
+    __slots__ = ("error", "reached")
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.error: BaseException | None = None
+
+
+class CpuEvent:
+    """Holds the last recorded point; an event that was never recorded is complete, as on CUDA."""
+
+    __slots__ = ("mark",)
+
+    def __init__(self) -> None:
+        self.mark: _Mark | None = None
+
+
+class Worker:
+    """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # carried to the thread that waits, whatever it is
+                self._error = self._error or error
+            del job  # the closure holds tensors; an idle thread must not
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def record(self, event: CpuEvent) -> None:
+        mark = event.mark = _Mark()
+
+        def reach() -> None:
+            mark.error, self._error = self._error, None
+            mark.reached.set()
+
+        self._jobs.put(reach)
+
+    def wait(self, event: CpuEvent) -> None:
+        if (mark := event.mark) is not None:
+            self._jobs.put(lambda: (mark.reached.wait(), None)[1])
+
+    def join(self) -> None:
+        """Block until every job so far has run."""
+        event = CpuEvent()
+        self.record(event)
+        assert event.mark is not None
+        event.mark.reached.wait()
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class CpuBackend:
+    """Compute runs inline on the calling thread, so a wait blocks it; copies run on a thread of their own."""
+
+    def __init__(self, profile: Profile = CPU_PROFILE) -> None:
+        self.device = torch.device("cpu")
+        self.profile = profile
+        self._copies = Worker("weightstream-copy")
+        self._stall_s = 0.0
+        self._close = weakref.finalize(self, self._copies.stop)
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return CpuEvent()
+
+    def record(self, side: Side, event: Event) -> None:
+        if side is Side.COPY:
+            self._copies.record(event)
+        else:
+            event.mark = _Mark()
+            event.mark.reached.set()
+
+    def wait(self, side: Side, event: Event) -> None:
+        if side is Side.COPY:
+            self._copies.wait(event)
+            return
+        if event.mark is None:
+            return
+        started = time.perf_counter()
+        event.mark.reached.wait()
+        self._stall_s += time.perf_counter() - started
+        if event.mark.error is not None:
+            raise event.mark.error
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self._copies.submit(lambda: _move(copies))
+
+    def stall_s(self) -> float:
+        return self._stall_s
+
+    def synchronize(self) -> None:
+        if self._close.alive:
+            self._copies.join()
+
+    def close(self) -> None:
+        self._close()
+
+
+def _move(copies: Sequence[Copy]) -> None:
+    for copy in copies:
+        if copy.prepare is not None:
+            copy.prepare()
+        # memmove, not Tensor.copy_: one thread, so that copying leaves the other cores to compute; drops the GIL.
+        ctypes.memmove(copy.dst.data_ptr(), copy.src.data_ptr(), copy.dst.numel())

@@ -1,0 +1,103 @@
+"""What a model refuses while it is offloaded, and what its copies do not inherit. Knows no plan and no device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.errors import OffloadError
+from weightstream.runtime.weights import tensors_in
+
+ATTRIBUTE = "weightstream"  # where a model keeps its streamer
+
+
+class Hook:
+    """A forward hook that stays behind: a deepcopy or pickle of the model gets one that does nothing."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert, ()
+
+
+def _inert() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+class RefuseApply:
+    """Stands in for a module's `_apply`, through which `.to()`, `.cuda()`, `.half()` and their like all go."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+
+    def __call__(self, fn: object, recurse: bool = True) -> nn.Module:
+        raise OffloadError(
+            "You can't move a model that has some modules offloaded, nor change its dtype: weightstream keeps the "
+            f"weights of {self._name or type(self._module).__name__} where its plan put them. Call "
+            "model.weightstream.remove() first, or pass device= and dtype= when you offload or load."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy is a plain module: give it the method of its class.
+        return functools.partial, (type(self._module)._apply, self._module)
+
+
+def refuse_moves(model: nn.Module) -> Callable[[], None]:
+    """Refuse moves and dtype changes of every module of the model; returns what undoes it."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        module.__dict__["_apply"] = RefuseApply(module, name)
+
+    def undo() -> None:
+        for module in modules.values():
+            module.__dict__.pop("_apply", None)
+
+    return undo
+
+
+def refuse_backward(output: object, unit: str) -> None:
+    """Make a backward pass through a unit's output fail: the bytes that it would read are overwritten by then."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise OffloadError(
+            f"a backward pass reached {unit or 'the model'}, whose weights are streamed: their bytes were overwritten "
+            "after its forward, so its gradients would be wrong. Offloading is for inference: call remove() to train."
+        )
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(refuse)
+
+
+def refuse_foreign(modules: dict[str, nn.Module]) -> None:
+    """Raise `OffloadError` if another library offloads one of these modules, or weightstream does already."""
+    for name, module in modules.items():
+        for attribute, owner in (("_hf_hook", "accelerate"), ("_diffusers_hook", "diffusers")):
+            if attribute in module.__dict__ and getattr(module, attribute) is not None:
+                raise OffloadError(
+                    f"{name or type(module).__name__} is already managed by {owner} ({attribute}): remove its hooks "
+                    "first. Two kinds of offloading on one model cannot both know where a weight is."
+                )
+
+
+def refuse_twice(model: nn.Module) -> None:
+    """Raise `OffloadError` if the model or a part of it is offloaded by weightstream."""
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("_apply"), RefuseApply):
+            where = name or type(module).__name__
+            raise OffloadError(f"{where} is already offloaded by weightstream: call its streamer's remove() first")

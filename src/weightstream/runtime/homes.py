@@ -1,0 +1,216 @@
+"""Where the true bytes of every alias group are: moved when a plan settles, moved back when it is undone.
+
+Residents go to the device. What streams stays where it is (RAM, or a mapped file), or moves into pinned memory where
+the device copies from that alone, or into the offload folder where RAM is short. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import psutil
+import torch
+
+from weightstream.errors import PlanError, StoreError
+from weightstream.plan.plan import Plan, human
+from weightstream.plan.ring import ALIGN_NBYTES
+from weightstream.runtime.backend import Backend, Copy
+from weightstream.runtime.weights import Group
+from weightstream.store.arena import Arena
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import FileMapping
+
+logger = logging.getLogger("weightstream")
+
+
+class Tier(Enum):
+    """Where a home is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(kw_only=True, slots=True)
+class Home:
+    """The true bytes of one alias group. `origin` is the device they came from; `moved` says that they left it."""
+
+    group: Group
+    origin: torch.device
+    tier: Tier
+    pinned: bool = False
+    moved: bool = False
+
+
+class Homes:
+    """All homes of a model on one backend."""
+
+    def __init__(
+        self,
+        groups: dict[str, Group],
+        backend: Backend,
+        *,
+        mappings: Sequence[FileMapping] = (),
+        arena: Arena | None = None,
+        folder: OffloadFolder | None = None,
+        host_budget: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self._mappings = list(mappings)
+        self._arena = arena
+        self._pinnable = arena is not None
+        self._folder = folder
+        self._host_budget = psutil.virtual_memory().available * 4 // 5 if host_budget is None else host_budget
+        self._strict = host_budget is not None
+        self.homes = {
+            alias: Home(group=group, origin=group.home.device, tier=self._tier(group.home))
+            for alias, group in groups.items()
+        }
+
+    def settle(self, plan: Plan) -> None:
+        """Move everything to where the plan wants it; on failure everything is moved back first."""
+        try:
+            for alias in plan.manifest.aliases:  # residents first: what leaves the host makes room there
+                if alias in plan.resident:
+                    self._make_resident(self.homes[alias])
+            for unit in range(len(plan.manifest.units)):
+                self._settle_unit(plan.streamed(unit), plan.extents[unit].nbytes)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Bring every group back to the device it came from, into memory of its own."""
+        for home in self.homes.values():
+            bytes_left = home.pinned or home.group.home.device != home.origin or home.tier is Tier.DISK
+            if home.moved and bytes_left:
+                self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
+            home.tier = self._tier(home.group.home)
+            home.moved = home.pinned = False
+        if self._arena is not None:
+            self._arena.close()
+
+    def copies(self, plan: Plan, unit: int, ring: torch.Tensor) -> list[Copy]:
+        """What a fill of the unit moves into the ring, as few copies as possible."""
+        found: list[Copy] = []
+        for alias, offset in plan.streamed(unit).items():
+            home = self.homes[alias]
+            start = plan.extents[unit].offset + offset
+            copy = Copy(
+                dst=ring[start : start + home.group.nbytes],
+                src=home.group.home,
+                pinned=home.pinned,
+                prepare=self._prepare(home.group.home),
+            )
+            if found and (joined := _joined(found[-1], copy)):
+                found[-1] = joined
+            else:
+                found.append(copy)
+        return found
+
+    def held_nbytes(self) -> dict[str, int]:
+        """Bytes of weights whose home is on each tier."""
+        held = dict.fromkeys((tier.value for tier in Tier), 0)
+        for home in self.homes.values():
+            held[home.tier.value] += home.group.nbytes
+        return held
+
+    def _settle_unit(self, streamed: dict[str, int], nbytes: int) -> None:
+        """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""
+        waiting = {alias: offset for alias, offset in streamed.items() if not self.homes[alias].moved}
+        incoming = [h for h in (self.homes[a] for a in waiting) if h.tier is not Tier.HOST]
+        needed = sum(h.group.nbytes for h in incoming)
+        fits = self.held_nbytes()[Tier.HOST.value] + needed <= self._host_budget
+        if waiting and self._pinnable and fits:
+            assert self._arena is not None
+            block = self._arena.take(nbytes)
+            for alias, offset in waiting.items():
+                home = self.homes[alias]
+                self._move(home, block[offset : offset + home.group.nbytes], Tier.HOST)
+            pinned = self._pin(block)
+            for alias in waiting:
+                self.homes[alias].pinned = pinned
+            return
+        for alias in waiting:
+            home = self.homes[alias]
+            if not fits and (home.tier is Tier.DEVICE or (home.tier is Tier.HOST and self._strict)):
+                self._spill(home, alias)
+            elif home.tier is Tier.DEVICE:
+                self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8), Tier.HOST)
+
+    def _pin(self, block: torch.Tensor) -> bool:
+        assert self._arena is not None
+        try:
+            self._arena.pin(block)
+        except StoreError as error:
+            logger.warning("%s Copies go through a small pinned buffer instead, which costs overlap.", error)
+            self._pinnable = False
+            return False
+        return block.is_pinned()
+
+    def _spill(self, home: Home, alias: str) -> None:
+        if self._folder is None:
+            held = self.held_nbytes()[Tier.HOST.value]
+            raise PlanError(
+                f"host budget {human(self._host_budget)} < {human(held)} of weights on the host, and {alias} needs "
+                f"{human(home.group.nbytes)}. Raise host_budget, or name an offload_folder to keep the rest on disk."
+            )
+        mapped = self._folder.write(alias, home.group.home.cpu())
+        self._mappings.extend(m for m in self._folder.mappings if m not in self._mappings)
+        home.group.home = mapped
+        self._point(home)
+        home.tier, home.moved = Tier.DISK, True
+
+    def _make_resident(self, home: Home) -> None:
+        in_place = home.origin == self._backend.device and home.tier is not Tier.DISK
+        if not in_place:
+            self._move(home, self._backend.alloc(home.group.nbytes), Tier.DEVICE)
+        home.tier = Tier.DEVICE
+
+    def _move(self, home: Home, target: torch.Tensor, tier: Tier) -> None:
+        """Copy the bytes and point every tensor of the group at the copy."""
+        if (prepare := self._prepare(home.group.home)) is not None:
+            prepare()
+        target.copy_(home.group.home)
+        home.group.home = target
+        self._point(home)
+        home.tier, home.moved = tier, True
+
+    def _point(self, home: Home) -> None:
+        for member in home.group.members:
+            member.tensor.data = member.view(home.group.home, 0)
+
+    def _tier(self, data: torch.Tensor) -> Tier:
+        if data.device.type != "cpu":
+            return Tier.DEVICE
+        return Tier.HOST if self._mapping(data) is None else Tier.DISK
+
+    def _mapping(self, data: torch.Tensor) -> FileMapping | None:
+        return next((m for m in self._mappings if m.locate(data.data_ptr()) is not None), None)
+
+    def _prepare(self, data: torch.Tensor) -> partial[None] | None:
+        mapping = self._mapping(data) if data.device.type == "cpu" else None
+        if mapping is None:
+            return None
+        begin = mapping.locate(data.data_ptr())
+        assert begin is not None
+        return partial(mapping.populate, begin, begin + data.numel())
+
+
+def _joined(first: Copy, second: Copy) -> Copy | None:
+    """One copy for two that are neighbours at both ends, the alignment gap between them included."""
+    if not (first.pinned and second.pinned):
+        return None
+    if first.src.untyped_storage().data_ptr() != second.src.untyped_storage().data_ptr():
+        return None
+    distance = second.src.storage_offset() - first.src.storage_offset()
+    if second.dst.storage_offset() - first.dst.storage_offset() != distance:
+        return None
+    if not first.src.numel() <= distance < first.src.numel() + ALIGN_NBYTES:
+        return None
+    size = (distance + second.src.numel(),)
+    return Copy(dst=first.dst.as_strided(size, (1,)), src=first.src.as_strided(size, (1,)), pinned=True)

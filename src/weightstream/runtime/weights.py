@@ -1,0 +1,192 @@
+"""The weights of a model as movable bytes: alias groups, the tensor objects that view them, units of modules.
+
+Knows `nn.Module` and nothing of devices, plans or architectures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+
+from weightstream.errors import UnsupportedError
+from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """One tensor object of the model (a Parameter or a buffer) and its place in its alias group."""
+
+    tensor: torch.Tensor
+    names: list[str]
+    spec: TensorSpec
+
+    def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
+        """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
+        start = offset + self.spec.offset
+        flat = base[start : start + _span_nbytes(self.tensor)].view(self.tensor.dtype)
+        return flat.as_strided(self.spec.shape, self.spec.stride)
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """An alias group: bytes of one storage and every tensor object that views them."""
+
+    alias: str
+    home: torch.Tensor
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.home.numel()
+
+
+class Scope(Enum):
+    """Which tensors of a module a unit takes."""
+
+    TREE = "tree"  # all in its subtree
+    OWN = "own"  # its direct ones: the children are units themselves
+    NONE = "none"  # none but the adopted
+
+
+@dataclass(kw_only=True, slots=True)
+class UnitModule:
+    """A unit's module: it opens and closes with the module's forward.
+
+    `adopted` names alias groups that this module reads though they belong to another; `enclosing` says that other
+    units run inside its forward; `layer` is the index among the repeated blocks.
+    """
+
+    name: str
+    module: nn.Module
+    scope: Scope = Scope.TREE
+    adopted: frozenset[str] = frozenset()
+    enclosing: bool = False
+    layer: int | None = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensor objects of the unit in module order, shared ones included."""
+        if self.scope is Scope.NONE:
+            return
+        for module in self.module.modules() if self.scope is Scope.TREE else (self.module,):
+            for _, tensor in own_tensors(module):
+                yield tensor
+
+
+def groups(model: nn.Module) -> dict[str, Group]:
+    """Every alias group of a model by name; tensors without bytes are left alone.
+
+    Raises `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
+    """
+    objects: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in _named_tensors(model):
+        _check_supported(name, tensor)
+        if tensor.numel():
+            objects.setdefault(id(tensor), (tensor, []))[1].append(name)
+    by_storage: dict[tuple[object, ...], list[tuple[int, int, torch.Tensor, list[str]]]] = {}
+    for tensor, names in objects.values():
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        key = (tensor.device, tensor.untyped_storage().data_ptr())
+        by_storage.setdefault(key, []).append((start, start + _span_nbytes(tensor), tensor, names))
+    found: list[Group] = []
+    for views in by_storage.values():
+        found.extend(_merge(views))
+    position = {name: i for i, (_, names) in enumerate(objects.values()) for name in names}
+    return {group.alias: group for group in sorted(found, key=lambda g: position[g.alias])}
+
+
+def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Group]:
+    """Group the views of one storage by overlap of their bytes."""
+    runs: list[tuple[int, int, list[tuple[int, torch.Tensor, list[str]]]]] = []
+    for start, end, tensor, names in sorted(views, key=lambda view: view[:2]):
+        if runs and start < runs[-1][1]:
+            begin, until, members = runs[-1]
+            runs[-1] = (begin, max(until, end), [*members, (start, tensor, names)])
+        else:
+            runs.append((start, end, [(start, tensor, names)]))
+    for begin, end, members in runs:
+        alias = members[0][2][0]
+        home = torch.empty(0, dtype=torch.uint8, device=members[0][1].device)
+        home.set_(members[0][1].untyped_storage(), begin, (end - begin,), (1,))
+        group = Group(alias=alias, home=home)
+        for start, tensor, names in members:
+            if (start - begin) % tensor.element_size():
+                raise UnsupportedError(f"{names[0]} views a shared storage at an odd byte: offload cannot move it")
+            spec = TensorSpec(
+                name=names[0],
+                shape=tuple(tensor.shape),
+                stride=tensor.stride(),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                alias=alias,
+                nbytes=end - begin,
+                offset=start - begin,
+            )
+            group.members.append(Member(tensor=tensor, names=names, spec=spec))
+        yield group
+
+
+def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifest:
+    """The manifest of these units, in the order given."""
+    specs = {id(m.tensor): m.spec for group in by_alias.values() for m in group.members}
+    found: list[UnitSpec] = []
+    for unit in units:
+        taken = {id(t): specs[id(t)] for t in unit.tensors() if id(t) in specs}
+        for alias in sorted(unit.adopted):
+            taken |= {id(m.tensor): m.spec for m in by_alias[alias].members}
+        found.append(
+            UnitSpec(name=unit.name, tensors=tuple(taken.values()), enclosing=unit.enclosing, layer=unit.layer)
+        )
+    return Manifest(units=tuple(found), order=tuple(range(len(found))))
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that a module holds itself."""
+    for named in (module._parameters, module._buffers):
+        for name, tensor in named.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in own_tensors(module):
+            yield f"{prefix}.{name}".lstrip("."), tensor
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element in storage, gaps of a strided view included."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + reach) * tensor.element_size()
+
+
+def _check_supported(name: str, tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    plain = kind in (torch.Tensor, nn.Parameter) or kind is getattr(nn, "Buffer", None)
+    if not plain:
+        raise UnsupportedError(
+            f"{name} is a {kind.__module__}.{kind.__name__}: this kind of tensor is not supported yet"
+        )
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name} is on the meta device: load the weights first, or use from_pretrained")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise UnsupportedError(f"{name} is {what}: only dense strided tensors can be streamed")
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in an output or argument: nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))

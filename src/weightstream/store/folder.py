@@ -1,0 +1,127 @@
+"""OffloadFolder: where converted weights are written once and mapped from. It knows tensors, not models."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import urllib.parse
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from weightstream.errors import StoreError
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.mapping import FileMapping
+
+_NAME_LIMIT = 160  # a file system allows 255 bytes; the rest is for suffixes
+
+
+def file_name(name: str) -> str:
+    """Returns the file name of a tensor: distinct for distinct names, and plain whatever the name holds."""
+    quoted = urllib.parse.quote(name, safe="", errors="surrogatepass")
+    if len(quoted) > _NAME_LIMIT:  # a quoted name never holds a comma, so the two kinds cannot collide
+        digest = hashlib.sha256(quoted.encode()).hexdigest()
+        quoted = f"{quoted[: _NAME_LIMIT - 70]},{digest}"
+    return f"{quoted}.safetensors"
+
+
+class OffloadFolder:
+    """Writes tensors to `folder` and maps them; None is a private temporary folder that goes at close or exit."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.is_private = folder is None
+        self._finalizer = None
+        try:
+            if folder is None:
+                self.path = Path(tempfile.mkdtemp(prefix="weightstream-"))
+                self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+            else:
+                self.path = Path(folder)
+                self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"offload_folder {folder}: cannot create it: {error}") from error
+        self._mappings: dict[Path, FileMapping] = {}
+
+    @property
+    def mappings(self) -> tuple[FileMapping, ...]:
+        """The files written or read so far, mapped."""
+        return tuple(self._mappings.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of those files."""
+        return sum(mapping.nbytes for mapping in self._mappings.values())
+
+    def close(self) -> None:
+        """Removes a private folder; tensors already mapped stay readable, but are no longer checked."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the folder against other loads that would write the same files; waits for its turn."""
+        with open(self.path / ".lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Writes `tensor` and returns an equal, contiguous one that views the file; raises `StoreError`."""
+        target = self.path / file_name(name)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        needed = tensor.numel() * tensor.element_size()
+        try:
+            if shutil.disk_usage(self.path).free < needed:
+                raise OSError("not enough space")
+            save_file({name: tensor.detach().cpu().contiguous()}, partial)
+            os.replace(partial, target)
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(self.path).free if self.path.is_dir() else 0
+            raise StoreError(
+                f"{self.path}: cannot write {name!r}: needs {needed} bytes, {free} are free: {error}; "
+                "free some space or pass another offload_folder"
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return self.read(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns the tensor written as `name`, mapped; raises `CheckpointError` when it is absent or damaged."""
+        checkpoint = Checkpoint.open(self.path / file_name(name))
+        tensor = checkpoint.tensor(name)
+        self._mappings.update({mapping.path: mapping for mapping in checkpoint.mappings})
+        return tensor
+
+    def save_index(self, key: str, payload: dict[str, Any]) -> None:
+        """Records `payload` under `key`, together with the state of every file mapped so far."""
+        for mapping in self.mappings:  # an index must not survive a power cut that its weights did not
+            with open(mapping.path, "rb") as file:
+                os.fsync(file.fileno())
+        files = {mapping.path.name: mapping.identity for mapping in self.mappings}
+        partial = self._index_path(key).with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(json.dumps({"files": files, "payload": payload}))
+        os.replace(partial, self._index_path(key))
+
+    def load_index(self, key: str) -> dict[str, Any] | None:
+        """Returns what was recorded under `key`; None when it is absent or damaged, or one of its files changed."""
+        try:
+            index = json.loads(self._index_path(key).read_text())
+            for name, identity in index["files"].items():
+                if list(FileMapping(self.path / name).identity) != identity:
+                    return None
+            payload: dict[str, Any] = dict(index["payload"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return payload
+
+    def _index_path(self, key: str) -> Path:
+        return self.path / f"{urllib.parse.quote(key, safe='')}.index.json"
