@@ -1,0 +1,60 @@
+"""A result row: what was measured, on what, by which command. Appended to `results/*.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import weightstream
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p20, p50 and p80 of a list of timings."""
+    return {f"p{q}": round(float(np.percentile(values, q)), 4) for q in (20, 50, 80)}
+
+
+def environment() -> dict[str, Any]:
+    """Hardware and versions of this machine, the commit and the full command."""
+    cuda = torch.cuda.is_available()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "weightstream": weightstream.__version__,
+        "commit": os.environ.get("WEIGHTSTREAM_COMMIT") or _commit(),
+        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+    }
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows, each with the environment, as lines of JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common = environment()
+    with path.open("a") as out:
+        for row in rows:
+            out.write(json.dumps(row | common) + "\n")
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
