@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,7 @@ def steps_ms(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, num
         model(x)
         mark.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
 def floor_ms(num_layers: int, layer_nbytes: int, num: int) -> list[float]:

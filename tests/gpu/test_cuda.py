@@ -1,4 +1,4 @@
-"""What only a GPU shows: pinned homes, one copy per unit, memory that the allocator reports, real races, clean refusals."""
+"""What only a GPU shows: pinned homes, one copy per unit, the allocator's own figures, real races, clean refusals."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_memory_is_flat_and_returns(stack: Stack) -> None:
             seen.add(torch.cuda.memory_allocated())
         assert len(seen) <= 2  # the first step may load libraries
     gc.collect()
-    assert torch.cuda.memory_allocated() == start
+    assert torch.cuda.memory_allocated() <= start
 
 
 def test_classic_flags_and_errors() -> None:

@@ -91,12 +91,12 @@ class Plan:
 
     def summary(self) -> str:
         """The plan in one line."""
-        held = f"{human(self.device_nbytes)} of {human(self.manifest.nbytes)} on the device"
+        total = human(self.manifest.nbytes)
         if not self.host_nbytes:
-            return f"everything fits: {held}, nothing streams"
+            return f"everything fits: {total} resident, nothing streams"
         num = sum(self.streams(u) for u in range(len(self.manifest.units)))
         return (
-            f"{held} (resident {human(self.resident_nbytes)}, ring {human(self.ring_nbytes)}); "
+            f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring of {total}; "
             f"{num} units stream {human(self.step_nbytes)} per step"
         )
 

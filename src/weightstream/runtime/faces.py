@@ -1,23 +1,69 @@
 """The two faces of a streamed tensor: its home outside a unit's forward, its ring bytes inside. Switching is a pointer.
 
-Whoever reads, saves or updates a weight between steps sees the true bytes. Two kinds of change must not be missed:
-an update of the home after the ring was filled ahead (it would compute with stale bytes), and an update of the ring
-inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter, which
-`.data` hides; so what lies in the ring between two steps is also compared with its home by samples.
+Whoever reads, saves or updates a weight between steps sees the true bytes. Two kinds of change must not be missed: an
+update of the home after the ring was filled ahead (it would compute with stale bytes), and an update of the ring
+inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter. `.data`
+hides from it, so between steps a streamed tensor is of a class that notices who takes its memory out; and aliases
+that were taken before are found by comparing samples of the home, which sees whole updates and may miss single
+elements.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from weightstream.errors import OffloadError
-from weightstream.runtime.weights import Group, Member
+from weightstream.runtime.weights import Group, Member, span_nbytes
 
 _SAMPLES = 64
+_DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
+_HANDED_OUT = "_weightstream_handed_out"
+_DOORS = ("numpy", "__array__", "__dlpack__")
+
+
+def _door(base: type, name: str) -> Any:
+    plain = getattr(base, name)
+
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__[_HANDED_OUT] = True
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+def _watched(base: type) -> type:
+    """A class like `base` whose instances remember that their memory was handed out."""
+
+    def get(self: torch.Tensor) -> Any:
+        self.__dict__[_HANDED_OUT] = True
+        return _DATA.__get__(self)
+
+    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+        watched = type(self)
+        self.__class__ = base
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = watched
+
+    members: dict[str, Any] = {name: _door(base, name) for name in _DOORS}
+    members["data"] = property(get, lambda self, value: _DATA.__set__(self, value))
+    members["__deepcopy__"] = deepcopy
+    members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    members["__module__"] = base.__module__
+    return type(base.__name__, (base,), members)
+
+
+_WATCHED: Mapping[type, type] = MappingProxyType({base: _watched(base) for base in (nn.Parameter, torch.Tensor)})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +73,7 @@ class Face:
     member: Member
     home: torch.Tensor
     ring: torch.Tensor
+    alone: bool  # no other tensor views the bytes
     version: int = 0
 
     def current_version(self) -> int:
@@ -34,30 +81,52 @@ class Face:
         return 0 if tensor.is_inference() else tensor._version
 
     def show(self, view: torch.Tensor) -> None:
-        self.member.tensor.data = view
+        _DATA.__set__(self.member.tensor, view)
+
+    def watch(self) -> None:
+        """Outside of steps: notice who takes the memory out."""
+        self.member.tensor.__class__ = _WATCHED[self.member.kind]
+
+    def unwatch(self) -> None:
+        self.member.tensor.__class__ = self.member.kind
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
         return self.current_version() != self.version
+
+    def handed_out(self) -> bool:
+        """Whether somebody may hold the memory: for good, as nobody can tell when they write to it."""
+        return _HANDED_OUT in self.member.tensor.__dict__
 
     def agree(self) -> None:
         self.version = self.current_version()
 
     def adopt(self) -> bool:
         """Take over data that somebody assigned (`tensor.data = new`): copied into the home. False if none was."""
-        data = self.member.tensor.data
+        data: torch.Tensor = _DATA.__get__(self.member.tensor)
         same_memory = data.data_ptr() == self.home.data_ptr() and data.device == self.home.device
-        if same_memory and data.stride() == self.home.stride() and data.dtype == self.home.dtype:
+        if same_memory and (data.stride(), data.dtype, data.shape) == (
+            self.home.stride(),
+            self.home.dtype,
+            self.home.shape,
+        ):
             return False
-        name = self.member.names[0]
-        if (data.shape, data.dtype) != (self.home.shape, self.home.dtype):
+        if (data.shape, data.dtype) != (self.home.shape, self.home.dtype) or not self._fits(data):
             raise OffloadError(
-                f"{name} was replaced by a {data.dtype} tensor of shape {tuple(data.shape)} while it is offloaded (it "
-                f"was {self.home.dtype} {tuple(self.home.shape)}): call remove(), change it, and offload again"
+                f"{self.member.names[0]} was replaced by a {data.dtype} tensor of shape {tuple(data.shape)}, stride "
+                f"{data.stride()}, while it is offloaded (it was {self.home.dtype}, {tuple(self.home.shape)}, stride "
+                f"{self.home.stride()}): call remove(), change it, and offload again"
             )
-        self.home.copy_(data.clone() if same_memory else data)
+        source = data.clone() if same_memory else data
+        self.home = self.home.as_strided(data.shape, data.stride())
+        self.ring = self.ring.as_strided(data.shape, data.stride())
+        self.home.copy_(source)
         self.show(self.home)
         return True
+
+    def _fits(self, data: torch.Tensor) -> bool:
+        """Whether data of this layout can take the place: the same layout, or nobody else's bytes are among these."""
+        return data.stride() == self.home.stride() or (self.alone and span_nbytes(data) <= self.member.spec.nbytes)
 
 
 class UnitFaces:
@@ -74,24 +143,30 @@ class UnitFaces:
         for face in self.faces:
             face.show(face.ring)
 
-    def to_home(self) -> None:
-        """Back to the home; what the forward changed in the ring is written to the home first."""
-        for face in self.faces:
-            if face.changed():
-                face.home.copy_(face.ring)
-            face.show(face.home)
+    def to_home(self, training: bool) -> list[Face]:
+        """Back to the home; what the forward changed in the ring is written to the home first, and returned.
 
-    def dirty(self) -> list[Face]:
-        return [face for face in self.faces if face.changed()]
+        A norm in training mode updates its buffers without raising their version.
+        """
+        updated = []
+        for face in self.faces:
+            if face.changed() or (training and face.member.kind is torch.Tensor):
+                face.home.copy_(face.ring)
+                updated.append(face)
+            face.show(face.home)
+        return updated
 
     def sample(self) -> None:
         """Remember a sample of the home bytes, to tell later whether somebody wrote to them."""
         self._samples = [words.tobytes() for words in self._words]
 
     def home_was_written(self) -> bool:
-        if self._samples is None:
-            return False
-        return any(w.tobytes() != s for w, s in zip(self._words, self._samples, strict=True))
+        """Whether the home differs from what the ring was filled with, or may."""
+        if any(face.handed_out() for face in self.faces):
+            return True
+        return self._samples is not None and any(
+            w.tobytes() != s for w, s in zip(self._words, self._samples, strict=True)
+        )
 
 
 def _words(home: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -9,33 +9,45 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.errors import OffloadError
+from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime.weights import tensors_in
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 
 
-class Hook:
-    """A forward hook that stays behind: a deepcopy or pickle of the model gets one that does nothing."""
+class Around:
+    """Stands in for a module's `forward`. Not a hook: PyTorch's fused paths, and so the bits, change with hooks.
 
-    __slots__ = ("_call",)
+    `run` gets the plain forward and its arguments. A deepcopy or pickle of the module gets the plain forward.
+    """
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module = module
+        self._run = run
+        self._forward = module.forward
+        functools.update_wrapper(self, self._forward)
 
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._forward, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, ()
+        return functools.partial, (type(self._module).forward, self._module)
 
 
-def _inert() -> Callable[..., None]:
-    return _nothing
+def surround(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns what undoes it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = Around(module, run)
 
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = before
 
-def _nothing(*args: object) -> None:
-    return None
+    return undo
 
 
 class RefuseApply:

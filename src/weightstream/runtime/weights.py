@@ -24,11 +24,12 @@ class Member:
     tensor: torch.Tensor
     names: list[str]
     spec: TensorSpec
+    kind: type[torch.Tensor]
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
         """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
         start = offset + self.spec.offset
-        flat = base[start : start + _span_nbytes(self.tensor)].view(self.tensor.dtype)
+        flat = base[start : start + span_nbytes(self.tensor)].view(self.tensor.dtype)
         return flat.as_strided(self.spec.shape, self.spec.stride)
 
 
@@ -91,7 +92,7 @@ def groups(model: nn.Module) -> dict[str, Group]:
     for tensor, names in objects.values():
         start = int(tensor.storage_offset()) * tensor.element_size()
         key = (tensor.device, tensor.untyped_storage().data_ptr())
-        by_storage.setdefault(key, []).append((start, start + _span_nbytes(tensor), tensor, names))
+        by_storage.setdefault(key, []).append((start, start + span_nbytes(tensor), tensor, names))
     found: list[Group] = []
     for views in by_storage.values():
         found.extend(_merge(views))
@@ -125,7 +126,7 @@ def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Gr
                 nbytes=end - begin,
                 offset=start - begin,
             )
-            group.members.append(Member(tensor=tensor, names=names, spec=spec))
+            group.members.append(Member(tensor=tensor, names=names, spec=spec, kind=type(tensor)))
         yield group
 
 
@@ -157,7 +158,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{prefix}.{name}".lstrip("."), tensor
 
 
-def _span_nbytes(tensor: torch.Tensor) -> int:
+def span_nbytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element in storage, gaps of a strided view included."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + reach) * tensor.element_size()

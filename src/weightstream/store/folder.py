@@ -70,7 +70,11 @@ class OffloadFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Holds the folder against other loads that would write the same files; waits for its turn."""
-        with open(self.path / ".lock", "w") as file:
+        try:
+            file = open(self.path / ".lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot write to it: {error}; pass another offload_folder") from error
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -1,0 +1,51 @@
+"""The command line: one typer application, one file per command. A command imports what is heavy once it runs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from weightstream import __version__
+from weightstream.cli.run import run
+from weightstream.errors import WeightstreamError
+
+__all__ = ["app"]
+
+
+class Commands(TyperGroup):
+    """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except WeightstreamError as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(2) from None
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weightstream {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(run)
+
+
+@app.callback()
+def _weightstream(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run a PyTorch model bigger than your GPU, faster than the link that feeds it, bit for bit."""

@@ -1,0 +1,126 @@
+"""A plan bound to memory: the engine, the ring and the faces of every unit. Opens and closes units; knows no module.
+
+An open unit's tensors show their ring bytes. Between steps they show their homes, and updates of those are found
+before the next step reads what was filled ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from weightstream.plan.plan import Plan
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.engine import Counters, Engine
+from weightstream.runtime.faces import Face, UnitFaces
+from weightstream.runtime.homes import Homes
+
+
+class Binding:
+    """One plan over one ring. Not thread-safe."""
+
+    def __init__(self, plan: Plan, ring: torch.Tensor, homes: Homes, backend: Backend, counters: Counters) -> None:
+        self.plan = plan
+        self.open_units: list[int] = []
+        self._homes = homes
+        self._backend = backend
+        self._counters = counters
+        self._ring = ring
+        num = range(len(plan.manifest.units))
+        self._faces = [self._unit_faces(unit, ring, plan.extents[unit].offset) for unit in num]
+        self._borrowed: dict[int, UnitFaces] = {}
+        self._engine = Engine(plan, backend, [homes.copies(plan, unit, ring) for unit in num], counters)
+        self._engine.prime()
+        self.rest()
+
+    def faces(self) -> Iterable[Face]:
+        """Every streamed tensor object of every unit; a tied one once per unit."""
+        return (face for unit in self._faces for face in unit.faces)
+
+    def begin_step(self) -> None:
+        """Go back to the start of the order; see updates that were made since `rest`."""
+        for face in self.faces():
+            face.unwatch()
+        self.see_updates()
+        self._engine.begin_step()
+
+    def rest(self) -> None:
+        """The step is over: users may read and update weights until the next."""
+        for unit in self._engine.held():
+            self._faces[unit].sample()
+        for face in self.faces():
+            face.watch()
+
+    def see_updates(self) -> None:
+        """What the ring holds of weights that were updated since `rest` is stale."""
+        self._stale([face for face in self.faces() if face.adopt() or face.changed()])
+        self._engine.forget(unit for unit in self._engine.held() if self._faces[unit].home_was_written())
+
+    def open(self, unit: int, alone: bool) -> None:
+        """Make the unit's tensors show its bytes, ordered after their fill. `alone`: outside of a step."""
+        if alone:
+            self.see_updates()
+            if self._engine.is_behind(unit):
+                self._engine.begin_step()
+        if self._engine.is_blocked(unit):
+            self._borrowed[unit] = self._borrow(unit)
+        else:
+            self._engine.wait(unit)
+        self.open_units.append(unit)
+        (self._borrowed.get(unit) or self._faces[unit]).to_ring()
+
+    def close(self, unit: int, alone: bool, training: bool) -> None:
+        """Show the homes again and let the unit's bytes go."""
+        self.open_units.remove(unit)
+        if unit in self.open_units:  # called again from inside its own forward
+            self._engine.release(unit)
+            return
+        borrowed = self._borrowed.pop(unit, None)
+        updated = (borrowed or self._faces[unit]).to_home(training)
+        if borrowed is None:
+            self._engine.release(unit)
+        self._stale(updated)
+        if alone:
+            self.rest()
+
+    def shows(self, alias: str) -> bool:
+        """Whether an open unit shows this alias group."""
+        return any(alias in self.plan.streamed(unit) for unit in self.open_units)
+
+    def _unit_faces(self, unit: int, base: torch.Tensor, start: int) -> UnitFaces:
+        """The faces of a unit over memory of the device, its bytes at `start`."""
+        faces: list[Face] = []
+        groups = []
+        mine = {spec.name for spec in self.plan.manifest.units[unit].tensors}
+        for alias, offset in self.plan.streamed(unit).items():
+            group = self._homes.homes[alias].group
+            groups.append(group)
+            for member in group.members:
+                if member.spec.name in mine:
+                    ring, home = member.view(base, start + offset), member.view(group.home, 0)
+                    faces.append(Face(member=member, home=home, ring=ring, alone=len(group.members) == 1))
+        return UnitFaces(faces, groups)
+
+    def _borrow(self, unit: int) -> UnitFaces:
+        """Faces over memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
+        memory = self._backend.alloc(self.plan.extents[unit].nbytes)
+        for alias, offset in self.plan.streamed(unit).items():
+            home = self._homes.homes[alias].group.home
+            memory[offset : offset + home.numel()].copy_(home)
+        self._counters.fills += 1
+        self._counters.unplanned_fills += 1
+        self._counters.filled_nbytes += self.plan.unit_nbytes[unit]
+        return self._unit_faces(unit, memory, 0)
+
+    def _stale(self, updated: list[Face]) -> None:
+        """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""
+        if not updated:
+            return
+        aliases = {face.member.spec.alias for face in updated}
+        for unit, faces in enumerate(self._faces):
+            mine = [face for face in faces.faces if face.member.spec.alias in aliases]
+            for face in mine:
+                face.agree()
+            if mine:
+                self._engine.forget([unit])

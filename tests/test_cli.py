@@ -1,0 +1,270 @@
+"""The command line, run in this process on a tiny random language model with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from weightstream import __version__
+from weightstream.cli import app
+from weightstream.cli.run import Session
+
+transformers = pytest.importorskip("transformers")
+
+NUM_LAYERS = 6
+NUM_TOKENS = 8
+BUDGET = "512KiB"  # of a model of about 1 MiB
+PROMPT = "w5 w9 w23"
+CHAT = "{% for m in messages %}w7 {{ m['content'] }} w8{% endfor %}{% if add_generation_prompt %} w11{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # large enough that greedy tokens vary
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    save_tokenizer(path, CHAT)
+    return path
+
+
+def save_tokenizer(path: Path, chat_template: str | None) -> None:
+    """One word per id: `w17` is 17; the first three are special."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, 128))]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=chat_template
+    )
+    tokenizer.save_pretrained(path)
+
+
+def plain_tokens(folder: Path, prompt: list[int]) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def run(model: Path, *flags: object, stdin: str | None = None) -> Result:
+    arguments = ["run", str(model), "--device", "cpu", "--max-new-tokens", str(NUM_TOKENS), *map(str, flags)]
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def run_json(model: Path, *flags: object, stdin: str | None = None) -> dict:
+    result = run(model, "--json", *flags, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(result: Result) -> str:
+    """The message of a run that failed as it should: on stderr alone, no traceback, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_streams_the_plain_models_tokens(folder: Path) -> None:
+    found = run_json(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
+    assert found["tokens"] == plain_tokens(folder, [5, 9, 23])
+    assert len(set(found["tokens"])) > 1
+    assert found["num_prompt_tokens"] == 3
+    assert found["identical"] is True
+    assert found["first_difference"] is None
+
+
+def test_counts_what_streamed(folder: Path) -> None:
+    found = run_json(folder, "--device-budget", BUDGET, "--prompt", PROMPT)
+    stats, model = found["stats"], transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert stats["steps"] == len(found["tokens"])
+    assert stats["model_nbytes"] == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert 0 < stats["held_nbytes"]["device"] <= 512 * 1024 < stats["model_nbytes"]
+    assert stats["filled_nbytes"] >= stats["steps"] * (stats["model_nbytes"] - 512 * 1024)
+    assert found["device"] == "cpu"
+    assert found["identical"] is None
+    assert found["text"] == " ".join(f"w{i}" for i in found["tokens"] if i > 2)
+
+
+def test_shows_text_then_summary(folder: Path) -> None:
+    result = run(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
+    assert result.exit_code == 0, result.output
+    text, *summary = result.stdout.splitlines()
+    assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
+    labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
+    assert labels == ["plan", "speed", "device", "streamed", "waited", "identical"]
+    assert summary[-1] == "identical: yes"
+    assert max(map(len, summary)) <= 100
+    assert "\x1b" not in result.output
+
+
+def test_reports_a_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_tokens(folder, [5, 9, 23])
+    other = [*plain[:4], plain[4] + 1, *plain[5:]]
+    monkeypatch.setattr(Session, "plain", lambda *_: other)
+    result = run(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("identical: no (first difference at token 5)\n")
+
+
+def test_chat_applies_the_template(folder: Path) -> None:
+    found = run_json(folder, "--device-budget", BUDGET, "--chat", "--prompt", PROMPT)
+    assert found["tokens"] == plain_tokens(folder, [7, 5, 9, 23, 8, 11])
+
+
+def test_prompt_comes_from_a_pipe(folder: Path) -> None:
+    assert run_json(folder, "--device-budget", BUDGET, stdin="w5 w9 w23\n")["tokens"] == plain_tokens(
+        folder, [5, 9, 23]
+    )
+
+
+def test_classic_flags_offload_the_layers_they_name(folder: Path) -> None:
+    flags = ("--offload-backend", "prefetch", "--offload-group-size", 3, "--offload-num-in-group", 2)
+    found = run_json(folder, *flags, "--offload-params", "down_proj", "--prompt", PROMPT, "--verify")
+    down_nbytes = 64 * 160 * 4
+    assert found["stats"]["held_nbytes"]["host"] + found["stats"]["held_nbytes"]["disk"] == 4 * down_nbytes
+    assert found["identical"] is True
+
+
+def test_zero_copy_flags(folder: Path) -> None:
+    found = run_json(folder, "--cpu-offload-gb", 0.0002, "--prompt", PROMPT, "--verify")
+    stats = found["stats"]
+    assert stats["held_nbytes"]["host"] + stats["held_nbytes"]["disk"] >= 0.0002 * 2**30
+    assert found["identical"] is True
+
+
+def test_flags_win_over_the_file(folder: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text('device_budget = "1KiB"\n')
+    assert "budget 1.0KiB" in refused(run(folder, "--config", settings, "--prompt", PROMPT))
+    found = run_json(folder, "--config", settings, "--device-budget", BUDGET, "--prompt", PROMPT)
+    assert found["stats"]["held_nbytes"]["device"] <= 512 * 1024
+
+
+def test_budget_too_small_prints_the_arithmetic(folder: Path) -> None:
+    message = refused(run(folder, "--device-budget", "1KiB", "--prompt", PROMPT))
+    assert message.startswith("error: ")
+    assert re.search(r"budget 1\.0KiB .*< resident .* \+ ring .* = ", message)
+
+
+def test_unknown_option_is_named_with_its_neighbours(folder: Path) -> None:
+    message = refused(run(folder, "--device-budgte", BUDGET))
+    assert "--device-budgte" in message
+    assert "--device-budget" in message
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ('device_bugdet = "1GiB"', "did you mean device_budget?"),
+        ("offload_backend = nope", "line 1, column 19"),
+        ('device_budget = "12 parsecs"', "device_budget = '12 parsecs'"),
+    ],
+)
+def test_bad_settings_file(folder: Path, tmp_path: Path, toml: str, expected: str) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(toml)
+    message = refused(run(folder, "--config", settings))
+    assert message.startswith(f"error: config file {settings}")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--device-budget", "96MX"), "device_budget = '96MX'"),
+        (("--offload-group-size", 2, "--offload-num-in-group", 3), "offload_num_in_group = 3 > offload_group_size = 2"),
+        (("--prompt", " ", "--device-budget", BUDGET), "has no tokens"),
+        (("--config", "no-such-file.toml"), "no-such-file.toml"),
+    ],
+)
+def test_bad_value(folder: Path, flags: tuple[object, ...], expected: str) -> None:
+    message = refused(run(folder, *flags))
+    assert message.startswith("error: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--offload-backend"])
+def test_unknown_choice(folder: Path, flag: str) -> None:
+    message = refused(run(folder, flag, "bf61"))
+    assert flag in message
+    assert "'auto'" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_cuda_where_there_is_none(folder: Path) -> None:
+    assert "cuda" in refused(run(folder, "--device", "cuda")).lower()
+
+
+def test_folder_missing(tmp_path: Path) -> None:
+    message = refused(run(tmp_path / "nothing-here", "--device-budget", BUDGET))
+    assert str(tmp_path / "nothing-here") in message
+
+
+def copy_weights(folder: Path, to: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(folder / name, to)
+
+
+def test_tokenizer_missing(folder: Path, tmp_path: Path) -> None:
+    copy_weights(folder, tmp_path)
+    assert "no tokenizer" in refused(run(tmp_path, "--device-budget", BUDGET))
+
+
+def test_chat_without_a_template(folder: Path, tmp_path: Path) -> None:
+    copy_weights(folder, tmp_path)
+    save_tokenizer(tmp_path, None)
+    assert "leave out --chat" in refused(run(tmp_path, "--device-budget", BUDGET, "--chat", "--prompt", PROMPT))
+
+
+def test_transformers_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install 'weightstream[transformers]'" in refused(run(folder))
+
+
+@pytest.mark.filterwarnings("default")
+def test_setting_ignored_is_one_line_of_warning(folder: Path) -> None:
+    result = run(folder, "--device-budget", BUDGET, "--offload-params", "mlp", "--prompt", PROMPT)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("warning: prefetch.offload_params = ['mlp'] ignored")
+    assert result.stderr.count("\n") == 1
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"weightstream {__version__}\n"
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys, weightstream.__main__"
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code, "run", "--help"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "--device-budget" in ran.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "transformers"}

@@ -1,0 +1,245 @@
+"""The shape of the source: imports go one way, plan/ is pure, importing is light, and modules hold no state."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "weightstream"
+SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# What a part may import beside itself. Not in the table: not a part of the design.
+LEAVES = {"errors", "config", "plan.manifest"}
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "plan.manifest": {"errors"},
+    "plan": LEAVES,
+    "store": LEAVES,
+    "codec": LEAVES,
+    "runtime": LEAVES | {"plan", "store", "codec"},
+    "testing": LEAVES | {"plan", "store", "codec", "runtime"},
+    "adapters": LEAVES | {"plan", "store", "codec", "runtime"},
+    "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "adapters"},
+    "front": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders"},
+    "": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders", "front"},
+    "cli": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders", "front", ""},
+    "__main__": {"cli"},
+}
+
+PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "io", "itertools", "math"}
+PURE |= {"operator", "typing", "pydantic", "rich", PACKAGE}
+IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
+
+MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap"}
+MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "SimpleNamespace", "count", "cycle"}
+MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+# (file, name): what pydantic asks for by name. The session table of the operators may join it; nothing else.
+ALLOWED_STATE = {("config.py", "_Settings.model_config")}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def module_of(path: Path) -> str:
+    """`weightstream.plan.ring`, or the package's own name for an `__init__.py`."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path) for path in FILES}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever the statement stands; `from package import module` is that module."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def own_imports(path: Path) -> set[str]:
+    return {name for name in imports(path) if name.split(".")[0] == PACKAGE}
+
+
+def part_of(module: str) -> str:
+    inside = module.removeprefix(PACKAGE).removeprefix(".")
+    return inside if inside in LEAVES else inside.split(".")[0]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {f"{PACKAGE}.plan.ring", f"{PACKAGE}.runtime.engine", PACKAGE} <= MODULES
+    assert own_imports(SOURCE / "plan" / "check.py") >= {f"{PACKAGE}.plan.plan", f"{PACKAGE}.errors"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_go_one_way(path: Path) -> None:
+    part = part_of(module_of(path))
+    assert part in BELOW, f"{relative(path)} belongs to no part of the design"
+    for name in own_imports(path):
+        assert name in MODULES, f"{relative(path)} imports {name}, which is no module"
+        allowed = BELOW[part] | {part}
+        assert part_of(name) in allowed, f"{relative(path)} imports {name}; it may import {sorted(allowed)}"
+
+
+def test_no_part_is_above_and_below_another() -> None:
+    for part, below in BELOW.items():
+        assert not [other for other in below if part in BELOW[other]]
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {module_of(path): own_imports(path) - {module_of(path)} for path in FILES}
+    while graph:
+        free = [module for module, needs in graph.items() if not needs & graph.keys()]
+        assert free, f"import cycle among {sorted(graph)}"
+        for module in free:
+            del graph[module]
+
+
+PLAN_FILES = [path for path in FILES if path.parent.name == "plan"]
+
+
+@pytest.mark.parametrize("path", PLAN_FILES, ids=relative)
+def test_planning_knows_no_torch_no_files_and_no_clock(path: Path) -> None:
+    assert {name.split(".")[0] for name in imports(path)} <= PURE
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module != "io", f"{relative(path)}:{node.lineno}: spell it io.StringIO"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "io":
+            assert node.attr == "StringIO", f"{relative(path)}:{node.lineno} does input or output"
+        if isinstance(node, ast.Name) and node.id in IMPURE_BUILTINS:
+            assert hasattr(builtins, node.id)
+            raise AssertionError(f"{relative(path)}:{node.lineno} calls {node.id}")
+
+
+def spells_torch_cuda(path: Path) -> list[int]:
+    lines = []
+    for node in ast.walk(tree(path)):
+        if (
+            (isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch")
+            or (isinstance(node, ast.Import) and any(a.name.startswith("torch.cuda") for a in node.names))
+            or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"))
+            or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "cuda" in {a.name for a in node.names})
+        ):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_torch_cuda_is_spelled_in_one_file() -> None:
+    assert {relative(path) for path in FILES if spells_torch_cuda(path)} == {"runtime/cuda.py"}
+
+
+def containers(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, int]]:
+    """Names that a module, or a class of it, binds to a mutable container when it is imported."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from containers(node.body, f"{owner}{node.name}.")
+        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
+            for inner in ("body", "orelse", "finalbody"):
+                yield from containers(getattr(node, inner, []), owner)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and is_mutable(node.value):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name) and target.id != "__all__":
+                    yield owner + target.id, node.lineno
+
+
+def is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in MUTABLE_CALLS
+    return isinstance(value, MUTABLE_NODES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_modules_hold_no_state(path: Path) -> None:
+    """A table that nobody changes is a tuple, a frozenset or a MappingProxyType."""
+    found = [(name, line) for name, line in containers(tree(path).body) if (relative(path), name) not in ALLOWED_STATE]
+    assert not found, f"{relative(path)}: {found}"
+    rebound = [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
+    assert not rebound, f"{relative(path)}: `global` in lines {rebound}"
+
+
+def test_the_state_that_is_looked_for_is_found() -> None:
+    source = "a = {}\nb: list[int] = []\nif a:\n    c = set()\nclass D:\n    e = weakref.WeakSet()\nf = (1,)\ng.h = []"
+    assert [name for name, _ in containers(ast.parse(source).body)] == ["a", "b", "c", "D.e"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_file_begins_by_saying_what_it_owns(path: Path) -> None:
+    first = (ast.get_docstring(tree(path)) or "").split("\n")[0]
+    assert first.endswith((".", "?")), f"{relative(path)} begins with {first!r}"
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+LOADED = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+
+
+@pytest.mark.parametrize("module", sorted(module_of(path) for path in PLAN_FILES))
+def test_planning_does_not_import_torch(module: str) -> None:
+    loaded = run_python(f"import {module}; {LOADED}").split()
+    assert PACKAGE in loaded
+    assert not {"torch", "transformers", "numpy", "rich"}.intersection(loaded)
+
+
+def test_importing_is_light_and_every_public_name_is_there() -> None:
+    """All names are taken, so that those made on first use count too; CUDA is not initialised by any of them."""
+    assert not {"transformers", "diffusers", "rich", "typer"}.intersection(
+        run_python(f"import weightstream; {LOADED}").split()
+    )
+    loaded = run_python(
+        "import torch\n"
+        "def initialise(*_): raise SystemExit('CUDA was initialised')\n"
+        "torch.cuda._lazy_init = initialise\n"
+        "import weightstream\n"
+        "for name in weightstream.__all__: assert getattr(weightstream, name).__name__ == name\n"
+        "assert not torch.cuda.is_initialized()\n" + LOADED
+    ).split()
+    assert PACKAGE in loaded
+    assert not {"transformers", "diffusers", "rich", "typer"}.intersection(loaded)
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    code = "import weightstream\ntry: weightstream.offlaod\nexcept AttributeError as error: print(error)"
+    assert run_python(code) == "module 'weightstream' has no attribute 'offlaod'"
+
+
+def test_public_names_are_sorted_and_said_once() -> None:
+    names = next(
+        ast.literal_eval(node.value)
+        for node in tree(SOURCE / "__init__.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert names == sorted(set(names))
+    assert {"offload", "from_pretrained", "Plan", "Streamer", "OffloadConfig", "WeightstreamError"} <= set(names)
