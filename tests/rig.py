@@ -1,4 +1,4 @@
-"""The rig of the engine tests: small plans over bytes, an engine on a stack of backends, kernels that check the ring."""
+"""The rig of the engine tests: small plans over bytes, an engine on any backend, kernels that check the ring."""
 
 from __future__ import annotations
 

@@ -178,10 +178,14 @@ def test_an_error_reaches_who_waits_for_it_and_nobody_else(backend: Any) -> None
     before = filled_event(backend, [Copy(dst=ring, src=host(1))])
     backend.wait(Side.COMPUTE, before)
     backend.synchronize()
-    with pytest.raises(StoreError, match="the source is gone"):  # a backend may raise at any of these
+
+    def fill_and_wait() -> None:  # a backend may raise at any of these
         event = filled_event(backend, [Copy(dst=ring, src=host(2), prepare=fails)])
         backend.wait(Side.COMPUTE, event)
         backend.synchronize()
+
+    with pytest.raises(StoreError, match="the source is gone"):
+        fill_and_wait()
     after = filled_event(backend, [Copy(dst=ring, src=host(3))])
     backend.wait(Side.COMPUTE, before)
     backend.wait(Side.COMPUTE, after)

@@ -57,6 +57,7 @@ def assert_judged_by_the_bytes(plan: Plan) -> set[str]:
     harm = faults(plan)
     assert any("is read before it is filled" in text for text in found) == ("stale" in harm)
     assert any("is filled though it is there" in text for text in found) == ("again" in harm)
+    assert any("which nobody has read" in text for text in found) == ("unread" in harm)
     return harm
 
 
@@ -128,8 +129,8 @@ def test_two_first_fills_over_the_same_bytes() -> None:
     for plan in RIGHT:
         for unit in set(range(len(plan.manifest.units))) - set(plan.first):
             if any(plan.extents[unit].overlaps(plan.extents[other]) for other in plan.first):
-                reported(replace(plan, first=(*plan.first, unit)), f"unit {unit} overwrites")
-                reported(replace(plan, first=(unit, *plan.first)), "that nobody has read")
+                reported(replace(plan, first=(*plan.first, unit)), f"unit {unit} overwrites unit ")
+                reported(replace(plan, first=(unit, *plan.first)), f"overwrites unit {unit}, which nobody has read")
 
 
 def test_a_fill_of_a_unit_that_does_not_stream() -> None:
@@ -144,7 +145,7 @@ def test_a_fill_that_is_overwritten_before_it_is_read() -> None:
     wasteful = replace(plan, after=((2, 1), *plan.after[1:]))
     assert faults(wasteful) == {"unread"}
     assert wasteful.step_nbytes > plan.step_nbytes
-    assert list(violations(wasteful)), f"fills {wasteful.after} over one slot: unit 2 is copied twice, read once"
+    reported(wasteful, "unit 1 overwrites unit 2, which nobody has read")
 
 
 def test_a_fill_that_no_position_reads() -> None:

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rig import Rig, equal_plan, small_plan, spied
 
+from rig import Rig, equal_plan, small_plan, spied
 from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan

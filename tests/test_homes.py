@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import tempfile
@@ -15,11 +16,11 @@ import psutil
 import pytest
 import torch
 from hypothesis import given, settings
-from rig import KIB
 from safetensors.torch import save_file
 from torch import nn
 
-import weightstream
+import weightstream.front
+from rig import KIB
 from weightstream.adapters.module import find_units
 from weightstream.errors import PlanError, StoreError
 from weightstream.plan.manifest import Manifest
@@ -223,7 +224,9 @@ def test_restoring_twice_changes_nothing(backend: CpuBackend, tmp_path: Path) ->
 # -- the arena and pinning ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [1, 511, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 10 * mmap.PAGESIZE + 7])
+@pytest.mark.parametrize(
+    "nbytes", [1, 511, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 10 * mmap.PAGESIZE + 7]
+)
 def test_the_arena_rounds_up_to_a_page_and_no_further(nbytes: int) -> None:
     arena = Arena()
     block = arena.take(nbytes)
@@ -385,8 +388,22 @@ def test_remove_leaves_no_thread_file_or_folder(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "temporary").glob("weightstream-*")) == []
     assert_values(model, expected)
     assert torch.equal(model(x), wanted)
+    del streamer
+    gc.collect()
     maps = {m.path for m in psutil.Process().memory_maps()}
     assert not any(path.startswith(str(tmp_path)) for path in maps)
+
+
+def test_remove_frees_the_ring_while_the_streamer_is_still_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = Limit(CpuBackend(), 1 << 20)
+    monkeypatch.setattr(weightstream.front, "CpuBackend", lambda: limited)
+    model = linears(6)
+    streamer = weightstream.offload(model, device="cpu", device_budget=48 * KIB)
+    model(torch.ones(1, WIDTH))
+    assert limited.held_nbytes == streamer.plan.ring_nbytes > 0
+    streamer.remove()
+    gc.collect()
+    assert limited.held_nbytes == 0
 
 
 def test_a_refused_host_budget_leaves_nothing(tmp_path: Path) -> None:

@@ -230,15 +230,13 @@ def test_the_table_has_a_row_for_each_run_of_equal_units() -> None:
         ["blocks.3", "1", "0B", "3.0MiB"],
         ["blocks.4", "2", "0B", "4.0MiB"],
     ]
-    assert lines[0] == (
-        "8.0MiB of 17.0MiB on the device (resident 4.0MiB, ring 4.0MiB); 5 units stream 13.0MiB per step"
-    )
+    assert lines[0] == "4.0MiB resident + 4.0MiB ring of 17.0MiB; 5 units stream 13.0MiB per step"
 
 
 def test_the_summary_says_when_everything_fits() -> None:
     manifest = Manifest(units=(unit_of(0, MIB),), order=(0,))
     plan = Plan.build(manifest, frozenset(manifest.aliases), 0)
-    assert plan.summary() == "everything fits: 1.0MiB of 1.0MiB on the device, nothing streams"
+    assert plan.summary() == "everything fits: 1.0MiB resident, nothing streams"
     assert printed(plan)[0] == plan.summary()
 
 

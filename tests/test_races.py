@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from rig import Rig, equal_plan, small_plan
 
 import weightstream.runtime.engine as engine_module
+from rig import Rig, equal_plan, small_plan
 from weightstream.errors import InvariantError
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan

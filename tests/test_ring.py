@@ -229,8 +229,9 @@ def test_previous_holder_goes_back_and_around() -> None:
 
 
 def test_fills_after_one_release_come_soonest_needed_first() -> None:
-    extents = [Extent(offset=0, nbytes=1024), Extent(offset=512, nbytes=512), Extent(offset=0, nbytes=512)]
-    assert refills((0, 2, 1), extents) == ((2, 1), (), (0,))
+    """Unit 1 covers both others: unit 2 is read next, unit 0 only in the next step."""
+    extents = [Extent(offset=0, nbytes=512), Extent(offset=0, nbytes=1024), Extent(offset=512, nbytes=512)]
+    assert refills((0, 1, 2), extents) == ((1,), (2, 0), ())
 
 
 def test_empty_extents_share_nothing() -> None:

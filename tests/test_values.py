@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import weightstream
 from models import ARCHITECTURES, MODELS, Model, assert_same, model_nbytes, to_device, tokens, weights
@@ -72,33 +74,45 @@ def test_an_architecture_streams_through_little_more_than_half(name: str, device
     assert plans(module, device, int(0.55 * model_nbytes(module)))
 
 
+class LinearReads(TorchFunctionMode):
+    """Notes the memory from which every linear reads its weight: module name -> address of the storage."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.addresses: dict[str, int] = {}
+        self._names = {id(m.weight): name for name, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.linear:
+            self.addresses[self._names[id(args[1])]] = args[1].untyped_storage().data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Stack", "llama-bf16"])
 def test_blocks_compute_on_the_ring(name: str, device: str) -> None:
-    """Inside a step streamed weights lie together in the ring's bytes, and at the same addresses in every step."""
+    """Streamed weights are read from one memory, the ring, and from the same addresses in every step: a streamer
+    that let the blocks read their homes would pass every comparison of values."""
     model = MODELS[name]()
     budget = least_budget(model.module, device)
-    homes = {tensor.data_ptr() for tensor in weights(model.module).values()}
-    seen: list[dict[str, int]] = []
-    for key, leaf in model.module.named_modules():
-        if isinstance(leaf, torch.nn.Linear):
-            leaf.register_forward_pre_hook(
-                lambda leaf, _, key=key: seen[-1].update({key: leaf.weight.untyped_storage().data_ptr()})
-            )
+    homes = {tensor.untyped_storage().data_ptr() for tensor in weights(model.module).values()}
     with weightstream.offload(model.module, device=device, device_budget=budget) as streamer:
-        resident = {
-            spec.name.removesuffix(".weight")
-            for spec in streamer.plan.manifest.tensors()
-            if spec.alias in streamer.plan.resident
-        }
-        for seed in range(4):
-            seen.append({})
-            run(model, device, seed)
-    streamed = seen[-1].keys() - resident
-    assert streamed
-    assert len({seen[-1][key] for key in streamed}) == 1, "the ring is one block of memory"
-    assert not homes & {seen[-1][key] for key in streamed}
-    assert seen[-1] == seen[-2]
+        run(model, device, 0)
+        steps = []
+        for seed in (1, 2):
+            with LinearReads(model.module) as reads:
+                run(model, device, seed)
+            steps.append(reads.addresses)
+        plan = streamer.plan
+    streamed = {
+        spec.name.removesuffix(".weight") for spec in plan.manifest.tensors() if spec.alias not in plan.resident
+    } & steps[0].keys()
+    assert len(streamed) > len(steps[0]) // 2
+    assert len({steps[0][key] for key in streamed}) == 1
+    assert not homes & {steps[0][key] for key in streamed}
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -135,10 +135,11 @@ def _offload(
     try:
         planner = _planner(config, backend, sum(g.nbytes for g in by_alias.values() if g.home.device == backend.device))
         units = find_units(model)
-        if not _plans(planner, manifest(units, by_alias)):
-            units = find_units(model, leaves=True)
-        plan = planner(manifest(units, by_alias))
-        _report(plan, config)
+        try:
+            planner(manifest(units, by_alias))
+        except PlanError:
+            units = find_units(model, leaves=True)  # single matrices need less ring than blocks
+            planner(manifest(units, by_alias))
     except BaseException:
         backend.close()
         raise
@@ -151,7 +152,11 @@ def _offload(
         folder=folder,
         host_budget=config.host_budget,
     )
-    return Streamer(model, units, homes, backend, planner, on_close=lambda: None if folder is None else folder.close())
+    streamer = Streamer(
+        model, units, homes, backend, planner, on_close=lambda: None if folder is None else folder.close()
+    )
+    _report(streamer.plan, config)
+    return streamer
 
 
 def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backend:
@@ -203,14 +208,6 @@ def _planner(config: OffloadConfig, backend: Backend, already_there: int) -> Pla
 
 def _eligible(patterns: frozenset[str]) -> Callable[[str], bool]:
     return lambda name: not patterns or any(name_matches(p, name) for p in patterns)
-
-
-def _plans(planner: Planner, manifest: Manifest) -> bool:
-    try:
-        planner(manifest)
-    except PlanError:
-        return False
-    return True
 
 
 def _report(plan: Plan, config: OffloadConfig) -> None:

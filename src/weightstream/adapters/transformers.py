@@ -34,8 +34,8 @@ _LOGGER = logging.getLogger("weightstream")
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers converts ahead of the hook, in threads, without bound
 _LOADING = threading.Lock()  # that variable and the hook are of the process
 _TRIM_NBYTES = 32 << 20
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*"]
-_HUB_SPARED = ["*/*.safetensors", "consolidated*.safetensors"]  # second copies of the same weights
+_HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
+_HUB_SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 _REFUSED = (
     "config",
     "state_dict",
@@ -238,10 +238,10 @@ def _local_path(path_or_repo_id: str | Path, remote_code: bool, **hub: Any) -> P
         return path
     if isinstance(path_or_repo_id, Path) or path.is_absolute() or str(path_or_repo_id).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
-    files = [*_HUB_FILES, "*.py"] if remote_code else _HUB_FILES
+    files = [*_HUB_FILES, *(["*.py"] if remote_code else [])]
     try:
         found = huggingface_hub.snapshot_download(
-            path_or_repo_id, allow_patterns=files, ignore_patterns=_HUB_SPARED, **hub
+            path_or_repo_id, allow_patterns=files, ignore_patterns=list(_HUB_SPARED), **hub
         )
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
         raise CheckpointError(

@@ -62,25 +62,30 @@ def _homes(plan: Plan) -> Iterator[str]:
 def _schedule(plan: Plan) -> Iterator[str]:
     """Walk the steps: what a fill overwrites is gone, and what a position reads must be there."""
     intact: set[int] = set()
+    unread: set[int] = set()
 
     def fill(unit: int, when: str) -> Iterator[str]:
         if not plan.streams(unit):
             yield f"{when}: unit {unit} is filled but does not stream"
         if unit in intact:
             yield f"{when}: unit {unit} is filled though it is there"
-        for other in [o for o in intact if plan.extents[o].overlaps(plan.extents[unit])]:
+        for other in [o for o in intact if o != unit and plan.extents[o].overlaps(plan.extents[unit])]:
+            if other in unread:
+                yield f"{when}: unit {unit} overwrites unit {other}, which nobody has read"
             intact.discard(other)
         intact.add(unit)
+        unread.add(unit)
 
+    named = set(plan.manifest.order)
+    for unit in {*plan.first, *(u for fills in plan.after for u in fills)} - named:
+        yield f"unit {unit} is filled, but no position reads it"
     for unit in plan.first:
-        held = [o for o in intact if plan.extents[o].overlaps(plan.extents[unit])]
-        if held:
-            yield f"before the first step: unit {unit} overwrites {held} that nobody has read"
         yield from fill(unit, "before the first step")
     for step in range(_STEPS):
         for position, unit in enumerate(plan.manifest.order):
             when = f"step {step}, position {position}"
             if plan.streams(unit) and unit not in intact:
                 yield f"{when}: unit {unit} is read before it is filled"
+            unread.discard(unit)
             for refill in plan.after[position]:
                 yield from fill(refill, when)

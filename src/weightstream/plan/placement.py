@@ -7,17 +7,22 @@ depth of the model. The plan with the least predicted time wins, then the one wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
+from weightstream.plan.manifest import Manifest, Profile, TensorSpec
 from weightstream.plan.plan import Plan, human
 from weightstream.plan.ring import aligned
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
+_SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
+_SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
 _DEPTHS = (1, 2, 3, 4)
+_PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
+_STATES = 3  # how many column states are tried per depth, from the one with most residents
 
 Eligible = Callable[[str], bool]
 
@@ -29,11 +34,11 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
     """
     profile = profile or Profile()
     if budget is None or manifest.nbytes <= budget:
-        return _predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget), profile)
+        return _predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
     forced = _forced(manifest)
     choices = [
-        _predicted(Plan.build(manifest, residents, ring, budget), profile)
-        for residents, ring in _choices(manifest, forced, budget)
+        _predicted(Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget), profile)
+        for residents, ring, slot in _choices(manifest, forced, budget)
     ]
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
@@ -53,7 +58,7 @@ def place_layers(
     `prefetch_step`; everything else is resident."""
     streamed: set[str] = set()
     for unit in manifest.units:
-        if unit.layer is not None and not unit.enclosing and unit.layer % group_size >= group_size - num_in_group:
+        if unit.layer is not None and unit.layer % group_size >= group_size - num_in_group:
             streamed |= _eligible_aliases(unit.tensors, eligible)
     return _with_slots(manifest, streamed, prefetch_step, profile)
 
@@ -71,17 +76,17 @@ def place_host_bytes(
     for tensor in manifest.tensors():
         if taken >= host_nbytes:
             break
-        if tensor.alias not in streamed and eligible(tensor.name):
+        if tensor.alias not in streamed | _enclosing(manifest) and eligible(tensor.name):
             streamed.add(tensor.alias)
             taken += tensor.nbytes
-    enclosing = {alias for unit in manifest.units if unit.enclosing for alias in unit.aliases()}
-    return _with_slots(manifest, streamed - enclosing, 2, profile)
+    return _with_slots(manifest, streamed, 2, profile)
 
 
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
-    resident = frozenset(manifest.aliases.keys() - streamed)
-    ring = slots * max(_ring_units(manifest, resident), default=0)
-    return _predicted(Plan.build(manifest, resident, ring), profile or Profile())
+    resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
+    slot = max(_ring_units(manifest, resident), default=0)
+    plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot)
+    return _predicted(plan, profile or Profile())
 
 
 def _predicted(plan: Plan, profile: Profile) -> Plan:
@@ -92,27 +97,37 @@ def _eligible_aliases(tensors: Iterable[TensorSpec], eligible: Eligible) -> set[
     return {t.alias for t in tensors if eligible(t.name)}
 
 
+def _enclosing(manifest: Manifest) -> frozenset[str]:
+    return frozenset(alias for unit in manifest.units if unit.enclosing for alias in unit.aliases())
+
+
 def _forced(manifest: Manifest) -> frozenset[str]:
     """What stays whatever the budget: tensors too small to be worth a copy, and units that enclose others."""
-    largest = max(unit.nbytes for unit in manifest.units)
-    small = {alias for alias, nbytes in manifest.aliases.items() if nbytes * _SMALL <= largest}
-    enclosing = {alias for unit in manifest.units if unit.enclosing for alias in unit.aliases()}
-    return frozenset(small | enclosing)
+    limit = min(_SMALL_NBYTES, max(unit.nbytes for unit in manifest.units) // _SMALL)
+    small: set[str] = set()
+    left = manifest.nbytes // _SMALL_TOTAL
+    for alias, nbytes in sorted(manifest.aliases.items(), key=lambda item: item[1]):
+        left -= nbytes
+        if nbytes > limit or left < 0:
+            break
+        small.add(alias)
+    return _enclosing(manifest) | small
 
 
-def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterable[tuple[frozenset[str], int]]:
-    """For every ring depth, the residents that fit beside it: complete columns first, then what fills the rest."""
-    columns = _columns(manifest.units, forced)
+def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterable[tuple[frozenset[str], int, int]]:
+    """Residents, ring bytes and slot bytes that fit: complete columns, with and without what fills the rest."""
+    columns = _columns(manifest, forced)
     states = list(_column_states(manifest, forced, columns))
     for depth in _DEPTHS:
         fitting = [k for k, (held, unit_nbytes) in enumerate(states) if held + depth * unit_nbytes <= budget]
-        if not fitting:
-            continue
-        complete = fitting[-1]
-        held, unit_nbytes = states[complete]
-        rest = [alias for column in columns[complete:] for alias in _spread(column)]
-        extra = _fitting(manifest, rest, budget - held - depth * unit_nbytes)
-        yield forced.union(*columns[:complete], extra), depth * unit_nbytes
+        for complete in fitting[-_STATES:]:
+            held, unit_nbytes = states[complete]
+            residents = forced.union(*columns[:complete])
+            ring = depth * unit_nbytes
+            spare = budget - held - ring
+            for extra in {_fitting(manifest, residents, columns[complete:], spare * part // 4) for part in _PARTS}:
+                for slot in (0, unit_nbytes):
+                    yield residents | extra, ring, slot
 
 
 def _column_states(
@@ -135,35 +150,42 @@ def _column_states(
         yield held, max(sizes, default=0)
 
 
-def _columns(units: Sequence[UnitSpec], forced: frozenset[str]) -> list[list[str]]:
-    """Alias groups that play the same part in every block, largest (times uses per step) first."""
+def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
+    """Alias groups that play the same part in every block, largest (times reads per step) first."""
+    positions = Counter(manifest.order)
     columns: dict[tuple[object, ...], list[str]] = {}
-    uses: dict[str, int] = {}
-    for unit in units:
+    reads: Counter[str] = Counter()
+    for index, unit in enumerate(manifest.units):
         for tensor in {t.alias: t for t in reversed(unit.tensors)}.values():
-            uses[tensor.alias] = uses.get(tensor.alias, 0) + 1
-            if tensor.alias in forced or uses[tensor.alias] > 1:
-                continue
-            part = tensor.name.removeprefix(unit.name) if unit.layer is not None else tensor.name
-            columns.setdefault((part, tensor.nbytes), []).append(tensor.alias)
-    sizes = {t.alias: t.nbytes for unit in units for t in unit.tensors}
-    return sorted(columns.values(), key=lambda column: -sizes[column[0]] * uses[column[0]])
+            if tensor.alias not in reads and tensor.alias not in forced:
+                part = tensor.name.removeprefix(unit.name) if unit.layer is not None else tensor.name
+                columns.setdefault((part, tensor.nbytes), []).append(tensor.alias)
+            reads[tensor.alias] += positions[index]
+    return sorted(columns.values(), key=lambda column: -manifest.aliases[column[0]] * reads[column[0]])
+
+
+def _fitting(
+    manifest: Manifest, residents: frozenset[str], columns: Sequence[Sequence[str]], spare: int
+) -> frozenset[str]:
+    """What else fits, column by column: from the units that stream most first, else spread over the depth."""
+    unit_of = {alias: u for u, unit in reversed(list(enumerate(manifest.units))) for alias in unit.aliases()}
+    sizes = list(_ring_units(manifest, residents))
+    taken: set[str] = set()
+    for column in columns:
+        spread = _spread(column)
+        for alias in sorted(spread, key=lambda alias: -sizes[unit_of[alias]]):
+            nbytes = aligned(manifest.aliases[alias])
+            if nbytes <= spare:
+                taken.add(alias)
+                spare -= nbytes
+                sizes[unit_of[alias]] -= nbytes
+    return frozenset(taken)
 
 
 def _spread(column: Sequence[str]) -> list[str]:
     """The column in bit-reversed order: any prefix of it is spread evenly over the depth."""
     bits = max(1, (len(column) - 1).bit_length())
     return [column[i] for i in sorted(range(len(column)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))]
-
-
-def _fitting(manifest: Manifest, aliases: Iterable[str], spare: int) -> set[str]:
-    taken: set[str] = set()
-    for alias in aliases:
-        nbytes = aligned(manifest.aliases[alias])
-        if nbytes <= spare:
-            taken.add(alias)
-            spare -= nbytes
-    return taken
 
 
 def _nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:

@@ -6,8 +6,9 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Annotated
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, UnitSpec
@@ -25,38 +26,49 @@ class Plan:
 
     `resident` holds alias groups whose home is the device. The others stream: unit u owns `extents[u]` of the ring;
     `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
-    `budget` is in bytes, None when a placement was asked for by other means; `step_s` is the predicted time of a step.
+    `budget` is in bytes, None when a placement was asked for by other means; `step_s` is the predicted time of a step;
+    extents start at multiples of `slot_nbytes` unless that is 0.
     """
 
     manifest: Manifest
-    resident: frozenset[str]
+    resident: Annotated[frozenset[str], PlainSerializer(sorted)]
     ring_nbytes: int
     extents: tuple[Extent, ...]
     first: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
     budget: int | None = None
+    slot_nbytes: int = 0
     step_s: float = 0.0
 
     @classmethod
-    def build(cls, manifest: Manifest, resident: frozenset[str], ring_nbytes: int, budget: int | None = None) -> Plan:
-        """The plan that follows from a choice of residents and a ring size."""
+    def build(
+        cls,
+        manifest: Manifest,
+        resident: frozenset[str],
+        ring_nbytes: int,
+        *,
+        slot_nbytes: int = 0,
+        budget: int | None = None,
+    ) -> Plan:
+        """The plan that follows from a choice of residents and a ring; see `ring.allocate` for `slot_nbytes`."""
         sizes = [_streamed_nbytes(unit, resident) for unit in manifest.units]
-        extents = allocate(manifest.order, sizes, ring_nbytes)
-        ring_nbytes = max((e.offset + e.nbytes for e in extents), default=0)
+        extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes)
         return cls(
             manifest=manifest,
             resident=resident,
-            ring_nbytes=ring_nbytes,
+            ring_nbytes=max((e.offset + e.nbytes for e in extents), default=0),
             extents=extents,
             first=first_fills(manifest.order, extents),
             after=refills(manifest.order, extents),
             budget=budget,
+            slot_nbytes=slot_nbytes,
         )
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
-        plan = Plan.build(replace(self.manifest, order=order), self.resident, self.ring_nbytes, self.budget)
-        return replace(plan, step_s=self.step_s)
+        manifest = replace(self.manifest, order=order)
+        plan = Plan.build(manifest, self.resident, self.ring_nbytes, slot_nbytes=self.slot_nbytes, budget=self.budget)
+        return replace(plan, ring_nbytes=self.ring_nbytes, step_s=self.step_s)
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
@@ -121,7 +133,7 @@ class Plan:
         for row in self._rows():
             table.add_row(*row)
         out = io.StringIO()
-        Console(file=out, width=100, color_system=None).print(table)
+        Console(file=out, width=100, color_system=None, markup=False, emoji=False).print(table)
         return f"{self.summary()}\n{out.getvalue().rstrip()}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

@@ -33,8 +33,13 @@ class Extent:
         return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
 
 
-def allocate(order: Sequence[int], unit_nbytes: Sequence[int], capacity: int) -> tuple[Extent, ...]:
-    """Extents by cyclic bump allocation in order of first use; units that no position names follow behind."""
+def allocate(
+    order: Sequence[int], unit_nbytes: Sequence[int], capacity: int, slot_nbytes: int = 0
+) -> tuple[Extent, ...]:
+    """Extents by cyclic bump allocation in order of first use; units that no position names follow behind.
+
+    With `slot_nbytes` every extent starts at a multiple of it: uneven units then never lie across two neighbours.
+    """
     extents: dict[int, Extent] = {}
     cursor = 0
     for unit in [*order, *range(len(unit_nbytes))]:
@@ -46,7 +51,7 @@ def allocate(order: Sequence[int], unit_nbytes: Sequence[int], capacity: int) ->
         if cursor + nbytes > capacity:
             cursor = 0
         extents[unit] = Extent(offset=cursor, nbytes=nbytes)
-        cursor += nbytes
+        cursor += max(nbytes, slot_nbytes) if nbytes else 0
     return tuple(extents[unit] for unit in range(len(unit_nbytes)))
 
 

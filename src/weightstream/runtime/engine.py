@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
@@ -28,13 +29,15 @@ class State(Enum):
     DRAINING = "draining"  # released; the bytes are still whole until another unit is filled over them
 
 
-_NEXT = {
-    State.EMPTY: {State.FILLING},
-    State.FILLING: {State.READY, State.EMPTY},
-    State.READY: {State.IN_USE, State.EMPTY},
-    State.IN_USE: {State.DRAINING},
-    State.DRAINING: {State.READY, State.EMPTY},
-}
+_NEXT = MappingProxyType(
+    {
+        State.EMPTY: {State.FILLING},
+        State.FILLING: {State.READY, State.EMPTY},
+        State.READY: {State.IN_USE, State.EMPTY},
+        State.IN_USE: {State.DRAINING},
+        State.DRAINING: {State.READY, State.EMPTY},
+    }
+)
 
 
 class Fence:
@@ -126,6 +129,8 @@ class Engine:
     def release(self, unit: int) -> None:
         """The unit's last kernel is queued: start the fills that waited for it."""
         fence = self.fences[unit]
+        if fence.state is not State.IN_USE:
+            raise InvariantError(f"unit {unit} is released while it is {fence.state.value}")
         fence.uses -= 1
         if fence.uses:
             return

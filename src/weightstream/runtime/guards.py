@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
-from weightstream.runtime.weights import tensors_in
+from weightstream.runtime.values import tensors_in
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 

@@ -7,7 +7,7 @@ the device copies from that alone, or into the offload folder where RAM is short
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -42,8 +42,17 @@ class Home:
     group: Group
     origin: torch.device
     tier: Tier
+    mapping: FileMapping | None = None
     pinned: bool = False
     moved: bool = False
+
+    def prepare(self) -> Callable[[], None] | None:
+        """What makes sure that the bytes can be read: a mapped file may have changed."""
+        if self.mapping is None:
+            return None
+        begin = self.mapping.locate(self.group.home.data_ptr())
+        assert begin is not None
+        return partial(self.mapping.populate, begin, begin + self.group.nbytes)
 
 
 class Homes:
@@ -67,9 +76,10 @@ class Homes:
         self._host_budget = psutil.virtual_memory().available * 4 // 5 if host_budget is None else host_budget
         self._strict = host_budget is not None
         self.homes = {
-            alias: Home(group=group, origin=group.home.device, tier=self._tier(group.home))
-            for alias, group in groups.items()
+            alias: Home(group=group, origin=group.home.device, tier=Tier.HOST) for alias, group in groups.items()
         }
+        for home in self.homes.values():
+            self._locate(home)
 
     def settle(self, plan: Plan) -> None:
         """Move everything to where the plan wants it; on failure everything is moved back first."""
@@ -89,7 +99,7 @@ class Homes:
             bytes_left = home.pinned or home.group.home.device != home.origin or home.tier is Tier.DISK
             if home.moved and bytes_left:
                 self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
-            home.tier = self._tier(home.group.home)
+            self._locate(home)
             home.moved = home.pinned = False
         if self._arena is not None:
             self._arena.close()
@@ -104,7 +114,7 @@ class Homes:
                 dst=ring[start : start + home.group.nbytes],
                 src=home.group.home,
                 pinned=home.pinned,
-                prepare=self._prepare(home.group.home),
+                prepare=home.prepare(),
             )
             if found and (joined := _joined(found[-1], copy)):
                 found[-1] = joined
@@ -163,7 +173,8 @@ class Homes:
         self._mappings.extend(m for m in self._folder.mappings if m not in self._mappings)
         home.group.home = mapped
         self._point(home)
-        home.tier, home.moved = Tier.DISK, True
+        self._locate(home)
+        home.moved = True
 
     def _make_resident(self, home: Home) -> None:
         in_place = home.origin == self._backend.device and home.tier is not Tier.DISK
@@ -173,32 +184,24 @@ class Homes:
 
     def _move(self, home: Home, target: torch.Tensor, tier: Tier) -> None:
         """Copy the bytes and point every tensor of the group at the copy."""
-        if (prepare := self._prepare(home.group.home)) is not None:
+        if (prepare := home.prepare()) is not None:
             prepare()
         target.copy_(home.group.home)
         home.group.home = target
         self._point(home)
-        home.tier, home.moved = tier, True
+        home.mapping, home.tier, home.moved = None, tier, True
 
     def _point(self, home: Home) -> None:
         for member in home.group.members:
             member.tensor.data = member.view(home.group.home, 0)
 
-    def _tier(self, data: torch.Tensor) -> Tier:
-        if data.device.type != "cpu":
-            return Tier.DEVICE
-        return Tier.HOST if self._mapping(data) is None else Tier.DISK
-
-    def _mapping(self, data: torch.Tensor) -> FileMapping | None:
-        return next((m for m in self._mappings if m.locate(data.data_ptr()) is not None), None)
-
-    def _prepare(self, data: torch.Tensor) -> partial[None] | None:
-        mapping = self._mapping(data) if data.device.type == "cpu" else None
-        if mapping is None:
-            return None
-        begin = mapping.locate(data.data_ptr())
-        assert begin is not None
-        return partial(mapping.populate, begin, begin + data.numel())
+    def _locate(self, home: Home) -> None:
+        """Tell the tier of the bytes from where they are."""
+        data = home.group.home
+        on_host = data.device.type == "cpu"
+        inside = (m for m in self._mappings if on_host and m.locate(data.data_ptr()) is not None)
+        home.mapping = next(inside, None)
+        home.tier = Tier.DISK if home.mapping else Tier.HOST if on_host else Tier.DEVICE
 
 
 def _joined(first: Copy, second: Copy) -> Copy | None:

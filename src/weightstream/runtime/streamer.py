@@ -28,6 +28,7 @@ from weightstream.runtime.binding import Binding
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
+from weightstream.runtime.values import moved
 from weightstream.runtime.weights import Scope, UnitModule, manifest
 
 logger = logging.getLogger("weightstream")
@@ -175,6 +176,7 @@ class Streamer:
             if self._in_step:  # the model calls itself
                 return forward(*args, **kwargs)
             guards.refuse_foreign({unit.name: unit.module for unit in self._units})
+            args, kwargs = self._placed(args, kwargs)
             self._sequence.clear()
             self._in_step = True
             try:
@@ -191,6 +193,8 @@ class Streamer:
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self._lock:
             alone = not self._in_step and not self._binding.open_units
+            if alone:
+                args, kwargs = self._placed(args, kwargs)
             self._binding.open(unit, alone)
             self._sequence.append(unit)
             try:
@@ -200,6 +204,12 @@ class Streamer:
             if torch.is_grad_enabled():
                 guards.refuse_backward(output, self._units[unit].name)
             return output
+
+    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Inputs on the device. `model.device` may say "cpu" between steps, and that is where callers put them then."""
+        if self._backend.device.type == "cpu":
+            return args, kwargs
+        return moved(args, self._backend.device), moved(kwargs, self._backend.device)
 
     # -- learning ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Knows `nn.Module` and nothing of devices, plans or architectures.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -176,18 +175,3 @@ def _check_supported(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedError(f"{name} is {what}: only dense strided tensors can be streamed")
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in an output or argument: nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))

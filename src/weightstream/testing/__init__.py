@@ -1,4 +1,4 @@
-"""Backend wrappers that slow down, poison, fail, limit or check; for tests of weightstream and of its users' backends."""
+"""Backend wrappers that slow down, poison, fail, limit or check: for tests of weightstream and of other backends."""
 
 from weightstream.testing.clock import ClockBackend
 from weightstream.testing.queued import QueueBackend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Event, Side
@@ -36,15 +37,7 @@ class QueueBackend(CpuBackend):
         if side is Side.COPY:
             self._copies.wait(event)
         elif (mark := event.mark) is not None:  # the mark of this moment: recording again does not move it
-
-            def reached() -> None:
-                started = time.perf_counter()
-                mark.reached.wait()
-                self._stall_s += time.perf_counter() - started
-                if mark.error is not None:
-                    raise mark.error
-
-            self.launch(reached)
+            self.launch(lambda: self._reach(mark))
 
     def synchronize(self) -> None:
         if self._stop.alive:
@@ -57,6 +50,13 @@ class QueueBackend(CpuBackend):
     def close(self) -> None:
         self._stop()  # before the copies: a kernel may wait for one
         super().close()
+
+    def _reach(self, mark: Any) -> None:
+        started = time.perf_counter()
+        mark.reached.wait()
+        self._stall_s += time.perf_counter() - started
+        if mark.error is not None:
+            raise mark.error
 
     def _run(self, kernel: Callable[[], None]) -> None:
         try:

@@ -39,11 +39,7 @@ class Wrapper:
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Queue a kernel where compute has a queue (`QueueBackend`); otherwise run it now."""
-        launch: Callable[[Callable[[], None]], None] | None = getattr(self.backend, "launch", None)
-        if launch is None:
-            kernel()
-        else:
-            launch(kernel)
+        getattr(self.backend, "launch", lambda run: run())(kernel)
 
     def stall_s(self) -> float:
         return self.backend.stall_s()
@@ -56,9 +52,9 @@ class Wrapper:
 
 
 class Delay(Wrapper):
-    """Sleeps up to `most_s` seconds before every copy and every kernel, on the stream that runs it.
+    """Sleeps up to `most_s` seconds, drawn from `seed`, before every copy and kernel, on the stream that runs it.
 
-    The sleeps follow from `seed`. Delays alone can hide a race as well as show it: put a `Poison` around them.
+    Delays alone can hide a race as well as show it: put a `Poison` around them.
     """
 
     def __init__(self, backend: Backend, seed: int, most_s: float) -> None:
@@ -73,7 +69,7 @@ class Delay(Wrapper):
         super().launch(self._late(kernel))
 
     def _late(self, work: Callable[[], None] | None) -> Callable[[], None]:
-        pause_s = self._random.uniform(0, self._most_s)  # drawn here: the caller's order is the same in every run
+        pause_s = self._random.uniform(0, self._most_s)  # drawn in the caller's order, the same in every run
 
         def late() -> None:
             time.sleep(pause_s)
@@ -84,10 +80,7 @@ class Delay(Wrapper):
 
 
 class Poison(Wrapper):
-    """Fills the destination with 0xFF, NaN in every float dtype, before each copy and on the copy stream.
-
-    Whoever reads before the fill or after the release sees it, even where old and new bytes are equal.
-    """
+    """Fills the destination with 0xFF, NaN in every float dtype, before each copy and on the copy stream."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
