@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.errors import PlanError
+from weightstream.errors import OffloadError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
@@ -111,8 +111,13 @@ class Streamer:
         )
 
     def remove(self) -> None:
-        """Bring every weight back to where it was and set the model free; may be called twice."""
+        """Bring every weight back to where it was and set the model free; may be called twice.
+
+        Raises `OffloadError` inside a step of the same thread; another thread waits for the step to end.
+        """
         with self._lock:
+            if self._in_step or self._binding.open_units:
+                raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
             if not self._removed:
                 self._detach()
                 self._close()
