@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weightstream
-from models import MODELS, Model, assert_same, model_nbytes, step, to_device
+from models import MODELS, Model, assert_same, model_nbytes, step, to_device, weights
 from weightstream.errors import PlanError
 
 DEVICES = (
@@ -49,7 +49,11 @@ def open_streamer(model: Model, device: str) -> weightstream.Streamer:
 
 def plain(name: str, device: str) -> Model:
     model = MODELS[name]()
-    model.module.to(device)
+    for tensor in weights(
+        model.module
+    ).values():  # `.to` would make gapped strides dense, and other strides, other bits
+        moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        tensor.data = moved.copy_(tensor.data)
     return model
 
 

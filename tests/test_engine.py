@@ -150,6 +150,16 @@ def test_a_left_out_unit_costs_at_most_its_own_fill(rig: Rig) -> None:
     assert rig.engine.counters.fills <= 2 + 4 * 5
 
 
+def test_units_that_are_left_out_are_not_filled_on_the_way(rig: Rig) -> None:
+    rig.engine.begin_step()
+    rig.use(0)  # starts the fill of 2
+    rig.engine.wait(4)  # passes 1, 2 and 3: of their fills only 4 is needed, and 1 is still there
+    assert counts(rig) == (4, 0)
+    assert rig.engine.held() == [1, 4]
+    rig.kernel(4)
+    rig.engine.release(4)
+
+
 def test_units_left_out_at_the_end_are_taken_up_by_the_next_step(rig: Rig) -> None:
     rig.step((0, 1))
     rig.step()

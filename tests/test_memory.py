@@ -75,7 +75,8 @@ RUN = """
     sampler.start()
     model = weightstream.from_pretrained(sys.argv[1], device="cpu", device_budget=int(sys.argv[2]), progress=False)
     loaded = anonymous()
-    tokens = model.generate(torch.arange(1, 9)[None], max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    prompt = torch.arange(1, 9)[None]
+    tokens = model.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
     stop.set(); sampler.join()
     stats = model.weightstream.stats()
     print(json.dumps(dict(own=own, loaded=loaded, peak=peak, tokens=tokens.tolist(), held=stats.held_nbytes,

@@ -18,6 +18,8 @@ NUM_STEPS = 5
 CANNOT_STREAM = frozenset({"BareParameters"})
 # a step of these runs other blocks than the step before
 IRREGULAR = frozenset({"OptionalBranch", "OrderByInput"})
+# Parents read their children's weights; the least budget cannot hold units of theirs, so such reads are served singly.
+STRAYS = frozenset({"ParentReadsChildren", "NestedLists", "mamba", "mamba2"})
 BUDGETS = ("least", "half", "whole")
 
 
@@ -57,7 +59,7 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
         assert stats.held_nbytes["device"] <= budget
         if share == "whole":
             assert stats.fills == stats.filled_nbytes == streamer.plan.step_nbytes == 0
-        elif name in IRREGULAR:
+        elif name in IRREGULAR or (share == "least" and name in STRAYS):
             assert stats.filled_nbytes > before.filled_nbytes > 0
         elif name not in CANNOT_STREAM:
             assert_streamed(stats, before, streamer)

@@ -140,10 +140,11 @@ def _offload(
         except PlanError:
             units = find_units(model, leaves=True)  # single matrices need less ring than blocks
             planner(manifest(units, by_alias))
+        if folder is None and config.offload_folder is not None:
+            folder = OffloadFolder(config.offload_folder)
     except BaseException:
         backend.close()
         raise
-    folder = folder or (OffloadFolder(config.offload_folder) if config.offload_folder is not None else None)
     homes = Homes(
         by_alias,
         backend,

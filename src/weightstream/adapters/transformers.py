@@ -74,6 +74,8 @@ def load_pretrained(
     Weights that transformers converts are written to `offload_folder`, and reused from there by later loads; None is
     a temporary folder. Other keywords go to transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
     if refused := [name for name in _REFUSED if name in kwargs]:
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
     hub = {name: kwargs.pop(name) for name in ("token", "cache_dir") if name in kwargs}
@@ -305,11 +307,14 @@ def _warnings_of_transformers() -> Iterator[list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
+    logger.setLevel(min(level, logging.WARNING))
     try:
         yield report
     finally:
-        logger.removeHandler(handler)
+        logger.handlers = handlers
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -63,26 +63,35 @@ class Binding:
             self.see_updates()
             if self._engine.is_behind(unit):
                 self._engine.begin_step()
-        if self._engine.is_blocked(unit):
-            self._borrowed[unit] = self._borrow(unit)
-        else:
-            self._engine.wait(unit)
+        if unit not in self._borrowed:
+            if self._engine.is_blocked(unit):
+                self._borrowed[unit] = self._borrow(unit)
+            else:
+                self._engine.wait(unit)
         self.open_units.append(unit)
         (self._borrowed.get(unit) or self._faces[unit]).to_ring()
 
     def close(self, unit: int, alone: bool, training: bool) -> None:
         """Show the homes again and let the unit's bytes go."""
         self.open_units.remove(unit)
-        if unit in self.open_units:  # called again from inside its own forward
+        updated: list[Face] = []
+        if unit not in self.open_units:  # else it was called again from inside its own forward
+            updated = (self._borrowed.get(unit) or self._faces[unit]).to_home(training)
+        if unit not in self._borrowed:
             self._engine.release(unit)
-            return
-        borrowed = self._borrowed.pop(unit, None)
-        updated = (borrowed or self._faces[unit]).to_home(training)
-        if borrowed is None:
-            self._engine.release(unit)
+        elif unit not in self.open_units:
+            del self._borrowed[unit]
         self._stale(updated)
         if alone:
             self.rest()
+
+    def close_all(self) -> None:
+        """Let go of the ring and of every tensor object."""
+        for face in self.faces():
+            face.unwatch()
+        self._faces.clear()
+        self._engine.close()
+        self._ring = torch.empty(0, dtype=torch.uint8)
 
     def shows(self, alias: str) -> bool:
         """Whether an open unit shows this alias group."""
@@ -91,16 +100,17 @@ class Binding:
     def _unit_faces(self, unit: int, base: torch.Tensor, start: int) -> UnitFaces:
         """The faces of a unit over memory of the device, its bytes at `start`."""
         faces: list[Face] = []
-        groups = []
+        homes = []
         mine = {spec.name for spec in self.plan.manifest.units[unit].tensors}
         for alias, offset in self.plan.streamed(unit).items():
-            group = self._homes.homes[alias].group
-            groups.append(group)
+            home_of = self._homes.homes[alias]
+            group = home_of.group
+            homes.append(home_of)
             for member in group.members:
                 if member.spec.name in mine:
                     ring, home = member.view(base, start + offset), member.view(group.home, 0)
                     faces.append(Face(member=member, home=home, ring=ring, alone=len(group.members) == 1))
-        return UnitFaces(faces, groups)
+        return UnitFaces(faces, homes)
 
     def _borrow(self, unit: int) -> UnitFaces:
         """Faces over memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""

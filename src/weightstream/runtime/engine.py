@@ -151,6 +151,10 @@ class Engine:
         """Units whose bytes are in the ring or on their way."""
         return [u for u, fence in enumerate(self.fences) if fence.state is not State.EMPTY]
 
+    def close(self) -> None:
+        """Let go of the memory that fills read and write."""
+        self._copies = ()
+
     def _advance(self, unit: int) -> None:
         """Move the cursor to the unit's next position; the positions that were left out count as released."""
         order = self.plan.manifest.order

@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from weightstream.errors import OffloadError
-from weightstream.runtime.weights import Group, Member, span_nbytes
+from weightstream.errors import OffloadError, StoreError
+from weightstream.runtime.homes import Home
+from weightstream.runtime.weights import Member, span_nbytes
 
 _SAMPLES = 64
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
@@ -132,9 +133,10 @@ class Face:
 class UnitFaces:
     """The faces of one unit's streamed tensors."""
 
-    def __init__(self, faces: list[Face], groups: list[Group]) -> None:
+    def __init__(self, faces: list[Face], homes: list[Home]) -> None:
         self.faces = faces
-        self._words = [_words(group.home) for group in groups]
+        self._words = [_words(home.group.home) for home in homes]
+        self._mappings = {home.mapping for home in homes if home.mapping is not None}
         self._samples: list[bytes] | None = None
         for face in faces:
             face.agree()
@@ -158,15 +160,19 @@ class UnitFaces:
 
     def sample(self) -> None:
         """Remember a sample of the home bytes, to tell later whether somebody wrote to them."""
-        self._samples = [words.tobytes() for words in self._words]
+        try:
+            self._samples = self._read()
+        except StoreError:  # told when the next step needs the bytes
+            self._samples = None
 
     def home_was_written(self) -> bool:
         """Whether the home differs from what the ring was filled with, or may."""
-        if any(face.handed_out() for face in self.faces):
-            return True
-        return self._samples is not None and any(
-            w.tobytes() != s for w, s in zip(self._words, self._samples, strict=True)
-        )
+        return any(face.handed_out() for face in self.faces) or self._read() != self._samples
+
+    def _read(self) -> list[bytes]:
+        for mapping in self._mappings:
+            mapping.check()  # reading what a file no longer has would kill the process
+        return [words.tobytes() for words in self._words]
 
 
 def _words(home: torch.Tensor) -> npt.NDArray[np.uint8]:

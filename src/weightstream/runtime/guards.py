@@ -55,12 +55,12 @@ class RefuseApply:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
-        self._name = name
+        self.name = name
 
     def __call__(self, fn: object, recurse: bool = True) -> nn.Module:
         raise OffloadError(
             "You can't move a model that has some modules offloaded, nor change its dtype: weightstream keeps the "
-            f"weights of {self._name or type(self._module).__name__} where its plan put them. Call "
+            f"weights of {self.name or type(self._module).__name__} where its plan put them. Call "
             "model.weightstream.remove() first, or pass device= and dtype= when you offload or load."
         )
 
@@ -110,6 +110,7 @@ def refuse_foreign(modules: dict[str, nn.Module]) -> None:
 def refuse_twice(model: nn.Module) -> None:
     """Raise `OffloadError` if the model or a part of it is offloaded by weightstream."""
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("_apply"), RefuseApply):
-            where = name or type(module).__name__
+        apply = module.__dict__.get("_apply")
+        if isinstance(apply, RefuseApply):
+            where = name or apply.name or type(module).__name__
             raise OffloadError(f"{where} is already offloaded by weightstream: call its streamer's remove() first")

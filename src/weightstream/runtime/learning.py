@@ -28,6 +28,10 @@ class ReadWatch(TorchDispatchMode):
         self._watched = {id(t) for t in watched}
         self._on_read = on_read
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

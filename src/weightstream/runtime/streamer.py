@@ -164,8 +164,7 @@ class Streamer:
         while self._undo:
             self._undo.pop()()
         if hasattr(self, "_binding"):
-            for face in self._binding.faces():
-                face.unwatch()
+            self._binding.close_all()
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._homes.restore()
 
@@ -178,7 +177,7 @@ class Streamer:
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self._lock:
-            if self._in_step:  # the model calls itself
+            if self._in_step or self._removed:  # the model calls itself, or was let go while this thread waited
                 return forward(*args, **kwargs)
             guards.refuse_foreign({unit.name: unit.module for unit in self._units})
             args, kwargs = self._placed(args, kwargs)
@@ -197,6 +196,8 @@ class Streamer:
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self._lock:
+            if self._removed:
+                return forward(*args, **kwargs)
             alone = not self._in_step and not self._binding.open_units
             if alone:
                 args, kwargs = self._placed(args, kwargs)
@@ -232,11 +233,10 @@ class Streamer:
             reader = reading_module(self._names)
             self._strays.setdefault(reader or "", set()).add(alias)
             shown[id(tensor)] = face.home
-            if face.home.device != self._backend.device:
-                face.show(face.home.to(self._backend.device))
-                self._counters.fills += 1
-                self._counters.unplanned_fills += 1
-                self._counters.filled_nbytes += face.home.nbytes
+            face.show(face.home.to(self._backend.device))  # on the CPU itself: a read, and no bytes move
+            self._counters.fills += 1
+            self._counters.unplanned_fills += 1
+            self._counters.filled_nbytes += face.home.nbytes
 
         self._strays = {}
         try:
@@ -264,8 +264,7 @@ class Streamer:
         prove(plan)
         logger.debug("units run in another order than planned: %s", sequence)
         self._backend.synchronize()
-        for face in self._binding.faces():
-            face.unwatch()
+        self._binding.close_all()
         self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
 
     def _regroup(self, first: bool) -> None:
