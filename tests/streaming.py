@@ -48,12 +48,12 @@ def open_streamer(model: Model, device: str) -> weightstream.Streamer:
 
 
 def plain(name: str, device: str) -> Model:
+    """The model on the device, with its strides: `.to` would make gapped ones dense, and the bits others."""
     model = MODELS[name]()
-    for tensor in weights(
-        model.module
-    ).values():  # `.to` would make gapped strides dense, and other strides, other bits
-        moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        tensor.data = moved.copy_(tensor.data)
+    if device != "cpu":
+        for tensor in weights(model.module).values():
+            moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            tensor.data = moved.copy_(tensor.data)
     return model
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import weightstream
 from weightstream.errors import ConfigError, PlanError
+from weightstream.runtime import cuda
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.cuda import CudaBackend
 
@@ -114,6 +115,17 @@ def test_without_pinned_memory_copies_are_staged(where: str, monkeypatch: pytest
         assert not stack.blocks[3].up.weight.is_pinned()
         assert_equal(stack, inputs, want)
         assert streamer.stats().fills > 0
+
+
+def test_a_refused_registration_is_an_error_of_ours_and_leaves_no_trace() -> None:
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+    cuda.register(memory)
+    try:
+        with pytest.raises(weightstream.StoreError, match="refused to pin 1048576 bytes"):
+            cuda.register(memory)
+        assert torch.ones(3, device="cuda").sum().item() == 3
+    finally:
+        cuda.unregister(memory)
 
 
 def test_pinning_refused_falls_back_to_staging(
@@ -269,7 +281,7 @@ def test_from_pretrained_on_the_gpu(tmp_path: object) -> None:
     )  # fmt: skip
     plain = transformers.LlamaForCausalLM(config).eval().bfloat16()
     plain.save_pretrained(tmp_path)
-    plain = plain.cuda()
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path).cuda()
     size = sum(p.nbytes for p in plain.parameters())
     model = weightstream.from_pretrained(tmp_path, device="cuda", device_budget=size // 2)
     tokens = torch.randint(0, 512, (1, 9), device="cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -38,7 +39,8 @@ def unregister(memory: torch.Tensor) -> None:
 def _check(code: object, nbytes: int) -> None:
     number = int(getattr(code, "value", code))  # type: ignore[call-overload]
     if number:
-        torch.cuda.cudart().cudaGetLastError()  # the error is handled: later calls must not report it
+        with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
+            torch.zeros(1, device="cuda")
         raise StoreError(
             f"the system refused to pin {nbytes} bytes of host memory (CUDA error {number}). "
             "Raise the memlock limit (ulimit -l) or the container's memory, or set pin_memory=False (slower)."

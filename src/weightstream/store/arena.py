@@ -24,7 +24,8 @@ class Arena:
         self._pin = pin
         self._pinned: list[torch.Tensor] = []
         self.nbytes = 0
-        self._close = weakref.finalize(self, _unpin_all, self._pinned, unpin)
+        self._unpin = unpin
+        weakref.finalize(self, _unpin_all, self._pinned, unpin)  # before the memory is unmapped, whoever forgets us
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Fresh memory: flat uint8, page-aligned, rounded up to a page and no further. Not pinned yet."""
@@ -43,7 +44,7 @@ class Arena:
 
     def close(self) -> None:
         """Unpin everything. Memory goes back when its last tensor does. May be called twice."""
-        self._close()
+        _unpin_all(self._pinned, self._unpin)
 
 
 def _unpin_all(blocks: list[torch.Tensor], unpin: Callable[[torch.Tensor], None] | None) -> None:
