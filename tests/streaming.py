@@ -47,13 +47,20 @@ def open_streamer(model: Model, device: str) -> weightstream.Streamer:
     return weightstream.offload(model.module, device=device, device_budget=budget)
 
 
+def place(module: nn.Module, device: str) -> None:
+    """Move the storages, so that strides and sharing stay: `.to` makes gapped strides dense, and the bits others."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in weights(module).values():
+        if tensor.device.type != device:
+            old = tensor.untyped_storage()
+            new = storages.setdefault(old.data_ptr(), torch.UntypedStorage(old.nbytes(), device=device).copy_(old))
+            moved = torch.empty(0, dtype=tensor.dtype, device=device)
+            tensor.data = moved.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def plain(name: str, device: str) -> Model:
-    """The model on the device, with its strides: `.to` would make gapped ones dense, and the bits others."""
     model = MODELS[name]()
-    if device != "cpu":
-        for tensor in weights(model.module).values():
-            moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            tensor.data = moved.copy_(tensor.data)
+    place(model.module, device)
     return model
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import weightstream
 from models import ARCHITECTURES, MODELS, Model, assert_same, model_nbytes, to_device, tokens, weights
-from streaming import DEVICES, assert_steps_equal, least_budget, plain, plans, run
+from streaming import DEVICES, assert_steps_equal, least_budget, place, plain, plans, run
 
 NUM_STEPS = 5
 # the root reads all of its weights itself: there is nothing that could move while it runs
@@ -63,7 +63,7 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
             assert stats.filled_nbytes > before.filled_nbytes > 0
         elif name not in CANNOT_STREAM:
             assert_streamed(stats, before, streamer)
-    model.module.to(device)
+    place(model.module, device)
     assert_same(list(weights(model.module).values()), list(weights(reference.module).values()))
     assert_same(run(model, device, NUM_STEPS), run(reference, device, NUM_STEPS))
 
@@ -137,7 +137,7 @@ def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
             for parameter in module.parameters():
                 parameter.data.mul_(-0.5)
         assert_steps_equal(model, reference, device, range(4))
-    model.module.to(device)
+    place(model.module, device)
     assert_same(list(weights(model.module).values()), list(weights(reference.module).values()))
     assert_steps_equal(model, reference, device, range(2))
 

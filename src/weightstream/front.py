@@ -22,7 +22,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import groups, manifest
+from weightstream.runtime.weights import empty_tensors, groups, manifest
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
@@ -66,7 +66,8 @@ def offload(
         True
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
-    return _offload(model, device, config)
+    with torch.inference_mode(False), torch.no_grad():
+        return _offload(model, device, config)
 
 
 def from_pretrained(
@@ -111,7 +112,8 @@ def from_pretrained(
         path_or_repo_id, dtype=dtype, offload_folder=config.offload_folder, progress=progress, **kwargs
     )
     try:
-        _offload(loaded.model, device, config, loaded.mappings, loaded.folder)
+        with torch.inference_mode(False), torch.no_grad():
+            _offload(loaded.model, device, config, loaded.mappings, loaded.folder)
     except BaseException:
         if loaded.folder is not None:
             loaded.folder.close()
@@ -148,6 +150,7 @@ def _offload(
     homes = Homes(
         by_alias,
         backend,
+        empty=empty_tensors(model),
         mappings=mappings,
         arena=_arena(backend, config),
         folder=folder,

@@ -114,14 +114,15 @@ class Binding:
 
     def _borrow(self, unit: int) -> UnitFaces:
         """Faces over memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
-        memory = self._backend.alloc(self.plan.extents[unit].nbytes)
-        for alias, offset in self.plan.streamed(unit).items():
-            home = self._homes.homes[alias].group.home
-            memory[offset : offset + home.numel()].copy_(home)
-        self._counters.fills += 1
-        self._counters.unplanned_fills += 1
-        self._counters.filled_nbytes += self.plan.unit_nbytes[unit]
-        return self._unit_faces(unit, memory, 0)
+        with torch.inference_mode(False), torch.no_grad():
+            memory = self._backend.alloc(self.plan.extents[unit].nbytes)
+            for alias, offset in self.plan.streamed(unit).items():
+                home = self._homes.homes[alias].group.home
+                memory[offset : offset + home.numel()].copy_(home)
+            self._counters.fills += 1
+            self._counters.unplanned_fills += 1
+            self._counters.filled_nbytes += self.plan.unit_nbytes[unit]
+            return self._unit_faces(unit, memory, 0)
 
     def _stale(self, updated: list[Face]) -> None:
         """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""

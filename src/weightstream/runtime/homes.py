@@ -63,12 +63,14 @@ class Homes:
         groups: dict[str, Group],
         backend: Backend,
         *,
+        empty: Sequence[torch.Tensor] = (),
         mappings: Sequence[FileMapping] = (),
         arena: Arena | None = None,
         folder: OffloadFolder | None = None,
         host_budget: int | None = None,
     ) -> None:
         self._backend = backend
+        self._empty = [(tensor, tensor.device) for tensor in empty]
         self._mappings = list(mappings)
         self._arena = arena
         self._pinnable = arena is not None
@@ -87,6 +89,8 @@ class Homes:
             for alias in plan.manifest.aliases:  # residents first: what leaves the host makes room there
                 if alias in plan.resident:
                     self._make_resident(self.homes[alias])
+            for tensor, _ in self._empty:
+                tensor.data = tensor.data.to(self._backend.device)
             for unit in range(len(plan.manifest.units)):
                 self._settle_unit(plan.streamed(unit), plan.extents[unit].nbytes)
         except BaseException:
@@ -95,6 +99,8 @@ class Homes:
 
     def restore(self) -> None:
         """Bring every group back to the device it came from, into memory of its own."""
+        for tensor, origin in self._empty:
+            tensor.data = tensor.data.to(origin)
         for home in self.homes.values():
             bytes_left = home.pinned or home.group.home.device != home.origin or home.tier is Tier.DISK
             if home.moved and bytes_left:
@@ -186,14 +192,22 @@ class Homes:
         """Copy the bytes and point every tensor of the group at the copy."""
         if (prepare := home.prepare()) is not None:
             prepare()
+        replaced = self._replaced(home)
         target.copy_(home.group.home)
         home.group.home = target
         self._point(home)
+        for tensor, data in replaced:
+            tensor.data = data.to(target.device)
         home.mapping, home.tier, home.moved = None, tier, True
 
     def _point(self, home: Home) -> None:
         for member in home.group.members:
             member.tensor.data = member.view(home.group.home, 0)
+
+    def _replaced(self, home: Home) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors of the group that show other bytes, because somebody assigned to their `.data`."""
+        shown = [(m.tensor, m.tensor.data, m.view(home.group.home, 0)) for m in home.group.members]
+        return [(tensor, data) for tensor, data, view in shown if data.data_ptr() != view.data_ptr()]
 
     def _locate(self, home: Home) -> None:
         """Tell the tier of the bytes from where they are."""

@@ -35,6 +35,8 @@ class ReadWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
+            return func(*args, **(kwargs or {}))
         for tensor in _shallow((*args, *(kwargs or {}).values())):
             if id(tensor) in self._watched:
                 self._on_read(tensor)

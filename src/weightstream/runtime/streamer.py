@@ -29,7 +29,7 @@ from weightstream.runtime.engine import Counters
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
 from weightstream.runtime.values import moved
-from weightstream.runtime.weights import Scope, UnitModule, manifest
+from weightstream.runtime.weights import Scope, UnitModule, manifest, own_tensors
 
 logger = logging.getLogger("weightstream")
 
@@ -115,7 +115,7 @@ class Streamer:
 
         Raises `OffloadError` inside a step of the same thread; another thread waits for the step to end.
         """
-        with self._lock:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._in_step or self._binding.open_units:
                 raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
             if not self._removed:
@@ -156,8 +156,12 @@ class Streamer:
                 self._undo.append(guards.surround(unit.module, partial(self._run_unit, index)))
         self._undo.append(guards.surround(self._model, self._run_step))
         self._undo.append(guards.refuse_moves(self._model))
+        self._known_ids = self._tensor_ids()
         setattr(self._model, guards.ATTRIBUTE, self)
         self._undo.append(lambda: self._model.__dict__.pop(guards.ATTRIBUTE, None))
+
+    def _tensor_ids(self) -> set[int]:
+        return {id(tensor) for module in self._model.modules() for _, tensor in own_tensors(module)}
 
     def _detach(self) -> None:
         self._backend.synchronize()
@@ -188,10 +192,18 @@ class Streamer:
                 self._counters.steps += 1
                 with self._watched() if self._watching else nullcontext():
                     output = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if self._tensor_ids() != self._known_ids:
+                    raise OffloadError(
+                        "parameters or modules of the model were replaced while it is offloaded: call remove(), "
+                        "change it, and offload again"
+                    ) from error
+                raise
             finally:
                 self._in_step = False
                 self._binding.rest()
-            self._learn()
+            with torch.inference_mode(False), torch.no_grad():
+                self._learn()
             return output
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -77,8 +77,13 @@ class UnitModule:
                 yield tensor
 
 
+def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors without bytes: nothing to stream, but they must be where the model computes."""
+    return [tensor for _, tensor in _named_tensors(model) if not tensor.numel()]
+
+
 def groups(model: nn.Module) -> dict[str, Group]:
-    """Every alias group of a model by name; tensors without bytes are left alone.
+    """Every alias group of a model by name; tensors without bytes have none.
 
     Raises `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
     """
