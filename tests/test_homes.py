@@ -118,7 +118,7 @@ def test_ties_and_views_stay_views_of_one_home_on_every_tier(backend: CpuBackend
     model[2].weight = model[0].weight
     model[1].register_buffer("columns", model[1].weight.data[:, ::2])
     expected = values(model)
-    homes = Homes(groups(model), backend, folder=OffloadFolder(tmp_path), host_budget=0)
+    homes = Homes(groups(model), backend, spill=OffloadFolder(tmp_path), host_budget=0)
     homes.settle(streaming_weights(model, homes))
     assert model[2].weight is model[0].weight
     assert model[1].columns.data_ptr() == model[1].weight.data_ptr()
@@ -140,7 +140,7 @@ def test_what_is_over_the_host_budget_goes_to_the_folder_and_comes_back(
     model = linears()
     expected = values(model)
     folder = OffloadFolder(tmp_path / "folder")
-    homes = Homes(groups(model), backend, folder=folder, host_budget=kept * WEIGHT_NBYTES)
+    homes = Homes(groups(model), backend, spill=folder, host_budget=kept * WEIGHT_NBYTES)
     plan = streaming_weights(model, homes)
     homes.settle(plan)
     held = homes.held_nbytes()
@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_model_as_it_was(
     model = linears()
     expected = values(model)
     folder = OffloadFolder(tmp_path)
-    homes = Homes(groups(model), backend, folder=folder, host_budget=0)
+    homes = Homes(groups(model), backend, spill=folder, host_budget=0)
     write = folder.write
 
     def third_fails(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_a_device_without_room_for_the_residents_leaves_the_model_as_it_was(
 def test_restoring_twice_changes_nothing(backend: CpuBackend, tmp_path: Path) -> None:
     model = linears()
     expected = values(model)
-    homes = Homes(groups(model), backend, folder=OffloadFolder(tmp_path), host_budget=0)
+    homes = Homes(groups(model), backend, spill=OffloadFolder(tmp_path), host_budget=0)
     homes.settle(streaming_weights(model, homes))
     homes.restore()
     once = addresses(model)
@@ -422,3 +422,21 @@ def test_a_manifest_of_homes_holds_every_byte_once(backend: CpuBackend) -> None:
     model[2].weight = model[0].weight
     made: Manifest = manifest(find_units(model), groups(model))
     assert made.nbytes == 2 * WEIGHT_NBYTES + 3 * WIDTH * 4
+
+
+def test_two_models_share_an_offload_folder_and_leave_nothing_in_it(tmp_path: Path) -> None:
+    one, two = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(2))
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        want = one(x), two(x)
+        settings = {"device": "cpu", "device_budget": "40KiB", "host_budget": 0, "offload_folder": tmp_path}
+        first = weightstream.offload(one, **settings)
+        second = weightstream.offload(two, **settings)
+        for _ in range(3):
+            assert torch.equal(one(x), want[0])
+            assert torch.equal(two(x), want[1])
+        first.remove()
+        assert torch.equal(two(x), want[1])
+        second.remove()
+        assert torch.equal(one(x), want[0])
+    assert not list(tmp_path.iterdir())

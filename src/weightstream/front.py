@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,8 @@ def _offload(
         except PlanError:
             units = find_units(model, leaves=True)  # single matrices need less ring than blocks
             planner(manifest(units, by_alias))
-        if folder is None and config.offload_folder is not None:
-            folder = OffloadFolder(config.offload_folder)
+        # of its own: another model may have weights of the same names
+        spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     except BaseException:
         backend.close()
         raise
@@ -153,12 +154,14 @@ def _offload(
         empty=empty_tensors(model),
         mappings=mappings,
         arena=_arena(backend, config),
-        folder=folder,
+        spill=spill,
         host_budget=config.host_budget,
     )
-    streamer = Streamer(
-        model, units, homes, backend, planner, on_close=lambda: None if folder is None else folder.close()
-    )
+    closing = ExitStack()
+    for owned in (folder, spill):
+        if owned is not None:
+            closing.callback(owned.close)
+    streamer = Streamer(model, units, homes, backend, planner, on_close=closing.close)
     _report(streamer.plan, config)
     return streamer
 
@@ -218,6 +221,11 @@ def _report(plan: Plan, config: OffloadConfig) -> None:
     patterns = {"prefetch": config.prefetch.offload_params, "uva": config.uva.cpu_offload_params}.get(config.backend)
     for pattern in unmatched_patterns(patterns or (), [t.name for t in plan.manifest.tensors()]):
         logger.warning("pattern %r matches no parameter of the model: it selects nothing", pattern)
+    if config.backend == "uva" and config.use_uva:
+        logger.warning(
+            "zero-copy reads are not there yet: what cpu_offload_gb places on the host streams through a ring instead "
+            "(set use_uva=False to say that this is meant)"
+        )
     logger.info("%s", plan.summary())
     if not plan.host_nbytes and config.backend != "none":
         logger.warning("the %s settings offload nothing of this model", config.backend)

@@ -198,6 +198,54 @@ def test_compute_on_another_stream(stack: Stack) -> None:
         assert_equal(stack, inputs, want)
 
 
+def test_steps_that_alternate_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that one stream was made to wait for are read by another, and released by it."""
+    slow(monkeypatch)
+    stack = Stack().eval()
+    inputs, want = references(stack)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    with weightstream.offload(stack, device="cuda", device_budget=nbytes(stack) // 3), torch.no_grad():
+        torch.cuda.synchronize()
+        got = []
+        for step in range(40):
+            with torch.cuda.stream(streams[step % 2]):
+                got.append(stack(inputs[step % len(inputs)]))
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, want[step % len(inputs)]) for step, y in enumerate(got))
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_remove_waits_for_a_step_on_another_stream(pin_memory: bool) -> None:
+    class Tail(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = Stack().blocks
+            self.tail = nn.Linear(WIDTH, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            torch.cuda._sleep(200_000_000)
+            return self.tail(x)
+
+    model = Tail().eval()
+    plain = copy.deepcopy(model).cuda()
+    x = torch.randn(3, WIDTH, device="cuda")
+    with torch.no_grad():
+        want = plain(x)
+        streamer = weightstream.offload(model, device="cuda", device_budget=nbytes(model) // 3, pin_memory=pin_memory)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(x)
+            got = model(x)
+        streamer.remove()
+        poison = [torch.full((WIDTH * 64,), float("nan"), device="cuda") for _ in range(64)]
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+        del poison
+
+
 def test_out_of_memory_at_attach_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = Stack().eval()
     before = {n: (p, p.data_ptr(), p.device) for n, p in stack.named_parameters()}

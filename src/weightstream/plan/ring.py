@@ -55,6 +55,19 @@ def allocate(
     return tuple(extents[unit] for unit in range(len(unit_nbytes)))
 
 
+def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:
+    """For each unit: the others that share bytes with it."""
+    found: list[list[int]] = [[] for _ in extents]
+    by_offset = sorted((u for u, extent in enumerate(extents) if extent.nbytes), key=lambda u: extents[u].offset)
+    for place, unit in enumerate(by_offset):
+        for other in by_offset[place + 1 :]:
+            if not extents[other].overlaps(extents[unit]):
+                break  # none behind starts earlier
+            found[unit].append(other)
+            found[other].append(unit)
+    return [tuple(sorted(others)) for others in found]
+
+
 def previous_holder(position: int, order: Sequence[int], extents: Sequence[Extent]) -> int | None:
     """The last position before this one, cyclically, whose unit shares bytes with this one's; None if only itself."""
     mine = extents[order[position]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from weightstream.plan.plan import Plan
-from weightstream.runtime.backend import Backend
+from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.engine import Counters, Engine
 from weightstream.runtime.faces import Face, UnitFaces
 from weightstream.runtime.homes import Homes
@@ -30,6 +30,7 @@ class Binding:
         num = range(len(plan.manifest.units))
         self._faces = [self._unit_faces(unit, ring, plan.extents[unit].offset) for unit in num]
         self._borrowed: dict[int, UnitFaces] = {}
+        self._step_end = backend.event()
         self._engine = Engine(plan, backend, [homes.copies(plan, unit, ring) for unit in num], counters)
         self._engine.prime()
         self.rest()
@@ -40,13 +41,15 @@ class Binding:
 
     def begin_step(self) -> None:
         """Go back to the start of the order; see updates that were made since `rest`."""
+        self._backend.wait(Side.COMPUTE, self._step_end)
         for face in self.faces():
             face.unwatch()
         self.see_updates()
         self._engine.begin_step()
 
     def rest(self) -> None:
-        """The step is over: users may read and update weights until the next."""
+        """The step is over: users may read and update weights until the next, which may run on another stream."""
+        self._backend.record(Side.COMPUTE, self._step_end)
         for unit in self._engine.held():
             self._faces[unit].sample()
         for face in self.faces():
@@ -60,6 +63,7 @@ class Binding:
     def open(self, unit: int, alone: bool) -> None:
         """Make the unit's tensors show its bytes, ordered after their fill. `alone`: outside of a step."""
         if alone:
+            self._backend.wait(Side.COMPUTE, self._step_end)
             self.see_updates()
             if self._engine.is_behind(unit):
                 self._engine.begin_step()
@@ -77,11 +81,11 @@ class Binding:
         updated: list[Face] = []
         if unit not in self.open_units:  # else it was called again from inside its own forward
             updated = (self._borrowed.get(unit) or self._faces[unit]).to_home(training)
+        self._stale(updated)
         if unit not in self._borrowed:
             self._engine.release(unit)
         elif unit not in self.open_units:
             del self._borrowed[unit]
-        self._stale(updated)
         if alone:
             self.rest()
 
@@ -93,9 +97,9 @@ class Binding:
         self._engine.close()
         self._ring = torch.empty(0, dtype=torch.uint8)
 
-    def shows(self, alias: str) -> bool:
-        """Whether an open unit shows this alias group."""
-        return any(alias in self.plan.streamed(unit) for unit in self.open_units)
+    def shows(self, tensor: torch.Tensor) -> bool:
+        """Whether an open unit shows this tensor object."""
+        return any(face.member.tensor is tensor for unit in self.open_units for face in self._faces[unit].faces)
 
     def _unit_faces(self, unit: int, base: torch.Tensor, start: int) -> UnitFaces:
         """The faces of a unit over memory of the device, its bytes at `start`."""
@@ -117,6 +121,7 @@ class Binding:
         with torch.inference_mode(False), torch.no_grad():
             memory = self._backend.alloc(self.plan.extents[unit].nbytes)
             for alias, offset in self.plan.streamed(unit).items():
+                self._homes.homes[alias].check()
                 home = self._homes.homes[alias].group.home
                 memory[offset : offset + home.numel()].copy_(home)
             self._counters.fills += 1

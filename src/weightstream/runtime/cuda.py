@@ -14,6 +14,7 @@ from weightstream.runtime.backend import Copy, Event, Side
 
 CUDA_PROFILE = Profile()
 _STAGING_NBYTES = 32 << 20
+_PORTABLE = 1  # pinned for every device, not for the current one alone
 _HEADROOM_NBYTES = 1 << 30  # for activations, workspaces and a short cache when no budget was given
 
 
@@ -29,7 +30,7 @@ def free_nbytes(device: torch.device) -> int:
 
 def register(memory: torch.Tensor) -> None:
     """Pin host memory in place; raises `StoreError` when the system refuses."""
-    _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0), memory.numel())
+    _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE), memory.numel())
 
 
 def unregister(memory: torch.Tensor) -> None:
@@ -68,6 +69,7 @@ class CudaBackend:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         # The allocator may hand out bytes that work queued on this stream still uses; copies come from the other.
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        memory.record_stream(self._copies)  # and back to the allocator only when copies into it are done
         return memory
 
     def event(self) -> Event:
@@ -129,8 +131,7 @@ class CudaBackend:
         return self._stall_ms / 1e3
 
     def synchronize(self) -> None:
-        self._copies.synchronize()
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
 
     def close(self) -> None:
         self.synchronize()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
+from weightstream.plan.ring import sharing
 from weightstream.runtime.backend import Backend, Copy, Event, Side
 
 
@@ -79,10 +80,7 @@ class Engine:
         self._backend = backend
         self._copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
-        self._sharing = [
-            tuple(o for o, other in enumerate(plan.extents) if o != u and other.overlaps(extent))
-            for u, extent in enumerate(plan.extents)
-        ]
+        self._sharing = sharing(plan.extents)
         self._cursor = len(plan.manifest.order)  # the next position that has not been released
 
     def prime(self) -> None:

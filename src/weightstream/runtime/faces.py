@@ -23,7 +23,7 @@ from torch import nn
 
 from weightstream.errors import OffloadError, StoreError
 from weightstream.runtime.homes import Home
-from weightstream.runtime.weights import Member, span_nbytes
+from weightstream.runtime.weights import Member, span
 
 _SAMPLES = 64
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
@@ -121,13 +121,16 @@ class Face:
         source = data.clone() if same_memory else data
         self.home = self.home.as_strided(data.shape, data.stride())
         self.ring = self.ring.as_strided(data.shape, data.stride())
+        self.member.stride = data.stride()
         self.home.copy_(source)
         self.show(self.home)
         return True
 
     def _fits(self, data: torch.Tensor) -> bool:
         """Whether data of this layout can take the place: the same layout, or nobody else's bytes are among these."""
-        return data.stride() == self.home.stride() or (self.alone and span_nbytes(data) <= self.member.spec.nbytes)
+        return data.stride() == self.home.stride() or (
+            self.alone and span(data.shape, data.stride()) * data.element_size() <= self.member.spec.nbytes
+        )
 
 
 class UnitFaces:

@@ -46,6 +46,11 @@ class Home:
     pinned: bool = False
     moved: bool = False
 
+    def check(self) -> None:
+        """Make sure that the bytes can be read here and now; raises `StoreError`."""
+        if (prepare := self.prepare()) is not None:
+            prepare()
+
     def prepare(self) -> Callable[[], None] | None:
         """What makes sure that the bytes can be read: a mapped file may have changed."""
         if self.mapping is None:
@@ -66,7 +71,7 @@ class Homes:
         empty: Sequence[torch.Tensor] = (),
         mappings: Sequence[FileMapping] = (),
         arena: Arena | None = None,
-        folder: OffloadFolder | None = None,
+        spill: OffloadFolder | None = None,
         host_budget: int | None = None,
     ) -> None:
         self._backend = backend
@@ -74,14 +79,16 @@ class Homes:
         self._mappings = list(mappings)
         self._arena = arena
         self._pinnable = arena is not None
-        self._folder = folder
-        self._host_budget = psutil.virtual_memory().available * 4 // 5 if host_budget is None else host_budget
+        self._spill_folder = spill
         self._strict = host_budget is not None
         self.homes = {
             alias: Home(group=group, origin=group.home.device, tier=Tier.HOST) for alias, group in groups.items()
         }
         for home in self.homes.values():
             self._locate(home)
+        if host_budget is None:  # what is in RAM already may stay there
+            host_budget = psutil.virtual_memory().available * 4 // 5 + self.held_nbytes()[Tier.HOST.value]
+        self._host_budget = host_budget
 
     def settle(self, plan: Plan) -> None:
         """Move everything to where the plan wants it; on failure everything is moved back first."""
@@ -99,6 +106,8 @@ class Homes:
 
     def restore(self) -> None:
         """Bring every group back to the device it came from, into memory of its own."""
+        if self._arena is not None:
+            self._arena.close()  # first: each block then goes back as soon as its last group has left it
         for tensor, origin in self._empty:
             tensor.data = tensor.data.to(origin)
         for home in self.homes.values():
@@ -107,8 +116,6 @@ class Homes:
                 self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
             self._locate(home)
             home.moved = home.pinned = False
-        if self._arena is not None:
-            self._arena.close()
 
     def copies(self, plan: Plan, unit: int, ring: torch.Tensor) -> list[Copy]:
         """What a fill of the unit moves into the ring, as few copies as possible."""
@@ -169,14 +176,14 @@ class Homes:
         return block.is_pinned()
 
     def _spill(self, home: Home, alias: str) -> None:
-        if self._folder is None:
+        if self._spill_folder is None:
             held = self.held_nbytes()[Tier.HOST.value]
             raise PlanError(
                 f"host budget {human(self._host_budget)} < {human(held)} of weights on the host, and {alias} needs "
                 f"{human(home.group.nbytes)}. Raise host_budget, or name an offload_folder to keep the rest on disk."
             )
-        mapped = self._folder.write(alias, home.group.home.cpu())
-        self._mappings.extend(m for m in self._folder.mappings if m not in self._mappings)
+        mapped = self._spill_folder.write(alias, home.group.home.cpu())
+        self._mappings.append(self._spill_folder.mappings[-1])
         home.group.home = mapped
         self._point(home)
         self._locate(home)
@@ -190,8 +197,7 @@ class Homes:
 
     def _move(self, home: Home, target: torch.Tensor, tier: Tier) -> None:
         """Copy the bytes and point every tensor of the group at the copy."""
-        if (prepare := home.prepare()) is not None:
-            prepare()
+        home.check()
         replaced = self._replaced(home)
         target.copy_(home.group.home)
         home.group.home = target

@@ -214,7 +214,8 @@ class Streamer:
             if alone:
                 args, kwargs = self._placed(args, kwargs)
             self._binding.open(unit, alone)
-            self._sequence.append(unit)
+            if not alone:
+                self._sequence.append(unit)
             try:
                 output = forward(*args, **kwargs)
             finally:
@@ -240,11 +241,12 @@ class Streamer:
         def on_read(tensor: torch.Tensor) -> None:
             face = streamed[id(tensor)]
             alias = face.member.spec.alias
-            if id(tensor) in shown or self._binding.shows(alias):
+            if id(tensor) in shown or self._binding.shows(tensor):
                 return
             reader = reading_module(self._names)
             self._strays.setdefault(reader or "", set()).add(alias)
             shown[id(tensor)] = face.home
+            self._homes.homes[alias].check()
             face.show(face.home.to(self._backend.device))  # on the CPU itself: a read, and no bytes move
             self._counters.fills += 1
             self._counters.unplanned_fills += 1
@@ -277,7 +279,12 @@ class Streamer:
         logger.debug("units run in another order than planned: %s", sequence)
         self._backend.synchronize()
         self._binding.close_all()
-        self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
+        try:
+            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
+        except BaseException:
+            self._detach()
+            self._close()
+            raise
 
     def _regroup(self, first: bool) -> None:
         """Plan again, each weight that a module reads outside of its unit's forward in a unit of the reader.

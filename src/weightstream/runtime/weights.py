@@ -5,7 +5,7 @@ Knows `nn.Module` and nothing of devices, plans or architectures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -24,12 +24,14 @@ class Member:
     names: list[str]
     spec: TensorSpec
     kind: type[torch.Tensor]
+    stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
         """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
         start = offset + self.spec.offset
-        flat = base[start : start + span_nbytes(self.tensor)].view(self.tensor.dtype)
-        return flat.as_strided(self.spec.shape, self.spec.stride)
+        flat = base[start : start + span(self.spec.shape, self.stride) * dtype.itemsize]
+        return flat.view(dtype).as_strided(self.spec.shape, self.stride)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +98,9 @@ def groups(model: nn.Module) -> dict[str, Group]:
     for tensor, names in objects.values():
         start = int(tensor.storage_offset()) * tensor.element_size()
         key = (tensor.device, tensor.untyped_storage().data_ptr())
-        by_storage.setdefault(key, []).append((start, start + span_nbytes(tensor), tensor, names))
+        by_storage.setdefault(key, []).append(
+            (start, start + span(tensor.shape, tensor.stride()) * tensor.element_size(), tensor, names)
+        )
     found: list[Group] = []
     for views in by_storage.values():
         found.extend(_merge(views))
@@ -130,7 +134,9 @@ def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Gr
                 nbytes=end - begin,
                 offset=start - begin,
             )
-            group.members.append(Member(tensor=tensor, names=names, spec=spec, kind=type(tensor)))
+            group.members.append(
+                Member(tensor=tensor, names=names, spec=spec, kind=type(tensor), stride=tensor.stride())
+            )
         yield group
 
 
@@ -162,10 +168,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{prefix}.{name}".lstrip("."), tensor
 
 
-def span_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element in storage, gaps of a strided view included."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + reach) * tensor.element_size()
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last in storage, gaps of a strided view included."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _check_supported(name: str, tensor: torch.Tensor) -> None:

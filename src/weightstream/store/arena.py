@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -31,7 +32,7 @@ class Arena:
         """Fresh memory: flat uint8, page-aligned, rounded up to a page and no further. Not pinned yet."""
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # a kernel without them does not know the advice
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes += size
         return torch.frombuffer(memory, dtype=torch.uint8)

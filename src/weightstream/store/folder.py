@@ -36,20 +36,22 @@ def file_name(name: str) -> str:
 
 
 class OffloadFolder:
-    """Writes tensors to `folder` and maps them; None is a private temporary folder that goes at close or exit."""
+    """Writes tensors to `folder` and maps them; None is a private folder in `inside` that goes at close or exit."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, inside: Path | None = None) -> None:
         self.is_private = folder is None
         self._finalizer = None
         try:
             if folder is None:
-                self.path = Path(tempfile.mkdtemp(prefix="weightstream-"))
+                if inside is not None:
+                    inside.mkdir(parents=True, exist_ok=True)
+                self.path = Path(tempfile.mkdtemp(prefix="weightstream-", dir=inside))
                 self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
             else:
                 self.path = Path(folder)
                 self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"offload_folder {folder}: cannot create it: {error}") from error
+            raise StoreError(f"offload_folder {folder or inside}: cannot create it: {error}") from error
         self._mappings: dict[Path, FileMapping] = {}
 
     @property
