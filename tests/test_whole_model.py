@@ -332,6 +332,17 @@ def test_steps_in_inference_mode(device: str) -> None:
         assert_steps_equal(model, reference, device, range(3))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_that_was_built_in_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        model, reference = MODELS["Stack"](), plain("Stack", device)
+        with open_streamer(model, device):
+            assert_steps_equal(model, reference, device, range(4))
+            model.module.load_state_dict(model.module.state_dict())
+            assert_steps_equal(model, reference, device, range(2))
+        assert_weights(model.module.state_dict(), reference.module.state_dict())
+
+
 class RaisesOnce(nn.Module):
     """A block that fails after its first linear, in the middle of a step, when it is told to."""
 

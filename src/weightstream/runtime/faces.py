@@ -78,8 +78,7 @@ class Face:
     version: int = 0
 
     def current_version(self) -> int:
-        tensor = self.member.tensor
-        return 0 if tensor.is_inference() else tensor._version
+        return self.member.tensor._version if self.member.versioned else 0
 
     def show(self, view: torch.Tensor) -> None:
         _DATA.__set__(self.member.tensor, view)

@@ -24,6 +24,7 @@ class Member:
     names: list[str]
     spec: TensorSpec
     kind: type[torch.Tensor]
+    versioned: bool  # made outside of inference mode: in-place operations are counted
     stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
@@ -135,7 +136,14 @@ def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Gr
                 offset=start - begin,
             )
             group.members.append(
-                Member(tensor=tensor, names=names, spec=spec, kind=type(tensor), stride=tensor.stride())
+                Member(
+                    tensor=tensor,
+                    names=names,
+                    spec=spec,
+                    kind=type(tensor),
+                    versioned=not tensor.is_inference(),
+                    stride=tensor.stride(),
+                )
             )
         yield group
 
