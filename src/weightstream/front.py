@@ -23,7 +23,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import empty_tensors, groups, manifest
+from weightstream.runtime.weights import empty_tensors, groups, leave_inference, manifest
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
@@ -109,9 +109,10 @@ def from_pretrained(
     settings = {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
     _backend(device, config).close()  # a wrong device is told before gigabytes are read
-    loaded = load_pretrained(
-        path_or_repo_id, dtype=dtype, offload_folder=config.offload_folder, progress=progress, **kwargs
-    )
+    with torch.inference_mode(False):
+        loaded = load_pretrained(
+            path_or_repo_id, dtype=dtype, offload_folder=config.offload_folder, progress=progress, **kwargs
+        )
     try:
         with torch.inference_mode(False), torch.no_grad():
             _offload(loaded.model, device, config, loaded.mappings, loaded.folder)
@@ -131,6 +132,7 @@ def _offload(
 ) -> Streamer:
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
+    leave_inference(model)
     by_alias = groups(model)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")

@@ -78,7 +78,7 @@ class Face:
     version: int = 0
 
     def current_version(self) -> int:
-        return self.member.tensor._version if self.member.versioned else 0
+        return self.member.tensor._version
 
     def show(self, view: torch.Tensor) -> None:
         _DATA.__set__(self.member.tensor, view)

@@ -24,7 +24,6 @@ class Member:
     names: list[str]
     spec: TensorSpec
     kind: type[torch.Tensor]
-    versioned: bool  # made outside of inference mode: in-place operations are counted
     stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
@@ -85,6 +84,17 @@ def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for _, tensor in _named_tensors(model) if not tensor.numel()]
 
 
+def leave_inference(model: nn.Module) -> None:
+    """Make normal tensors of those that were made in inference mode: same objects, same bytes, but versions count."""
+    for _, tensor in list(_named_tensors(model)):
+        if tensor.is_inference():
+            normal = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            normal.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            if isinstance(tensor, nn.Parameter):
+                normal = nn.Parameter(normal, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, normal)
+
+
 def groups(model: nn.Module) -> dict[str, Group]:
     """Every alias group of a model by name; tensors without bytes have none.
 
@@ -141,7 +151,6 @@ def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Gr
                     names=names,
                     spec=spec,
                     kind=type(tensor),
-                    versioned=not tensor.is_inference(),
                     stride=tensor.stride(),
                 )
             )
