@@ -103,6 +103,11 @@ class OffloadConfig(_Settings):
     use_uva: _Switch = True
 
     @classmethod
+    def take_from(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Remove every setting from `values`, flat ones included, and return them."""
+        return {key: values.pop(key) for key in _known_keys(cls) if key in values}
+
+    @classmethod
     def from_kwargs(cls, /, **values: Any) -> Self:
         """Build from fields, `uva=` and `prefetch=`, and their keys given flat; None means not given."""
         return cls(**_nested(values))

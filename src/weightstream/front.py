@@ -87,7 +87,7 @@ def from_pretrained(
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, config, host_budget: as for `offload`.
+        device, device_budget, config, host_budget: as for `offload`; its other settings may be given too.
         dtype: "auto" keeps the checkpoint's; another casts once, into `offload_folder`.
         offload_folder: where converted weights are kept for the next load; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
@@ -106,7 +106,8 @@ def from_pretrained(
         raise UnsupportedError(
             f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
-    settings = {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
+    settings = OffloadConfig.take_from(kwargs)
+    settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
     _backend(device, config).close()  # a wrong device is told before gigabytes are read
     with torch.inference_mode(False):

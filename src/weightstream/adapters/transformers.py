@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
+from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError, WeightstreamError
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
@@ -82,14 +82,20 @@ def load_pretrained(
     path = _local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)
     folder = path if path.is_dir() else path.parent
     checkpoint = Checkpoint.open(path)
-    config = _read_config(folder, trust_remote_code)
-    cls = _class_of(config, model_class, trust_remote_code)
-    config = config if isinstance(config, cls.config_class or object) else config.get_text_config()
     offload = OffloadFolder(offload_folder)
-    options = {"config": config, "dtype": dtype, **kwargs}
-    with _LOADING, offload.lock(), _progress_bar(progress):
-        model = _Load(checkpoint, offload, cls, options).run()
-    _finish(model, folder, str(path_or_repo_id), kwargs)
+    try:
+        config = _read_config(folder, trust_remote_code)
+        cls = _class_of(config, model_class, trust_remote_code)
+        config = config if isinstance(config, cls.config_class or object) else config.get_text_config()
+        options = {"config": config, "dtype": dtype, **kwargs}
+        with _LOADING, offload.lock(), _progress_bar(progress):
+            model = _Load(checkpoint, offload, cls, options).run()
+        _finish(model, folder, str(path_or_repo_id), kwargs)
+    except (WeightstreamError, MemoryError):
+        raise
+    except Exception as error:  # whatever transformers makes of a config or a keyword that it cannot use
+        kind = type(error).__name__
+        raise CheckpointError(f"{path_or_repo_id}: transformers cannot load it: {kind}: {error}") from error
     if not offload.mappings:
         offload.close()
     return LoadedModel(
@@ -150,6 +156,11 @@ class _Load:
         named = [*model.named_parameters(), *model.named_buffers()]
         if left := [name for name, tensor in named if tensor.is_meta]:
             raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        if missing := sorted(info["missing_keys"]):
+            _LOGGER.warning(
+                "%s: %d weights of %s are not in the checkpoint and have random values, such as %s",
+                *(self._where, len(missing), self._cls.__name__, ", ".join(missing[:4])),
+            )
         return model, set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
 
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:

@@ -7,14 +7,25 @@ before the next step reads what was filled ahead.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.engine import Counters, Engine
-from weightstream.runtime.faces import Face, UnitFaces
+from weightstream.runtime.faces import HANDED_OUT, Face, UnitFaces
 from weightstream.runtime.homes import Homes
+from weightstream.runtime.values import tensors_in
+
+
+@dataclass(eq=False, slots=True)
+class Opening:
+    """One opening of a unit; `waited` once the engine holds the unit for it."""
+
+    unit: int
+    waited: bool = False
 
 
 class Binding:
@@ -22,7 +33,7 @@ class Binding:
 
     def __init__(self, plan: Plan, ring: torch.Tensor, homes: Homes, backend: Backend, counters: Counters) -> None:
         self.plan = plan
-        self.open_units: list[int] = []
+        self.openings: list[Opening] = []
         self._homes = homes
         self._backend = backend
         self._counters = counters
@@ -44,62 +55,88 @@ class Binding:
         self._backend.wait(Side.COMPUTE, self._step_end)
         for face in self.faces():
             face.unwatch()
-        self.see_updates()
+        self._stale([face for face in self.faces() if face.adopt() or face.changed()])
+        self._engine.forget(unit for unit in self._engine.held() if self._faces[unit].home_was_written())
         self._engine.begin_step()
 
-    def rest(self) -> None:
+    def rest(self, units: Iterable[int] | None = None) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._backend.record(Side.COMPUTE, self._step_end)
         for unit in self._engine.held():
             self._faces[unit].sample()
-        for face in self.faces():
-            face.watch()
+        for unit in range(len(self._faces)) if units is None else units:
+            for face in self._faces[unit].faces:
+                face.watch()
 
-    def see_updates(self) -> None:
-        """What the ring holds of weights that were updated since `rest` is stale."""
-        self._stale([face for face in self.faces() if face.adopt() or face.changed()])
-        self._engine.forget(unit for unit in self._engine.held() if self._faces[unit].home_was_written())
-
-    def open(self, unit: int, alone: bool) -> None:
+    def open(self, opening: Opening, alone: bool) -> None:
         """Make the unit's tensors show its bytes, ordered after their fill. `alone`: outside of a step."""
+        unit = opening.unit
+        again = self._is_open(unit)  # called from inside its own forward
+        self.openings.append(opening)
+        faces = self._faces[unit]
         if alone:
             self._backend.wait(Side.COMPUTE, self._step_end)
-            self.see_updates()
-            if self._engine.is_behind(unit):
-                self._engine.begin_step()
-        if unit not in self._borrowed:
-            if self._engine.is_blocked(unit):
-                self._borrowed[unit] = self._borrow(unit)
-            else:
-                self._engine.wait(unit)
-        self.open_units.append(unit)
-        (self._borrowed.get(unit) or self._faces[unit]).to_ring()
+            for face in faces.faces:
+                face.unwatch()
+        if alone and faces.home_was_written():
+            self._engine.forget([unit])
+        if not again:  # whoever ran before this unit may have updated what was filled ahead
+            self._stale([face for face in faces.faces if face.adopt() or face.changed()])
+        if alone and self._engine.is_behind(unit):
+            self._engine.begin_step()
+        if unit not in self._borrowed and self._engine.is_blocked(unit):
+            self._borrowed[unit] = self._borrow(unit)
+        elif unit not in self._borrowed:
+            self._engine.wait(unit)
+            opening.waited = True
+        (self._borrowed.get(unit) or faces).to_ring()
 
-    def close(self, unit: int, alone: bool, training: bool) -> None:
-        """Show the homes again and let the unit's bytes go."""
-        self.open_units.remove(unit)
-        updated: list[Face] = []
-        if unit not in self.open_units:  # else it was called again from inside its own forward
-            updated = (self._borrowed.get(unit) or self._faces[unit]).to_home(training)
-        self._stale(updated)
-        if unit not in self._borrowed:
+    def close(self, opening: Opening, alone: bool, training: bool) -> None:
+        """Show the homes again and let the unit's bytes go, however far `open` came."""
+        if opening not in self.openings:
+            return
+        self.openings.remove(opening)
+        unit, borrowed = opening.unit, self._borrowed.get(opening.unit)
+        last = not self._is_open(unit)
+        if last and (opening.waited or borrowed):
+            self._stale((borrowed or self._faces[unit]).to_home(training))
+        if opening.waited:
             self._engine.release(unit)
-        elif unit not in self.open_units:
-            del self._borrowed[unit]
+        elif last:
+            self._borrowed.pop(unit, None)
         if alone:
-            self.rest()
+            self.rest([unit])
+
+    def own_outputs(self, output: object) -> None:
+        """Give outputs that are views of streamed weights memory of their own: the next fill overwrites the ring."""
+        for tensor in tensors_in(output):
+            with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
+                if tensor.untyped_storage().data_ptr() in self._device_memory():
+                    tensor.data = tensor.data.clone()
+
+    def has_buffers(self, unit: int) -> bool:
+        """Whether the unit streams buffers, which its forward may update unseen."""
+        return any(face.member.kind is torch.Tensor for face in self._faces[unit].faces)
+
+    def _device_memory(self) -> set[int]:
+        borrowed = [faces.faces[0].ring for faces in self._borrowed.values()]
+        return {memory.untyped_storage().data_ptr() for memory in (self._ring, *borrowed)}
+
+    def _is_open(self, unit: int) -> bool:
+        return any(opening.unit == unit for opening in self.openings)
 
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
         for face in self.faces():
             face.unwatch()
+            face.member.tensor.__dict__.pop(HANDED_OUT, None)
         self._faces.clear()
         self._engine.close()
         self._ring = torch.empty(0, dtype=torch.uint8)
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Whether an open unit shows this tensor object."""
-        return any(face.member.tensor is tensor for unit in self.open_units for face in self._faces[unit].faces)
+        return any(face.member.tensor is tensor for o in self.openings for face in self._faces[o.unit].faces)
 
     def _unit_faces(self, unit: int, base: torch.Tensor, start: int) -> UnitFaces:
         """The faces of a unit over memory of the device, its bytes at `start`."""

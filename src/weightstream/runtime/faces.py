@@ -11,7 +11,7 @@ elements.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from weightstream.runtime.weights import Member, span
 
 _SAMPLES = 64
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
-_HANDED_OUT = "_weightstream_handed_out"
+HANDED_OUT = "_weightstream_handed_out"
 _DOORS = ("numpy", "__array__", "__dlpack__")
 
 
@@ -35,7 +35,7 @@ def _door(base: type, name: str) -> Any:
     plain = getattr(base, name)
 
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__[_HANDED_OUT] = True
+        self.__dict__[HANDED_OUT] = True
         return plain(self, *args, **kwargs)
 
     return method
@@ -45,20 +45,26 @@ def _watched(base: type) -> type:
     """A class like `base` whose instances remember that their memory was handed out."""
 
     def get(self: torch.Tensor) -> Any:
-        self.__dict__[_HANDED_OUT] = True
+        self.__dict__[HANDED_OUT] = True
         return _DATA.__get__(self)
 
-    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
-        watched = type(self)
-        self.__class__ = base
-        try:
-            return copy.deepcopy(self, memo)
-        finally:
-            self.__class__ = watched
+    def plainly(call: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that does what the plain class does: copies and pickles are of it."""
+
+        def method(self: torch.Tensor, *args: Any) -> Any:
+            watched = type(self)
+            self.__class__ = base
+            try:
+                return call(self, *args)
+            finally:
+                self.__class__ = watched
+
+        return method
 
     members: dict[str, Any] = {name: _door(base, name) for name in _DOORS}
     members["data"] = property(get, lambda self, value: _DATA.__set__(self, value))
-    members["__deepcopy__"] = deepcopy
+    members["__deepcopy__"] = plainly(copy.deepcopy)
+    members["__reduce_ex__"] = plainly(lambda tensor, protocol: tensor.__reduce_ex__(protocol))
     members["__torch_function__"] = torch._C._disabled_torch_function_impl
     members["__module__"] = base.__module__
     return type(base.__name__, (base,), members)
@@ -96,7 +102,7 @@ class Face:
 
     def handed_out(self) -> bool:
         """Whether somebody may hold the memory: for good, as nobody can tell when they write to it."""
-        return _HANDED_OUT in self.member.tensor.__dict__
+        return HANDED_OUT in self.member.tensor.__dict__
 
     def agree(self) -> None:
         self.version = self.current_version()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
-from weightstream.runtime.values import tensors_in
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 
@@ -25,29 +25,36 @@ class Around:
         self._module = module
         self._run = run
         self._forward = module.forward
+        self._patched = module.__dict__.get("forward")  # somebody's own, on this instance
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._forward, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._patched is not None:
+            return _same, (self._patched,)
         return functools.partial, (type(self._module).forward, self._module)
+
+    def undo(self) -> None:
+        """Put back what was there, unless somebody has replaced us since."""
+        if self._module.__dict__.get("forward") is not self:
+            return
+        del self._module.__dict__["forward"]
+        if self._patched is not None:
+            self._module.__dict__["forward"] = self._patched
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def surround(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns what undoes it."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = Around(module, run)
-
-    def undo() -> None:
-        if before is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = before
-
-    return undo
+    around = module.__dict__["forward"] = Around(module, run)
+    return around.undo
 
 
 class RefuseApply:
@@ -82,18 +89,17 @@ def refuse_moves(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def refuse_backward(output: object, unit: str) -> None:
-    """Make a backward pass through a unit's output fail: the bytes that it would read are overwritten by then."""
+def refuse_backward(unit: str) -> AbstractContextManager[None]:
+    """Inside, autograd keeps nothing for a backward pass, and a pass that needs it fails with the reason."""
 
-    def refuse(gradient: torch.Tensor) -> None:
+    def refuse(nothing: object) -> torch.Tensor:
         raise OffloadError(
             f"a backward pass reached {unit or 'the model'}, whose weights are streamed: their bytes were overwritten "
             "after its forward, so its gradients would be wrong. Offloading is for inference: call remove() to train."
         )
 
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(refuse)
+    found: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
+    return found if torch.is_grad_enabled() else nullcontext()
 
 
 def refuse_foreign(modules: dict[str, nn.Module]) -> None:

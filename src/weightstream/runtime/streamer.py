@@ -7,6 +7,7 @@ after the first step, and whenever two steps in a row agree on another order tha
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,7 @@ from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.binding import Binding
+from weightstream.runtime.binding import Binding, Opening
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
@@ -70,7 +71,9 @@ class Streamer:
         self._backend = backend
         self._planner = planner
         self._on_close = on_close
-        self._lock = threading.RLock()
+        self._turn = threading.RLock()  # held for a whole step
+        self._lock = threading.RLock()  # held while units open and close
+        self._pid = os.getpid()
         self._in_step = False
         self._counters = Counters()
         self._undo: list[Callable[[], None]] = []
@@ -115,8 +118,9 @@ class Streamer:
 
         Raises `OffloadError` inside a step of the same thread; another thread waits for the step to end.
         """
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._in_step or self._binding.open_units:
+        self._refuse_forked()
+        with self._turn, self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._in_step or self._binding.openings:
                 raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
             if not self._removed:
                 self._detach()
@@ -180,19 +184,22 @@ class Streamer:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self._lock:
+        self._refuse_forked()
+        with self._turn:
             if self._in_step or self._removed:  # the model calls itself, or was let go while this thread waited
                 return forward(*args, **kwargs)
             guards.refuse_foreign({unit.name: unit.module for unit in self._units})
             args, kwargs = self._placed(args, kwargs)
             self._sequence.clear()
-            self._in_step = True
             try:
-                self._binding.begin_step()
+                self._in_step = True
+                with self._lock:
+                    self._binding.begin_step()
                 self._counters.steps += 1
                 with self._watched() if self._watching else nullcontext():
                     output = forward(*args, **kwargs)
             except RuntimeError as error:
+                self._watching = True  # it may have read a weight outside of its unit: the next step will see it
                 if self._tensor_ids() != self._known_ids:
                     raise OffloadError(
                         "parameters or modules of the model were replaced while it is offloaded: call remove(), "
@@ -201,28 +208,44 @@ class Streamer:
                 raise
             finally:
                 self._in_step = False
-                self._binding.rest()
+                with self._lock:
+                    self._binding.rest()
             with torch.inference_mode(False), torch.no_grad():
                 self._learn()
             return output
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self._lock:
+        self._refuse_forked()
+        # Outside of a step a unit takes a turn of its own. Inside, threads of the model's may run units side by side.
+        with nullcontext() if self._in_step else self._turn:
             if self._removed:
                 return forward(*args, **kwargs)
-            alone = not self._in_step and not self._binding.open_units
+            opening, alone = Opening(unit), not self._in_step and not self._binding.openings
             if alone:
                 args, kwargs = self._placed(args, kwargs)
-            self._binding.open(unit, alone)
-            if not alone:
-                self._sequence.append(unit)
             try:
-                output = forward(*args, **kwargs)
+                with self._lock:
+                    self._binding.open(opening, alone)
+                    if not alone:
+                        self._sequence.append(unit)
+                with guards.refuse_backward(self._units[unit].name):
+                    output = forward(*args, **kwargs)
+                self._binding.own_outputs(output)
+                return output
             finally:
-                self._binding.close(unit, alone, self._units[unit].module.training)
-            if torch.is_grad_enabled():
-                guards.refuse_backward(output, self._units[unit].name)
-            return output
+                with self._lock:
+                    self._binding.close(opening, alone, self._trains(unit))
+
+    def _trains(self, unit: int) -> bool:
+        """Whether a module of the unit may update buffers in its forward, as norms do in training mode."""
+        return self._binding.has_buffers(unit) and any(m.training for m in self._units[unit].module.modules())
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "this model was offloaded before the process forked: the thread that copies its weights is not here. "
+                "Use the start method 'spawn', or offload in the child."
+            )
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the device. `model.device` may say "cpu" between steps, and that is where callers put them then."""

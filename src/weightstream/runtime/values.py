@@ -29,7 +29,9 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device) if value.device.type == "cpu" else value
     if type(value) is dict:
-        return {key: moved(item, device) for key, item in value.items()}
+        items = {key: moved(item, device) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
     if type(value) in (list, tuple):
-        return type(value)(moved(item, device) for item in value)
+        parts = [moved(item, device) for item in value]
+        return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
     return value

@@ -199,6 +199,8 @@ def _check_supported(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise UnsupportedError(f"{name} is on the meta device: load the weights first, or use from_pretrained")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(f"{name} is a conjugated or negated view: call resolve_conj().resolve_neg() on it first")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedError(f"{name} is {what}: only dense strided tensors can be streamed")

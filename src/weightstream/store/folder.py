@@ -35,6 +35,11 @@ def file_name(name: str) -> str:
     return f"{quoted}.safetensors"
 
 
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a fork that ends must not take its parent's files along
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class OffloadFolder:
     """Writes tensors to `folder` and maps them; None is a private folder in `inside` that goes at close or exit."""
 
@@ -46,7 +51,7 @@ class OffloadFolder:
                 if inside is not None:
                     inside.mkdir(parents=True, exist_ok=True)
                 self.path = Path(tempfile.mkdtemp(prefix="weightstream-", dir=inside))
-                self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+                self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
             else:
                 self.path = Path(folder)
                 self.path.mkdir(parents=True, exist_ok=True)
