@@ -6,13 +6,15 @@ python benchmarks/plot.py
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from rows import RESULTS
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def decoder() -> None:
@@ -31,7 +33,7 @@ def decoder() -> None:
     axes.set_xlim(0, 1.25 * max(row["ms"]["p50"] for row in shown))
     axes.set_xlabel("step time, ms (p50); GPU memory at the peak")
     axes.set_title(f"8B-shape decoder, one token, batch 1, {rows[-1]['gpu']}", fontsize=10)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(RESULTS / "decoder.png", dpi=130)
 

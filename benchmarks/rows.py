@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "accelerate": _version("accelerate"),
         "weightstream": weightstream.__version__,
         "commit": os.environ.get("WEIGHTSTREAM_COMMIT") or _commit(),
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
@@ -48,6 +50,13 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("a") as out:
         for row in rows:
             out.write(json.dumps(row | common) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str:

@@ -145,7 +145,6 @@ def _offload(
             planner(manifest(units, by_alias))
         except PlanError:
             units = find_units(model, leaves=True)  # single matrices need less ring than blocks
-            planner(manifest(units, by_alias))
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     except BaseException:

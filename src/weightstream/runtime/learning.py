@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightstream.runtime.values import tensors_in
+
 
 class ReadWatch(TorchDispatchMode):
     """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects.
@@ -37,18 +39,10 @@ class ReadWatch(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
             return func(*args, **(kwargs or {}))
-        for tensor in _shallow((*args, *(kwargs or {}).values())):
+        for tensor in tensors_in((*args, *(kwargs or {}).values())):
             if id(tensor) in self._watched:
                 self._on_read(tensor)
         return func(*args, **(kwargs or {}))
-
-
-def _shallow(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
 def reading_module(known: dict[int, str]) -> str | None:

@@ -82,6 +82,7 @@ class Streamer:
         self._sequence: list[int] = []
         self._last_sequence: tuple[int, ...] | None = None
         self._watching = True  # for reads outside of units
+        self._warned = False
         self._strays: dict[str, set[str]] = {}  # reading module -> alias groups that it reads outside of their units
         try:
             self._attach(self._plan_units())
@@ -323,7 +324,7 @@ class Streamer:
         except PlanError as error:
             self._units = units
             names = ", ".join(sorted(alias for aliases in self._strays.values() for alias in aliases))
-            if not getattr(self, "_warned", False):
+            if not self._warned:
                 logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
             self._warned = True
             return
