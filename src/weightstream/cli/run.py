@@ -54,7 +54,7 @@ def run(
     offload_num_in_group: Annotated[int | None, _classic("How many of a group's last layers to offload.")] = None,
     offload_prefetch_step: Annotated[int | None, _classic("How many offloaded layers ahead to copy.")] = None,
     offload_params: Annotated[list[str] | None, _classic("Offload only parameters with this name segment.")] = None,
-    cpu_offload_gb: Annotated[float | None, _classic("GiB to place on the host, zero-copy.")] = None,
+    cpu_offload_gb: Annotated[float | None, _classic("GiB of weights to place on the host.")] = None,
     cpu_offload_params: Annotated[list[str] | None, _classic("Place only parameters with this name segment.")] = None,
 ) -> None:
     """Generate text with MODEL, greedily, while its weights stream through the device."""
