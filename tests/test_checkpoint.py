@@ -83,7 +83,6 @@ def test_empty_file_maps(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     mapping = FileMapping(tmp_path / "f")
     mapping.populate(0, 0)
-    mapping.prefetch(0, 0)
     assert (mapping.nbytes, mapping.bytes(0, 0).numel(), mapping.locate(0)) == (0, 0, None)
 
 
@@ -92,7 +91,6 @@ def test_populate_makes_pages_resident(tmp_path: Path) -> None:
     path.write_bytes(b"x" * (1 << 22))
     mapping = FileMapping(path)
     before = _rss_file_kib()
-    mapping.prefetch(0, 1 << 22)
     mapping.populate(5000, (1 << 22) - 5000)
     assert _rss_file_kib() - before >= 4000
 
@@ -106,7 +104,7 @@ def _rss_file_kib() -> int:
 def test_ranges_outside_the_file_are_refused(tmp_path: Path, span: tuple[int, int]) -> None:
     (tmp_path / "f").write_bytes(b"0123456789")
     mapping = FileMapping(tmp_path / "f")
-    for method in (mapping.bytes, mapping.populate, mapping.prefetch):
+    for method in (mapping.bytes, mapping.populate):
         with pytest.raises(StoreError, match=r"not inside its 10 bytes"):
             method(*span)
 

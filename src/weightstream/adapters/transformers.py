@@ -36,15 +36,8 @@ _LOADING = threading.Lock()  # that variable and the hook are of the process
 _TRIM_NBYTES = 32 << 20
 _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 _HUB_SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
-_REFUSED = (
-    "config",
-    "state_dict",
-    "device_map",
-    "max_memory",
-    "quantization_config",
-    "gguf_file",
-    "tp_plan",
-    "tp_size",
+_REFUSED = frozenset(
+    "config state_dict device_map max_memory quantization_config gguf_file tp_plan tp_size".split()  # noqa: SIM905
 )
 
 
@@ -76,7 +69,7 @@ def load_pretrained(
     """
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
-    if refused := [name for name in _REFUSED if name in kwargs]:
+    if refused := sorted(_REFUSED & kwargs.keys()):
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
     hub = {name: kwargs.pop(name) for name in ("token", "cache_dir") if name in kwargs}
     path = _local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)

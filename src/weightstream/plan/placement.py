@@ -14,7 +14,7 @@ from dataclasses import replace
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec
-from weightstream.plan.plan import Plan, human
+from weightstream.plan.plan import Plan, human, streamed_nbytes
 from weightstream.plan.ring import aligned
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
@@ -84,7 +84,7 @@ def place_host_bytes(
 
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
-    slot = max(_ring_units(manifest, resident), default=0)
+    slot = max(streamed_nbytes(manifest, resident), default=0)
     plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot)
     return _predicted(plan, profile or Profile())
 
@@ -138,7 +138,7 @@ def _column_states(
     for index, unit in enumerate(manifest.units):
         for alias in unit.aliases():
             users.setdefault(alias, []).append(index)
-    sizes = list(_ring_units(manifest, forced))
+    sizes = streamed_nbytes(manifest, forced)
     held = _nbytes(manifest, forced)
     yield held, max(sizes, default=0)
     for column in columns:
@@ -169,7 +169,7 @@ def _fitting(
 ) -> frozenset[str]:
     """What else fits, column by column: from the units that stream most first, else spread over the depth."""
     unit_of = {alias: u for u, unit in reversed(list(enumerate(manifest.units))) for alias in unit.aliases()}
-    sizes = list(_ring_units(manifest, residents))
+    sizes = streamed_nbytes(manifest, residents)
     taken: set[str] = set()
     for column in columns:
         spread = _spread(column)
@@ -192,13 +192,8 @@ def _nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:
     return sum(aligned(manifest.aliases[alias]) for alias in aliases)
 
 
-def _ring_units(manifest: Manifest, resident: frozenset[str]) -> Iterable[int]:
-    for unit in manifest.units:
-        yield sum(aligned(n) for alias, n in unit.aliases().items() if alias not in resident)
-
-
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
-    sizes = list(_ring_units(manifest, forced))
+    sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     held = _nbytes(manifest, forced)
     return (

@@ -51,7 +51,7 @@ class Plan:
         budget: int | None = None,
     ) -> Plan:
         """The plan that follows from a choice of residents and a ring; see `ring.allocate` for `slot_nbytes`."""
-        sizes = [_streamed_nbytes(unit, resident) for unit in manifest.units]
+        sizes = streamed_nbytes(manifest, resident)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes)
         return cls(
             manifest=manifest,
@@ -164,8 +164,9 @@ def _layout(unit: UnitSpec, resident: frozenset[str]) -> Iterator[tuple[str, int
             cursor += aligned(nbytes)
 
 
-def _streamed_nbytes(unit: UnitSpec, resident: frozenset[str]) -> int:
-    return sum(aligned(n) for alias, n in unit.aliases().items() if alias not in resident)
+def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:
+    """Bytes of ring that each unit needs: its groups that are not resident, each aligned."""
+    return [sum(aligned(n) for a, n in unit.aliases().items() if a not in resident) for unit in manifest.units]
 
 
 @lru_cache(maxsize=1)

@@ -57,7 +57,7 @@ class Worker:
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def record(self, event: CpuEvent) -> None:
+    def record(self, event: CpuEvent) -> _Mark:
         mark = event.mark = _Mark()
 
         def reach() -> None:
@@ -65,6 +65,7 @@ class Worker:
             mark.reached.set()
 
         self._jobs.put(reach)
+        return mark
 
     def wait(self, event: CpuEvent) -> None:
         if (mark := event.mark) is not None:
@@ -72,10 +73,7 @@ class Worker:
 
     def join(self) -> None:
         """Block until every job so far has run."""
-        event = CpuEvent()
-        self.record(event)
-        assert event.mark is not None
-        event.mark.reached.wait()
+        self.record(CpuEvent()).reached.wait()
 
     def stop(self) -> None:
         self._jobs.put(None)

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -104,15 +104,8 @@ class Streamer:
         """Counters and bytes held, as of now. Cheap; does not wait for the device."""
         held = self._homes.held_nbytes()
         held["device"] += self._ring.numel()
-        return Stats(
-            steps=self._counters.steps,
-            fills=self._counters.fills,
-            filled_nbytes=self._counters.filled_nbytes,
-            unplanned_fills=self._counters.unplanned_fills,
-            stall_s=self._backend.stall_s(),
-            held_nbytes=held,
-            model_nbytes=self.plan.manifest.nbytes,
-        )
+        stall_s, model_nbytes = self._backend.stall_s(), self.plan.manifest.nbytes
+        return Stats(**asdict(self._counters), stall_s=stall_s, held_nbytes=held, model_nbytes=model_nbytes)
 
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice.

@@ -19,7 +19,6 @@ import torch
 from weightstream.errors import StoreError
 
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
-_MADV_WILLNEED = 3
 _MADV_POPULATE_READ = 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -97,10 +96,6 @@ class FileMapping:
                 f"{self.path}: reading {end - begin} bytes at offset {begin} failed: {os.strerror(code)} "
                 f"({errno.errorcode.get(code, code)}); the file now holds {size} bytes"
             )
-
-    def prefetch(self, begin: int, end: int) -> None:
-        """Asks the kernel to read bytes [begin, end) ahead, and returns at once."""
-        self._advise(begin, end, _MADV_WILLNEED)
 
     def _advise(self, begin: int, end: int, advice: int) -> int:
         self._check_range(begin, end)
