@@ -162,6 +162,33 @@ def test_units_may_run_in_threads_of_the_models_own() -> None:
         assert streamer.stats().fills > 0
 
 
+def test_an_alias_taken_before_a_reorder_is_still_remembered() -> None:
+    """The order is learned in the first step; whoever holds a weight's memory since before may still write to it."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(chain())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in reversed(self.blocks):
+                x = block(x)
+            return x
+
+    model = Backwards()
+    plain, x = copy.deepcopy(model), torch.randn(2, WIDTH)
+    with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget=9 << 10) as streamer:
+        aliases = [block.weight.data for block in model.blocks]
+        declared = streamer.plan.manifest.order
+        model(x)
+        assert streamer.plan.manifest.order == declared[::-1]
+        for step in range(3):
+            for alias, block in zip(aliases, plain.blocks, strict=True):
+                alias[3, 5] = block.weight.data[3, 5] = step  # one element, where no sample looks
+            assert torch.equal(model(x), plain(x))
+    assert not any("_weightstream_handed_out" in p.__dict__ for p in model.parameters())
+
+
 def test_an_interrupt_while_a_unit_opens_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = chain(), torch.randn(2, WIDTH)
     want = model(x).detach()

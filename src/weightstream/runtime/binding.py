@@ -15,7 +15,7 @@ import torch
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.engine import Counters, Engine
-from weightstream.runtime.faces import HANDED_OUT, Face, UnitFaces
+from weightstream.runtime.faces import Face, UnitFaces
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.values import tensors_in
 
@@ -129,7 +129,6 @@ class Binding:
         """Let go of the ring and of every tensor object."""
         for face in self.faces():
             face.unwatch()
-            face.member.tensor.__dict__.pop(HANDED_OUT, None)
         self._faces.clear()
         self._engine.close()
         self._ring = torch.empty(0, dtype=torch.uint8)

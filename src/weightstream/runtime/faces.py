@@ -27,7 +27,7 @@ from weightstream.runtime.weights import Member, span
 
 _SAMPLES = 64
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
-HANDED_OUT = "_weightstream_handed_out"
+_HANDED_OUT = "_weightstream_handed_out"
 _DOORS = ("numpy", "__array__", "__dlpack__")
 
 
@@ -35,7 +35,7 @@ def _door(base: type, name: str) -> Any:
     plain = getattr(base, name)
 
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__[HANDED_OUT] = True
+        self.__dict__[_HANDED_OUT] = True
         return plain(self, *args, **kwargs)
 
     return method
@@ -45,7 +45,7 @@ def _watched(base: type) -> type:
     """A class like `base` whose instances remember that their memory was handed out."""
 
     def get(self: torch.Tensor) -> Any:
-        self.__dict__[HANDED_OUT] = True
+        self.__dict__[_HANDED_OUT] = True
         return _DATA.__get__(self)
 
     def plainly(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +102,11 @@ class Face:
 
     def handed_out(self) -> bool:
         """Whether somebody may hold the memory: for good, as nobody can tell when they write to it."""
-        return HANDED_OUT in self.member.tensor.__dict__
+        return _HANDED_OUT in self.member.tensor.__dict__
+
+    def forget_holders(self) -> None:
+        """The model is let go: whoever holds the memory is no concern any more."""
+        self.member.tensor.__dict__.pop(_HANDED_OUT, None)
 
     def agree(self) -> None:
         self.version = self.current_version()

@@ -117,6 +117,8 @@ class Streamer:
             if self._in_step or self._binding.openings:
                 raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
             if not self._removed:
+                for face in self._binding.faces():
+                    face.forget_holders()
                 self._detach()
                 self._close()
 
