@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -18,7 +17,7 @@ from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.placement import place, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
-from weightstream.runtime import cuda, guards
+from weightstream.runtime import cpu, cuda, guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
@@ -67,8 +66,12 @@ def offload(
         True
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
-    with torch.inference_mode(False), torch.no_grad():
-        return _offload(model, device, config)
+    with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
+        backend = _backend(device, config)
+        on_failure.callback(backend.close)
+        streamer = _offload(model, backend, config)
+        on_failure.pop_all()
+    return streamer
 
 
 def from_pretrained(
@@ -109,24 +112,23 @@ def from_pretrained(
     settings = OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
-    _backend(device, config).close()  # a wrong device is told before gigabytes are read
-    with torch.inference_mode(False):
+    with ExitStack() as on_failure, torch.inference_mode(False):
+        backend = _backend(device, config)  # first: a wrong device is told before gigabytes are read
+        on_failure.callback(backend.close)
         loaded = load_pretrained(
             path_or_repo_id, dtype=dtype, offload_folder=config.offload_folder, progress=progress, **kwargs
         )
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            _offload(loaded.model, device, config, loaded.mappings, loaded.folder)
-    except BaseException:
         if loaded.folder is not None:
-            loaded.folder.close()
-        raise
+            on_failure.callback(loaded.folder.close)
+        with torch.no_grad():
+            _offload(loaded.model, backend, config, loaded.mappings, loaded.folder)
+        on_failure.pop_all()
     return loaded.model
 
 
 def _offload(
     model: nn.Module,
-    device: torch.device | str | None,
+    backend: Backend,
     config: OffloadConfig,
     mappings: Sequence[FileMapping] = (),
     folder: OffloadFolder | None = None,
@@ -137,19 +139,14 @@ def _offload(
     by_alias = groups(model)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
-    backend = _backend(device, config)
+    planner = _planner(config, backend, sum(g.nbytes for g in by_alias.values() if g.home.device == backend.device))
+    units = find_units(model)
     try:
-        planner = _planner(config, backend, sum(g.nbytes for g in by_alias.values() if g.home.device == backend.device))
-        units = find_units(model)
-        try:
-            planner(manifest(units, by_alias))
-        except PlanError:
-            units = find_units(model, leaves=True)  # single matrices need less ring than blocks
-        # of its own: another model may have weights of the same names
-        spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
-    except BaseException:
-        backend.close()
-        raise
+        planner(manifest(units, by_alias))
+    except PlanError:
+        units = find_units(model, leaves=True)  # single matrices need less ring than blocks
+    # of its own: another model may have weights of the same names
+    spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     homes = Homes(
         by_alias,
         backend,
@@ -210,7 +207,7 @@ def _planner(config: OffloadConfig, backend: Backend, already_there: int) -> Pla
     budget = config.device_budget
     if budget is None:
         on_cpu = backend.device.type == "cpu"
-        free = psutil.virtual_memory().available * 4 // 5 if on_cpu else cuda.free_nbytes(backend.device)
+        free = cpu.free_nbytes() if on_cpu else cuda.free_nbytes(backend.device)
         budget = free + already_there
     return lambda manifest: place(manifest, budget=budget, profile=profile)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.manifest import Manifest, Profile, TensorSpec
+from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.plan import Plan, human, streamed_nbytes
 from weightstream.plan.ring import aligned
 
@@ -59,7 +59,7 @@ def place_layers(
     streamed: set[str] = set()
     for unit in manifest.units:
         if unit.layer is not None and unit.layer % group_size >= group_size - num_in_group:
-            streamed |= _eligible_aliases(unit.tensors, eligible)
+            streamed |= {t.alias for t in unit.tensors if eligible(t.name)}
     return _with_slots(manifest, streamed, prefetch_step, profile)
 
 
@@ -72,11 +72,12 @@ def place_host_bytes(
 ) -> Plan:
     """Tensors in order until `host_nbytes` are on the host; they pass through a ring of one slot per neighbour pair."""
     streamed: set[str] = set()
+    kept = _enclosing(manifest)
     taken = 0
     for tensor in manifest.tensors():
         if taken >= host_nbytes:
             break
-        if tensor.alias not in streamed | _enclosing(manifest) and eligible(tensor.name):
+        if tensor.alias not in streamed and tensor.alias not in kept and eligible(tensor.name):
             streamed.add(tensor.alias)
             taken += tensor.nbytes
     return _with_slots(manifest, streamed, 2, profile)
@@ -91,10 +92,6 @@ def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Pro
 
 def _predicted(plan: Plan, profile: Profile) -> Plan:
     return replace(plan, step_s=cost.simulate_s(plan, profile))
-
-
-def _eligible_aliases(tensors: Iterable[TensorSpec], eligible: Eligible) -> set[str]:
-    return {t.alias for t in tensors if eligible(t.name)}
 
 
 def _enclosing(manifest: Manifest) -> frozenset[str]:

@@ -109,18 +109,16 @@ class Binding:
 
     def own_outputs(self, output: object) -> None:
         """Give outputs that are views of streamed weights memory of their own: the next fill overwrites the ring."""
+        borrowed = [faces.faces[0].ring for faces in self._borrowed.values()]
+        ours = {memory.untyped_storage().data_ptr() for memory in (self._ring, *borrowed)}
         for tensor in tensors_in(output):
             with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
-                if tensor.untyped_storage().data_ptr() in self._device_memory():
+                if tensor.untyped_storage().data_ptr() in ours:
                     tensor.data = tensor.data.clone()
 
     def has_buffers(self, unit: int) -> bool:
         """Whether the unit streams buffers, which its forward may update unseen."""
         return any(face.member.kind is torch.Tensor for face in self._faces[unit].faces)
-
-    def _device_memory(self) -> set[int]:
-        borrowed = [faces.faces[0].ring for faces in self._borrowed.values()]
-        return {memory.untyped_storage().data_ptr() for memory in (self._ring, *borrowed)}
 
     def _is_open(self, unit: int) -> bool:
         return any(opening.unit == unit for opening in self.openings)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+import psutil
 import torch
 
 from weightstream.plan.manifest import Profile
@@ -16,6 +17,11 @@ from weightstream.runtime.backend import Copy, Event, Side
 
 # Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
 CPU_PROFILE = Profile(link_bytes_per_s=6e9, copy_latency_s=20e-6, device_bytes_per_s=8e9, overhead_s=0.2e-3)
+
+
+def free_nbytes() -> int:
+    """Host memory to plan with when no budget was given: 80 % of what is available."""
+    return int(psutil.virtual_memory().available) * 4 // 5
 
 
 class _Mark:

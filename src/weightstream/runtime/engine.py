@@ -169,7 +169,7 @@ class Engine:
             for unit in self.plan.after[position]:
                 if unit not in left_out and self.fences[unit].state is State.EMPTY and not self.is_blocked(unit):
                     self._fill(unit)
-        self._cursor = max(self._cursor, end)
+        self._cursor = end
 
     def _fill(self, unit: int) -> None:
         fence = self.fences[unit]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-import psutil
 import torch
 
 from weightstream.errors import PlanError, StoreError
 from weightstream.plan.plan import Plan, human
 from weightstream.plan.ring import ALIGN_NBYTES
+from weightstream.runtime import cpu
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.weights import Group
 from weightstream.store.arena import Arena
@@ -87,7 +87,7 @@ class Homes:
         for home in self.homes.values():
             self._locate(home)
         if host_budget is None:  # what is in RAM already may stay there
-            host_budget = psutil.virtual_memory().available * 4 // 5 + self.held_nbytes()[Tier.HOST.value]
+            host_budget = cpu.free_nbytes() + self.held_nbytes()[Tier.HOST.value]
         self._host_budget = host_budget
 
     def settle(self, plan: Plan) -> None:

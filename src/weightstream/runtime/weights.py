@@ -192,8 +192,7 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def _check_supported(name: str, tensor: torch.Tensor) -> None:
     kind = type(tensor)
-    plain = kind in (torch.Tensor, nn.Parameter) or kind is getattr(nn, "Buffer", None)
-    if not plain:
+    if kind not in (torch.Tensor, nn.Parameter):
         raise UnsupportedError(
             f"{name} is a {kind.__module__}.{kind.__name__}: this kind of tensor is not supported yet"
         )
