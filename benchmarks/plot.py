@@ -1,42 +1,122 @@
-"""Draws the figures of the README from the rows of the last run in `results/`.
+"""Draws the figures of the documentation, and prints its tables, from the rows of the last commit in `results/`.
 
-python benchmarks/plot.py
+python benchmarks/plot.py [folder of the rows]
 """
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from rows import RESULTS, read
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
-RESULTS = Path(__file__).parent / "results"
+OURS, PEER, PLAIN, LINE = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020"
+Row = dict[str, Any]
 
 
-def decoder() -> None:
-    """Step time of each system as bars, and the link floor as a line."""
-    rows = [json.loads(line) for line in (RESULTS / "decoder.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
-    floor = next(row["ms"]["p50"] for row in rows if row["system"] == "link floor")
+def decoder(rows: list[Row], folder: Path) -> None:
+    """Step time of each system as bars, and the link's floor as a line; bars beyond the figure are cut and labelled."""
+    floor = _floor(rows)
     shown = [row for row in rows if row["system"] != "link floor"][::-1]
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(shown) + 1.2), layout="constrained")
-    bars = axes.barh([row["system"] for row in shown], [row["ms"]["p50"] for row in shown], color="#4878a8")
-    labels = [
-        f"{row['ms']['p50']:.1f} ms" + (f", {row['peak_gib']:.2f} GiB" if "peak_gib" in row else "") for row in shown
-    ]
-    axes.bar_label(bars, labels, padding=3)
-    axes.axvline(floor, color="#c05020", linewidth=1, label=f"link floor, all layers: {floor:.1f} ms")
-    axes.set_xlim(0, 1.25 * max(row["ms"]["p50"] for row in shown))
-    axes.set_xlabel("step time, ms (p50); GPU memory at the peak")
-    axes.set_title(f"8B-shape decoder, one token, batch 1, {rows[-1]['gpu']}", fontsize=10)
-    axes.legend(loc="upper right", fontsize=8)
+    end = 2.0 * floor
+    figure, axes = plt.subplots(figsize=(8.6, 0.27 * len(shown) + 1.1), layout="constrained")
+    bars = axes.barh(_names(shown), [min(row["ms"]["p50"], end) for row in shown], color=_colors(shown))
+    labels = [f"{row['ms']['p50']:.1f} ms, {row['peak_gib']:.2f} GiB" for row in shown]
+    axes.bar_label(bars, labels, padding=3, fontsize=7)
+    axes.axvline(floor, color=LINE, linewidth=1, label=f"link floor, all layers: {floor:.1f} ms")
+    axes.set_xlim(0, 1.28 * end)
+    axes.set_xlabel("step time, ms (p50), and peak GPU memory", fontsize=8)
+    axes.legend(loc="lower right", fontsize=8)
+    _finish(axes, f"8B-shape decoder, one token, batch 1, {rows[-1]['gpu']}")
+    figure.savefig(folder / "decoder.png", dpi=130)
+
+
+def prefill(rows: list[Row], folder: Path) -> None:
+    """Time over the resident model's, and peak memory, side by side."""
+    shown = [row for row in rows if row["system"] != "link floor"][::-1]
+    figure, (left, right) = plt.subplots(
+        1, 2, sharey=True, figsize=(8.6, 0.34 * len(shown) + 1.1), layout="constrained"
+    )
+    ratios = [row["x_resident"] for row in shown]
+    left.bar_label(
+        left.barh(_names(shown), ratios, color=_colors(shown)), [f"{r:.3f}" for r in ratios], padding=3, fontsize=7
+    )
+    left.axvline(1, color=LINE, linewidth=1)
+    left.set_xlim(0, 1.2 * max(ratios))
+    left.set_xlabel("time, x resident", fontsize=8)
+    peaks = [row["peak_gib"] for row in shown]
+    right.bar_label(
+        right.barh(_names(shown), peaks, color=_colors(shown)), [f"{p:.2f}" for p in peaks], padding=3, fontsize=7
+    )
+    right.set_xlim(0, 1.2 * max(peaks) or 1)
+    right.set_xlabel("peak GPU memory, GiB", fontsize=8)
+    _finish(left, f"8B-shape decoder, {rows[-1]['tokens']:,} tokens, {rows[-1]['gpu']}")
+    _finish(right, "")
+    figure.savefig(folder / "prefill.png", dpi=130)
+
+
+def classic(rows: list[Row], folder: Path) -> None:
+    """Step time over max(compute, copies), by the number of tokens."""
+    figure, axes = plt.subplots(figsize=(8.6, 3.2), layout="constrained")
+    shown = [row for row in rows if "x_limit" in row]
+    for index, system in enumerate(dict.fromkeys(row["system"] for row in shown)):
+        points = sorted((row["tokens"], row["x_limit"]) for row in shown if row["system"] == system)
+        style = ("-", "--", "-.", ":")[index % 4]
+        axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=system)
+    axes.axhline(1.02, color=LINE, linewidth=1, label="2 % over the limit")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["tokens"] for row in shown})
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=8)
+    axes.set_xlabel("tokens in a step", fontsize=8)
+    axes.set_ylabel("step, x max(compute, copies)", fontsize=8)
+    axes.legend(fontsize=7)
+    _finish(axes, f"a quarter and a half of the layers offloaded, {rows[-1]['gpu']}")
+    figure.savefig(folder / "classic.png", dpi=130)
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows as a table in Markdown, without the columns that no row has."""
+    columns = ("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "peak_gib", "graphs", "first_s", "equal")
+    shown = [column for column in columns if any(column in row for row in rows)]
+    lines = [f"| system | tokens | ms, p20 / p50 / p80 | {' | '.join(shown)} |", "|---|" + "---|" * (len(shown) + 2)]
+    for row in rows:
+        ms = " / ".join(f"{row['ms'][p]:.2f}" for p in ("p20", "p50", "p80"))
+        lines.append(
+            f"| {row['system']} | {row.get('tokens', '')} | {ms} | {' | '.join(str(row.get(c, '')) for c in shown)} |"
+        )
+    return "\n".join(lines)
+
+
+def _floor(rows: list[Row]) -> float:
+    return next(row["ms"]["p50"] for row in rows if row["system"] == "link floor")
+
+
+def _names(rows: list[Row]) -> list[str]:
+    return [row["system"] for row in rows]
+
+
+def _colors(rows: list[Row]) -> list[str]:
+    first = {"weightstream": OURS, "resident": PLAIN}
+    return [first.get(row["system"].split(",")[0], PEER) for row in rows]
+
+
+def _finish(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(RESULTS / "decoder.png", dpi=130)
 
 
 if __name__ == "__main__":
-    decoder()
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    for draw in (decoder, prefill, classic):
+        if (path := folder / f"{draw.__name__}.jsonl").exists():
+            found = read(path)
+            draw(found, folder)
+            print(f"{draw.__name__}, commit {found[-1]['commit']}\n\n{markdown(found)}\n")

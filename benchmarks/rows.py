@@ -18,6 +18,7 @@ import torch
 import weightstream
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("accelerate", "diffusers", "flextensor", "transformers", "triton")
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -26,7 +27,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware and versions of this machine, the commit and the full command."""
+    """Hardware and versions of this machine, the commit, the full command, and the time as the name of the run."""
     cuda = torch.cuda.is_available()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,20 +37,27 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "accelerate": _version("accelerate"),
+        **{package: _version(package) for package in PACKAGES},
         "weightstream": weightstream.__version__,
         "commit": os.environ.get("WEIGHTSTREAM_COMMIT") or _commit(),
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
     }
 
 
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows, each with the environment, as lines of JSON."""
+def append(path: Path, rows: list[dict[str, Any]], common: dict[str, Any] | None = None) -> None:
+    """Append rows, each with the environment (or with `common`, taken earlier), as lines of JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    common = environment()
+    common = environment() if common is None else common
     with path.open("a") as out:
         for row in rows:
             out.write(json.dumps(row | common) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of the last commit measured in a file; of several runs of a system, the last that worked."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"] and "error" not in row]
+    return list({(row["system"], row.get("tokens")): row for row in rows}.values())
 
 
 def _version(package: str) -> str | None:

@@ -89,6 +89,7 @@ def test_defaults() -> None:
         "offload_folder": None,
         "pin_memory": True,
         "use_uva": True,
+        "zero_copy_params": frozenset(),
     }
 
 
@@ -501,6 +502,7 @@ OTHER_VALUES: dict[str, Any] = {
     "offload_folder": "/tmp/x",
     "pin_memory": False,
     "use_uva": False,
+    "zero_copy_params": {"a"},
 }
 
 

@@ -60,13 +60,13 @@ def test_no_kernel_sees_other_bytes_when_units_run_in_any_order() -> None:
 # Each takes one fence out of the engine's source, or moves it to where it no longer orders anything.
 MUTATIONS = {
     "compute does not wait for the fill": [("self._backend.wait(Side.COMPUTE, fence.filled)", "pass")],
-    "the copy does not wait for the last read": [("self._backend.wait(Side.COPY, held.drained)", "pass")],
+    "the copy does not wait for the last read": [("self._backend.wait(Side.COPY, held.last_read)", "pass")],
     "filled is not recorded": [("self._backend.record(Side.COPY, fence.filled)", "pass")],
     "filled is recorded before the copy": [
         ("self._backend.record(Side.COPY, fence.filled)", "pass"),
         (
-            "self._backend.copy(self._copies[unit])",
-            "self._backend.record(Side.COPY, fence.filled); self._backend.copy(self._copies[unit])",
+            "self._backend.copy(self.copies[unit])",
+            "self._backend.record(Side.COPY, fence.filled); self._backend.copy(self.copies[unit])",
         ),
     ],
     "drained is not recorded": [("self._backend.record(Side.COMPUTE, fence.drained)", "pass")],
@@ -81,10 +81,10 @@ MUTATIONS = {
             "self._pass(self._cursor + 1); self._backend.record(Side.COMPUTE, fence.drained)",
         ),
     ],
-    "a recorded release is not remembered": [("fence.reads_pending = True", "pass")],
+    "a recorded release is not remembered": [("fence.last_read, fence.reads_pending = fence.drained, True", "pass")],
     "an overwritten neighbour keeps its state": [("held.move(State.EMPTY)", "pass")],
     "a fill waits for its own last read only": [
-        ("for other in (unit, *self._sharing[unit]):\n", "for other in (unit,):\n"),
+        ("for other in (unit, *self.sharing[unit]):\n", "for other in (unit,):\n"),
     ],
 }
 

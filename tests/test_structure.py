@@ -29,22 +29,22 @@ BELOW: dict[str, set[str]] = {
     "runtime": LEAVES | {"plan", "store", "codec"},
     "testing": LEAVES | {"plan", "store", "codec", "runtime"},
     "adapters": LEAVES | {"plan", "store", "codec", "runtime"},
-    "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "adapters"},
-    "front": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders"},
+    "front": LEAVES | {"plan", "store", "codec", "runtime", "adapters"},
+    "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "front"},
     "": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders", "front"},
     "cli": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders", "front", ""},
     "__main__": {"cli"},
 }
 
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "io", "itertools", "math"}
-PURE |= {"operator", "typing", "pydantic", "rich", PACKAGE}
+PURE |= {"operator", "re", "typing", "pydantic", "rich", PACKAGE}
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "SimpleNamespace", "count", "cycle"}
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
-# (file, name): what pydantic asks for by name. The session table of the operators may join it; nothing else.
-ALLOWED_STATE = {("config.py", "_Settings.model_config")}
+# (file, name): what pydantic asks for by name, and the session table of the operators; nothing else.
+ALLOWED_STATE = {("config.py", "_Settings.model_config"), ("runtime/ops.py", "_UNITS"), ("runtime/ops.py", "_HANDLES")}
 
 
 @cache

@@ -17,35 +17,54 @@ from weightstream.errors import (
 from weightstream.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from weightstream.front import from_pretrained, offload
+    from weightstream.front import from_pretrained, generate, offload
+    from weightstream.offloaders import (
+        BaseOffloader,
+        NoopOffloader,
+        PrefetchOffloader,
+        UVAOffloader,
+        create_offloader,
+        get_offloader,
+        set_offloader,
+    )
     from weightstream.runtime.streamer import Stats, Streamer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BaseOffloader",
     "CheckpointError",
     "ConfigError",
     "ConfigWarning",
     "InvariantError",
+    "NoopOffloader",
     "OffloadConfig",
     "OffloadError",
     "Plan",
     "PlanError",
     "PrefetchOffloadConfig",
+    "PrefetchOffloader",
     "Stats",
     "StoreError",
     "Streamer",
     "UVAOffloadConfig",
+    "UVAOffloader",
     "UnsupportedError",
     "WeightstreamError",
+    "create_offloader",
     "from_pretrained",
+    "generate",
+    "get_offloader",
     "offload",
+    "set_offloader",
 ]
 
 
 def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
     if name in ("Stats", "Streamer"):
         return getattr(import_module("weightstream.runtime.streamer"), name)
-    if name in ("from_pretrained", "offload"):
+    if name in ("from_pretrained", "generate", "offload"):
         return getattr(import_module("weightstream.front"), name)
+    if name in __all__:
+        return getattr(import_module("weightstream.offloaders"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -101,6 +101,7 @@ class OffloadConfig(_Settings):
     offload_folder: Path | None = None
     pin_memory: _Switch = True
     use_uva: _Switch = True
+    zero_copy_params: _Names = frozenset()
 
     @classmethod
     def take_from(cls, values: dict[str, Any]) -> dict[str, Any]:

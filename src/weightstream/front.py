@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.module import find_units
+from weightstream.adapters.module import find_blocks, find_units, row_tables
 from weightstream.config import OffloadConfig, name_matches, unmatched_patterns
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.placement import place, place_host_bytes, place_layers
+from weightstream.plan.placement import map_to_host, place, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
 from weightstream.runtime import cpu, cuda, guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import empty_tensors, groups, leave_inference, manifest
+from weightstream.runtime.weights import Group, UnitModule, empty_tensors, groups, leave_inference, manifest, merge_tied
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
@@ -30,6 +31,8 @@ from weightstream.store.mapping import FileMapping
 logger = logging.getLogger("weightstream")
 
 Planner = Callable[[Manifest], Plan]
+
+_TABLE_NBYTES = 1 << 20
 
 
 def offload(
@@ -126,12 +129,52 @@ def from_pretrained(
     return loaded.model
 
 
+def generate(model: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
+
+    It is `model.generate(inputs, cache_implementation="static", disable_compile=True, **kwargs)`, bit for bit. Where
+    steps cannot be captured they run eager, and a warning says why; without CUDA, or when an argument asks for another
+    cache or loop, it is `model.generate(inputs, **kwargs)`.
+
+    Args:
+        model: a transformers model.
+        inputs: token ids of shape (batch, tokens), as for `model.generate`.
+        kwargs: for `model.generate`; and `on_decoding`, called at the end with how the steps ran (`replays`, and the
+            `reason` why others were not replayed), in place of the warning.
+
+    Returns:
+        What `model.generate` returns.
+    """
+    from weightstream.adapters import generation
+
+    return generation.generate(model, inputs, **kwargs)
+
+
+def offload_layers(layers: Sequence[nn.Module], *, device: torch.device | None, config: OffloadConfig) -> Streamer:
+    """Stream layers of a model that somebody else owns, each a unit, at fixed addresses from now on.
+
+    What several layers share stays resident, and so do buffers. Raises as `offload`; the layers are restored then.
+    """
+    config = config.resolved()
+    with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
+        backend = _backend(device, config)
+        on_failure.callback(backend.close)
+        streamer = _offload(nn.ModuleList(layers), backend, config, whole_layers=True)
+        on_failure.pop_all()
+        on_failure.callback(streamer.remove)
+        streamer.fix(learned=True)
+        on_failure.pop_all()
+    return streamer
+
+
 def _offload(
     model: nn.Module,
     backend: Backend,
     config: OffloadConfig,
     mappings: Sequence[FileMapping] = (),
     folder: OffloadFolder | None = None,
+    *,
+    whole_layers: bool = False,
 ) -> Streamer:
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
@@ -139,12 +182,13 @@ def _offload(
     by_alias = groups(model)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
-    planner = _planner(config, backend, sum(g.nbytes for g in by_alias.values() if g.home.device == backend.device))
-    units = find_units(model)
-    try:
-        planner(manifest(units, by_alias))
-    except PlanError:
-        units = find_units(model, leaves=True)  # single matrices need less ring than blocks
+    shared = _shared_or_buffers(model) if whole_layers else frozenset[str]()
+    planner = _planner(model, config, backend, by_alias, shared)
+    if whole_layers:
+        units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(model.named_children())]
+    else:
+        grains = [merge_tied(find_units(model, leaves=leaves), by_alias) for leaves in (False, True)]
+        units = _best_grain(grains, by_alias, planner)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     homes = Homes(
@@ -160,9 +204,23 @@ def _offload(
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
-    streamer = Streamer(model, units, homes, backend, planner, on_close=closing.close)
+    streamer = Streamer(model, units, homes, backend, planner, find_blocks(model), on_close=closing.close)
     _report(streamer.plan, config)
     return streamer
+
+
+def _best_grain(grains: list[list[UnitModule]], by_alias: dict[str, Group], planner: Planner) -> list[UnitModule]:
+    """Blocks, or single matrices, which need less ring but cost more launches: whichever is predicted to be faster."""
+    plans: list[tuple[float, int, int]] = []
+    for index, units in enumerate(grains):
+        try:
+            plan = planner(manifest(units, by_alias))
+        except PlanError:
+            if index == len(grains) - 1 and not plans:
+                raise
+        else:
+            plans.append((plan.step_s, plan.device_nbytes, index))
+    return grains[min(plans)[2]]
 
 
 def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backend:
@@ -184,8 +242,51 @@ def _arena(backend: Backend, config: OffloadConfig) -> Arena | None:
     return Arena(cuda.register, cuda.unregister)
 
 
-def _planner(config: OffloadConfig, backend: Backend, already_there: int) -> Planner:
-    """What turns a manifest into a plan under this configuration. `already_there`: the model's bytes on the device."""
+def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
+    """Names of tensors that have no fixed address of their own, and of those that a forward may write to."""
+    holders = Counter(id(p) for layer in layers.children() for p in layer.parameters())
+    shared = (name for name, p in layers.named_parameters(remove_duplicate=False) if holders[id(p)] > 1)
+    return frozenset(shared) | {name for name, _ in layers.named_buffers(remove_duplicate=False)}
+
+
+def _planner(
+    model: nn.Module, config: OffloadConfig, backend: Backend, by_alias: dict[str, Group], kept: frozenset[str]
+) -> Planner:
+    """What turns a manifest into a plan under this configuration. The classic settings leave `kept` where it is.
+
+    Kernels read from host memory what `zero_copy_params` names; and, where memory is short, the large tables of which
+    a step reads a few rows.
+    """
+    plan_rest = _streaming_planner(config, backend, by_alias, kept)
+    named = frozenset(a for a, group in by_alias.items() if _named(group, config.zero_copy_params))
+    if not named and (backend.device.type == "cpu" or config.backend != "none"):
+        return plan_rest
+    if not _maps_host_memory(backend, config):
+        if named:
+            logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
+        return plan_rest
+    rows = row_tables(model)
+    tables = frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
+    large = frozenset(a for a in tables if by_alias[a].nbytes >= _TABLE_NBYTES)
+    read_nbytes = sum(by_alias[alias].nbytes for alias in named - tables)
+
+    def planner(manifest: Manifest) -> Plan:
+        plan = map_to_host(plan_rest(manifest.without(named)), manifest, read_nbytes, backend.profile)
+        if config.backend != "none" or backend.device.type == "cpu" or plan.host_nbytes == plan.mapped_nbytes:
+            return plan
+        return map_to_host(plan_rest(manifest.without(named | large)), manifest, read_nbytes, backend.profile)
+
+    return planner
+
+
+def _named(group: Group, patterns: frozenset[str]) -> bool:
+    names = (name for member in group.members for name in member.names)
+    return bool(patterns) and any(map(_eligible(patterns), names))
+
+
+def _streaming_planner(
+    config: OffloadConfig, backend: Backend, by_alias: dict[str, Group], kept: frozenset[str]
+) -> Planner:
     profile: Profile = backend.profile
     uva, prefetch = config.uva, config.prefetch
     if config.backend == "prefetch":
@@ -194,35 +295,44 @@ def _planner(config: OffloadConfig, backend: Backend, already_there: int) -> Pla
             group_size=prefetch.offload_group_size,
             num_in_group=prefetch.offload_num_in_group,
             prefetch_step=prefetch.offload_prefetch_step,
-            eligible=_eligible(prefetch.offload_params),
+            eligible=_eligible(prefetch.offload_params, kept),
             profile=profile,
         )
     if config.backend == "uva":
         return lambda manifest: place_host_bytes(
             manifest,
             host_nbytes=int(uva.cpu_offload_gb * 2**30),
-            eligible=_eligible(uva.cpu_offload_params),
+            eligible=_eligible(uva.cpu_offload_params, kept),
+            zero_copy=backend.device.type == "cuda" and _maps_host_memory(backend, config),
             profile=profile,
         )
     budget = config.device_budget
     if budget is None:
         on_cpu = backend.device.type == "cpu"
         free = cpu.free_nbytes() if on_cpu else cuda.free_nbytes(backend.device)
-        budget = free + already_there
+        budget = free + sum(g.nbytes for g in by_alias.values() if g.home.device == backend.device)
     return lambda manifest: place(manifest, budget=budget, profile=profile)
 
 
-def _eligible(patterns: frozenset[str]) -> Callable[[str], bool]:
-    return lambda name: not patterns or any(name_matches(p, name) for p in patterns)
+def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:
+    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
+    if backend.device.type == "cpu":
+        return True
+    return config.pin_memory and config.use_uva and backend.device_view(torch.empty(1, pin_memory=True)) is not None
+
+
+def _eligible(patterns: frozenset[str], kept: frozenset[str] = frozenset()) -> Callable[[str], bool]:
+    return lambda name: name not in kept and (not patterns or any(name_matches(p, name) for p in patterns))
 
 
 def _report(plan: Plan, config: OffloadConfig) -> None:
     patterns = {"prefetch": config.prefetch.offload_params, "uva": config.uva.cpu_offload_params}.get(config.backend)
-    for pattern in unmatched_patterns(patterns or (), [t.name for t in plan.manifest.tensors()]):
+    names = [tensor.name for tensor in plan.manifest.tensors()]
+    for pattern in unmatched_patterns((*(patterns or ()), *config.zero_copy_params), names):
         logger.warning("pattern %r matches no parameter of the model: it selects nothing", pattern)
-    if config.backend == "uva" and config.use_uva:
+    if config.backend == "uva" and config.use_uva and not plan.mapped:
         logger.warning(
-            "zero-copy reads are not there yet: what cpu_offload_gb places on the host streams through a ring instead "
+            "the device cannot read pinned host memory, so what cpu_offload_gb places there streams through a ring "
             "(set use_uva=False to say that this is meant)"
         )
     logger.info("%s", plan.summary())

@@ -15,25 +15,51 @@ from torch import nn
 from weightstream.runtime.weights import Scope, UnitModule, own_tensors
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward reads weights of their children
 
 
 def find_units(model: nn.Module, *, leaves: bool = False) -> list[UnitModule]:
-    """The units of a model in declared order; `leaves`: every module with tensors of its own, the finest grain."""
-    blocks = {} if leaves else _blocks(model)
-    units = list(_units("", model, blocks, whole=bool(blocks)))
+    """The units of a model in declared order; `leaves`: every module with tensors of its own, the finest grain.
+
+    A unit that is a block, or part of one, carries the block's index.
+    """
+    blocks = _blocks(model)
+    units = list(_units("", model, set() if leaves else blocks, whole=bool(blocks) and not leaves))
     seen: set[int] = set()
     unique = [u for u in units if not (id(u.module) in seen or seen.add(id(u.module)))]  # type: ignore[func-returns-value]
-    for layer, unit in enumerate(u for u in unique if id(u.module) in blocks):
-        unit.layer = layer
+    layers: dict[int, int] = {}
+    for layer, block in enumerate(_in_order(model, blocks)):
+        layers |= dict.fromkeys(map(id, block.modules()), layer)
+    for unit in unique:
+        unit.layer = layers.get(id(unit.module))
     return unique
 
 
-def _units(name: str, module: nn.Module, blocks: dict[int, str], whole: bool) -> Iterator[UnitModule]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model in declared order."""
+    return _in_order(model, _blocks(model))
+
+
+def row_tables(model: nn.Module) -> set[int]:
+    """The ids of tensors that only embeddings hold: a step reads a few of their rows."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        by_row = isinstance(module, nn.Embedding) and module.max_norm is None
+        (tables if by_row else others).update(id(tensor) for _, tensor in own_tensors(module))
+    return tables - others
+
+
+def _in_order(model: nn.Module, blocks: set[int]) -> list[nn.Module]:
+    return [module for module in model.modules() if id(module) in blocks]
+
+
+def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Iterator[UnitModule]:
     if not any(True for m in module.modules() for _ in own_tensors(m)):
         return
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children()]
     split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
-    if not children or id(module) in blocks or (whole and not split):
+    if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
         yield UnitModule(name=name, module=module)
         return
     if any(True for _ in own_tensors(module)):
@@ -42,24 +68,23 @@ def _units(name: str, module: nn.Module, blocks: dict[int, str], whole: bool) ->
         yield from _units(child_name, child, blocks, whole)
 
 
-def _blocks(model: nn.Module) -> dict[int, str]:
-    """id of every block -> class name: children of a container that has at least two of one class."""
-    found: dict[int, str] = {}
+def _blocks(model: nn.Module) -> set[int]:
+    """The ids of all blocks: children of a container that has at least two of one class."""
+    found: set[int] = set()
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
             children = [c for c in container.children() if _nbytes(c)]
             repeated = Counter(type(c) for c in children)
-            found |= {id(c): type(c).__name__ for c in children if repeated[type(c)] > 1}
+            found |= {id(c) for c in children if repeated[type(c)] > 1}
     by_id = {id(m): m for m in model.modules()}
-    for outer in list(found):
+    for outer in [key for key in by_id if key in found]:
         inner = [m for m in by_id[outer].modules() if id(m) in found and id(m) != outer]
         if not inner:
             continue
         if 2 * sum(_nbytes(m) for m in _outermost(inner)) > _nbytes(by_id[outer]):
-            del found[outer]  # its own blocks hold most of it
+            found.discard(outer)  # its own blocks hold most of it
         else:
-            for module in inner:
-                found.pop(id(module), None)
+            found -= {id(module) for module in inner}
     return found
 
 

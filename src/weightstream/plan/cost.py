@@ -11,7 +11,7 @@ _STEPS = 4  # the wrap-around fills settle after the second
 def compute_s(plan: Plan, profile: Profile) -> float:
     """Seconds that a step computes if every weight were resident."""
     units = plan.manifest.units
-    return sum(profile.compute_s(u, units[u].nbytes) for u in plan.manifest.order)
+    return sum(profile.compute_s(u, units[u]) for u in plan.manifest.order)
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:
@@ -33,7 +33,7 @@ def closed_form_s(plan: Plan, profile: Profile) -> float:
         if following in fills:
             exposed += min(
                 profile.copy_s(plan.unit_nbytes[following]),
-                profile.compute_s(order[position], plan.manifest.units[order[position]].nbytes),
+                profile.compute_s(order[position], plan.manifest.units[order[position]]),
             )
     return lower_bound_s(plan, profile) + exposed
 
@@ -53,7 +53,7 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
     for _ in range(_STEPS):
         started = now
         for position, unit in enumerate(plan.manifest.order):
-            now = max(now, filled[unit]) + profile.compute_s(unit, plan.manifest.units[unit].nbytes)
+            now = max(now, filled[unit]) + profile.compute_s(unit, plan.manifest.units[unit])
             for refill in plan.after[position]:
                 fill(refill)
     return now - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -77,23 +77,31 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(self.aliases.values())
 
+    def without(self, aliases: frozenset[str]) -> Manifest:
+        """The same units and order, less some of the weights."""
+        units = (replace(u, tensors=tuple(t for t in u.tensors if t.alias not in aliases)) for u in self.units)
+        return replace(self, units=tuple(units))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """What a machine can do, in bytes per second and seconds.
 
-    `overhead_s` is the least time a unit computes, whatever its bytes: launching the kernels of a block.
+    `overhead_s` per unit and `launch_s` per tensor are the least time that a unit computes, whatever its bytes.
     """
 
     link_bytes_per_s: float = 50e9
     copy_latency_s: float = 13e-6
     device_bytes_per_s: float = 2e12
     overhead_s: float = 0.5e-3
+    launch_s: float = 0.0
     unit_s: tuple[float, ...] = ()
 
-    def compute_s(self, unit: int, nbytes: int) -> float:
+    def compute_s(self, index: int, unit: UnitSpec) -> float:
         """Measured seconds of a unit, else the time to read its weights once."""
-        return self.unit_s[unit] if self.unit_s else max(self.overhead_s, nbytes / self.device_bytes_per_s)
+        if self.unit_s:
+            return self.unit_s[index]
+        return max(self.overhead_s + self.launch_s * len(unit.tensors), unit.nbytes / self.device_bytes_per_s)
 
     def copy_s(self, nbytes: int) -> float:
         return self.copy_latency_s + nbytes / self.link_bytes_per_s if nbytes else 0.0

@@ -7,13 +7,14 @@ depth of the model. The plan with the least predicted time wins, then the one wi
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.plan import Plan, human, streamed_nbytes
 from weightstream.plan.ring import aligned
 
@@ -68,11 +69,12 @@ def place_host_bytes(
     *,
     host_nbytes: int,
     eligible: Eligible = lambda name: True,
+    zero_copy: bool = False,
     profile: Profile | None = None,
 ) -> Plan:
-    """Tensors in order until `host_nbytes` are on the host; they pass through a ring of one slot per neighbour pair."""
+    """Tensors in order until `host_nbytes` are on the host: read from there (`zero_copy`), else through two slots."""
     streamed: set[str] = set()
-    kept = _enclosing(manifest)
+    kept = frozenset[str]() if zero_copy else _enclosing(manifest)
     taken = 0
     for tensor in manifest.tensors():
         if taken >= host_nbytes:
@@ -80,14 +82,33 @@ def place_host_bytes(
         if tensor.alias not in streamed and tensor.alias not in kept and eligible(tensor.name):
             streamed.add(tensor.alias)
             taken += tensor.nbytes
+    if zero_copy:
+        plan = place(manifest.without(frozenset(streamed)), budget=None, profile=profile)
+        return map_to_host(plan, manifest, taken, profile)
     return _with_slots(manifest, streamed, 2, profile)
 
 
+def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile | None = None) -> Plan:
+    """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
+    mapped = frozenset(manifest.aliases.keys() - plan.manifest.aliases.keys())
+    read_s = read_nbytes / (profile or Profile()).link_bytes_per_s
+    return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s)
+
+
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
+    """A slot holds the most that a layer streams, or a unit outside of the layers."""
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
-    slot = max(streamed_nbytes(manifest, resident), default=0)
-    plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot)
+    sizes: Counter[object] = Counter()
+    for unit, nbytes in _sized(manifest, resident):
+        sizes[unit.name if unit.layer is None else unit.layer] += nbytes
+    slot = max(sizes.values(), default=0)
+    whole = all(unit.layer is None or sizes[unit.layer] == nbytes for unit, nbytes in _sized(manifest, resident))
+    plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot if whole else 0)
     return _predicted(plan, profile or Profile())
+
+
+def _sized(manifest: Manifest, resident: frozenset[str]) -> Iterable[tuple[UnitSpec, int]]:
+    return zip(manifest.units, streamed_nbytes(manifest, resident), strict=True)
 
 
 def _predicted(plan: Plan, profile: Profile) -> Plan:
@@ -155,7 +176,7 @@ def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
     for index, unit in enumerate(manifest.units):
         for tensor in {t.alias: t for t in reversed(unit.tensors)}.values():
             if tensor.alias not in reads and tensor.alias not in forced:
-                part = tensor.name.removeprefix(unit.name) if unit.layer is not None else tensor.name
+                part = re.sub(r"\d+", "", tensor.name) if unit.layer is not None else tensor.name
                 columns.setdefault((part, tensor.nbytes), []).append(tensor.alias)
             reads[tensor.alias] += positions[index]
     return sorted(columns.values(), key=lambda column: -manifest.aliases[column[0]] * reads[column[0]])

@@ -24,7 +24,8 @@ def human(nbytes: float) -> str:
 class Plan:
     """The schedule of a step.
 
-    `resident` holds alias groups whose home is the device. The others stream: unit u owns `extents[u]` of the ring;
+    `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
+    link (zero-copy). The others stream: unit u owns `extents[u]` of the ring;
     `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
     `budget` is in bytes, None when a placement was asked for by other means; `step_s` is the predicted time of a step;
     extents start at multiples of `slot_nbytes` unless that is 0.
@@ -39,6 +40,7 @@ class Plan:
     budget: int | None = None
     slot_nbytes: int = 0
     step_s: float = 0.0
+    mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
     @classmethod
     def build(
@@ -49,9 +51,10 @@ class Plan:
         *,
         slot_nbytes: int = 0,
         budget: int | None = None,
+        mapped: frozenset[str] = frozenset(),
     ) -> Plan:
         """The plan that follows from a choice of residents and a ring; see `ring.allocate` for `slot_nbytes`."""
-        sizes = streamed_nbytes(manifest, resident)
+        sizes = streamed_nbytes(manifest, resident | mapped)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes)
         return cls(
             manifest=manifest,
@@ -62,17 +65,19 @@ class Plan:
             after=refills(manifest.order, extents),
             budget=budget,
             slot_nbytes=slot_nbytes,
+            mapped=mapped,
         )
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
         manifest = replace(self.manifest, order=order)
-        plan = Plan.build(manifest, self.resident, self.ring_nbytes, slot_nbytes=self.slot_nbytes, budget=self.budget)
+        options = {"slot_nbytes": self.slot_nbytes, "budget": self.budget, "mapped": self.mapped}
+        plan = Plan.build(manifest, self.resident, self.ring_nbytes, **options)  # type: ignore[arg-type]
         return replace(plan, ring_nbytes=self.ring_nbytes, step_s=self.step_s)
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
-        return dict(_layout(self.manifest.units[unit], self.resident))
+        return dict(_layout(self.manifest.units[unit], self.resident | self.mapped))
 
     def streams(self, unit: int) -> bool:
         return self.extents[unit].nbytes > 0
@@ -84,6 +89,10 @@ class Plan:
     @cached_property
     def host_nbytes(self) -> int:
         return self.manifest.nbytes - self.resident_nbytes
+
+    @cached_property
+    def mapped_nbytes(self) -> int:
+        return sum(n for alias, n in self.manifest.aliases.items() if alias in self.mapped)
 
     @property
     def device_nbytes(self) -> int:
@@ -107,8 +116,9 @@ class Plan:
         if not self.host_nbytes:
             return f"everything fits: {total} resident, nothing streams"
         num = sum(self.streams(u) for u in range(len(self.manifest.units)))
+        mapped = f" + {human(self.mapped_nbytes)} zero-copy" if self.mapped else ""
         return (
-            f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring of {total}; "
+            f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring{mapped} of {total}; "
             f"{num} units stream {human(self.step_nbytes)} per step"
         )
 
@@ -128,7 +138,7 @@ class Plan:
         from rich.table import Table
 
         table = Table()
-        for heading in ("unit", "tensors", "resident", "streams"):
+        for heading in ("unit", "tensors", "resident", *(["zero-copy"] if self.mapped else []), "streams"):
             table.add_column(heading, justify="left" if heading == "unit" else "right")
         for row in self._rows():
             table.add_row(*row)
@@ -142,7 +152,9 @@ class Plan:
         shown: tuple[str, ...] | None = None
         for index, unit in enumerate(self.manifest.units):
             streamed = self.unit_nbytes[index]
-            cells = (str(len(unit.tensors)), human(unit.nbytes - streamed), human(streamed))
+            mapped = sum(nbytes for alias, nbytes in unit.aliases().items() if alias in self.mapped)
+            shares = [unit.nbytes - mapped - streamed, *([mapped] if self.mapped else []), streamed]
+            cells = (str(len(unit.tensors)), *map(human, shares))
             if cells != shown and shown is not None:
                 yield (_span(run), *shown)
                 run = []

@@ -7,6 +7,7 @@ point that was recorded last at the time of the call; recording again does not d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -49,7 +50,19 @@ class Backend(Protocol):
         """Flat uint8 memory on the device."""
 
     def event(self) -> Event:
-        """A new event that nothing waits for."""
+        """A new event that nothing waits for. Recorded inside a capture it works outside too, and the reverse."""
+
+    def edge(self) -> Event:
+        """An event that orders two streams inside one capture."""
+
+    def capturing(self) -> bool:
+        """Whether the work queued now becomes part of a graph."""
+
+    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
+        """Work queued inside becomes the graph; where a capture is under way already, part of that."""
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """Pinned host memory as kernels of the device can read it, if they can."""
 
     def record(self, side: Side, event: Event) -> None:
         """Mark the present end of a stream."""

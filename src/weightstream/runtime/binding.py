@@ -1,7 +1,8 @@
 """A plan bound to memory: the engine, the ring and the faces of every unit. Opens and closes units; knows no module.
 
 An open unit's tensors show their ring bytes. Between steps they show their homes, and updates of those are found
-before the next step reads what was filled ahead.
+before the next step reads what was filled ahead. While the addresses are fixed all of them show their ring bytes, and
+units are held and let go without a look at them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.engine import Counters, Engine
@@ -42,8 +44,8 @@ class Binding:
         self._faces = [self._unit_faces(unit, ring, plan.extents[unit].offset) for unit in num]
         self._borrowed: dict[int, UnitFaces] = {}
         self._step_end = backend.event()
-        self._engine = Engine(plan, backend, [homes.copies(plan, unit, ring) for unit in num], counters)
-        self._engine.prime()
+        self.engine = Engine(plan, backend, [homes.copies(plan, unit, ring) for unit in num], counters)
+        self.engine.prime()
         self.rest()
 
     def faces(self) -> Iterable[Face]:
@@ -56,17 +58,54 @@ class Binding:
         for face in self.faces():
             face.unwatch()
         self._stale([face for face in self.faces() if face.adopt() or face.changed()])
-        self._engine.forget(unit for unit in self._engine.held() if self._faces[unit].home_was_written())
-        self._engine.begin_step()
+        self.engine.forget(unit for unit in self.engine.held() if self._faces[unit].home_was_written())
+        self.engine.begin_step()
 
     def rest(self, units: Iterable[int] | None = None) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._backend.record(Side.COMPUTE, self._step_end)
-        for unit in self._engine.held():
+        for unit in self.engine.held():
             self._faces[unit].sample()
         for unit in range(len(self._faces)) if units is None else units:
             for face in self._faces[unit].faces:
                 face.watch()
+
+    def moving(self) -> list[str]:
+        """Tensors without a fixed address: several units hold them, each in its own extent."""
+        places: dict[int, set[int]] = {}
+        for face in self.faces():
+            places.setdefault(id(face.member.tensor), set()).add(face.ring.data_ptr())
+        return sorted({f.member.names[0] for f in self.faces() if len(places[id(f.member.tensor)]) > 1})
+
+    def fix(self) -> None:
+        """Show the ring bytes of every unit, whatever they hold just now."""
+        for unit in self._faces:
+            unit.to_ring()
+
+    def unfix(self) -> None:
+        """Show the homes again; raises if a weight was updated meanwhile, for the update is lost."""
+        self.engine.abandon()
+        updated = sorted({face.member.names[0] for face in self.faces() if face.changed()})
+        for face in self.faces():
+            face.show(face.home)
+            face.agree()
+        self.rest()
+        if updated:
+            self.engine.forget(self.engine.held())
+            raise OffloadError(
+                f"{', '.join(updated)} changed inside of a compiled or captured step, where updates are lost: update "
+                "weights outside of it, and run modules that update their own, such as norms in training mode, eager"
+            )
+
+    def hold(self, unit: int) -> None:
+        """Order compute after the unit's fill; its addresses are fixed."""
+        self.engine.begin_if_behind(unit)
+        if self.engine.is_blocked(unit):
+            raise OffloadError(
+                f"unit {self.plan.manifest.units[unit].name} runs inside of another that holds its bytes of the ring: "
+                "run this model eager, or give a larger budget"
+            )
+        self.engine.wait(unit)
 
     def open(self, opening: Opening, alone: bool) -> None:
         """Make the unit's tensors show its bytes, ordered after their fill. `alone`: outside of a step."""
@@ -79,15 +118,15 @@ class Binding:
             for face in faces.faces:
                 face.unwatch()
         if alone and faces.home_was_written():
-            self._engine.forget([unit])
+            self.engine.forget([unit])
         if not again:  # whoever ran before this unit may have updated what was filled ahead
             self._stale([face for face in faces.faces if face.adopt() or face.changed()])
-        if alone and self._engine.is_behind(unit):
-            self._engine.begin_step()
-        if unit not in self._borrowed and self._engine.is_blocked(unit):
+        if alone and self.engine.is_behind(unit):
+            self.engine.begin_step()
+        if unit not in self._borrowed and self.engine.is_blocked(unit):
             self._borrowed[unit] = self._borrow(unit)
         elif unit not in self._borrowed:
-            self._engine.wait(unit)
+            self.engine.wait(unit)
             opening.waited = True
         (self._borrowed.get(unit) or faces).to_ring()
 
@@ -101,7 +140,7 @@ class Binding:
         if last and (opening.waited or borrowed):
             self._stale((borrowed or self._faces[unit]).to_home(training))
         if opening.waited:
-            self._engine.release(unit)
+            self.engine.release(unit)
         elif last:
             self._borrowed.pop(unit, None)
         if alone:
@@ -128,7 +167,7 @@ class Binding:
         for face in self.faces():
             face.unwatch()
         self._faces.clear()
-        self._engine.close()
+        self.engine.close()
         self._ring = torch.empty(0, dtype=torch.uint8)
 
     def shows(self, tensor: torch.Tensor) -> bool:
@@ -173,4 +212,4 @@ class Binding:
             for face in mine:
                 face.agree()
             if mine:
-                self._engine.forget([unit])
+                self.engine.forget([unit])

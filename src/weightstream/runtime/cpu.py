@@ -7,16 +7,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
+from typing import Any
 
 import psutil
 import torch
 
+from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
 
 # Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
-CPU_PROFILE = Profile(link_bytes_per_s=6e9, copy_latency_s=20e-6, device_bytes_per_s=8e9, overhead_s=0.2e-3)
+CPU_PROFILE = Profile(
+    link_bytes_per_s=6e9, copy_latency_s=20e-6, device_bytes_per_s=8e9, overhead_s=50e-6, launch_s=20e-6
+)
 
 
 def free_nbytes() -> int:
@@ -102,6 +107,17 @@ class CpuBackend:
 
     def event(self) -> Event:
         return CpuEvent()
+
+    edge = event
+
+    def capturing(self) -> bool:
+        return False
+
+    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
+        raise UnsupportedError("a graph can be captured on a CUDA device only, and this model computes on the CPU")
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        return memory
 
     def record(self, side: Side, event: Event) -> None:
         if side is Side.COPY:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -12,7 +14,7 @@ from weightstream.errors import ConfigError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
 
-CUDA_PROFILE = Profile()
+CUDA_PROFILE = Profile(overhead_s=60e-6, launch_s=50e-6)
 _STAGING_NBYTES = 32 << 20
 _PORTABLE = 1  # pinned for every device, not for the current one alone
 _HEADROOM_NBYTES = 1 << 30  # for activations, workspaces and a short cache when no budget was given
@@ -26,6 +28,15 @@ def free_nbytes(device: torch.device) -> int:
     """Device memory to plan with when no budget was given: what is free, less headroom for activations."""
     free, _ = torch.cuda.mem_get_info(device)
     return max(0, int(free * 0.9) - _HEADROOM_NBYTES)
+
+
+def new_graph() -> Any:
+    return torch.cuda.CUDAGraph()
+
+
+def recording(graph: Any, **options: Any) -> AbstractContextManager[None]:
+    """Work queued inside becomes the graph. Other threads may go on using the device."""
+    return torch.cuda.graph(graph, **{"capture_error_mode": "thread_local"} | options)
 
 
 def register(memory: torch.Tensor) -> None:
@@ -46,6 +57,19 @@ def _check(code: object, nbytes: int) -> None:
             f"the system refused to pin {nbytes} bytes of host memory (CUDA error {number}). "
             "Raise the memlock limit (ulimit -l) or the container's memory, or set pin_memory=False (slower)."
         )
+
+
+class _Mapped:
+    """Host memory under its address on the device; a tensor made of it keeps it alive."""
+
+    def __init__(self, memory: torch.Tensor, pointer: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
 
 
 class CudaBackend:
@@ -73,7 +97,29 @@ class CudaBackend:
         return memory
 
     def event(self) -> Event:
+        return torch.cuda.Event(external=True)
+
+    def edge(self) -> Event:
         return torch.cuda.Event()
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        if self.capturing():
+            yield
+            return
+        with recording(graph, **options):
+            yield
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        pointer = ctypes.c_uint64()
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0):
+            return None
+        view = torch.as_tensor(_Mapped(memory, pointer.value), device=self.device)
+        return view if view.data_ptr() == pointer.value else None
 
     def _stream(self, side: Side) -> torch.cuda.Stream:
         return self._copies if side is Side.COPY else torch.cuda.current_stream(self.device)
@@ -83,7 +129,7 @@ class CudaBackend:
 
     def wait(self, side: Side, event: Event) -> None:
         stream = self._stream(side)
-        if side is Side.COPY or torch.cuda.is_current_stream_capturing():
+        if side is Side.COPY or self.capturing():
             stream.wait_event(event)
             return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -44,19 +44,26 @@ _NEXT = MappingProxyType(
 class Fence:
     """The pair of events of one unit's extent, and its state."""
 
-    __slots__ = ("drained", "filled", "reads_pending", "state", "uses")
+    __slots__ = ("drained", "filled", "last_read", "reads_pending", "state", "uses")
 
     def __init__(self, filled: Event, drained: Event) -> None:
         self.state = State.EMPTY
         self.filled = filled
         self.drained = drained
-        self.reads_pending = False  # `drained` was recorded and the copy stream has not waited for it yet
+        self.last_read = drained  # `drained`, or the end of the graph that read the unit last
+        self.reads_pending = False  # `last_read` was recorded and the copy stream has not waited for it yet
         self.uses = 0
 
     def move(self, state: State) -> None:
         if state not in _NEXT[self.state]:
             raise InvariantError(f"a fence cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+    def left_by_a_graph(self) -> None:
+        """The graph that was launched last leaves the bytes in the ring, whatever was there before."""
+        if self.state is State.IN_USE:
+            raise InvariantError("a graph was launched while a unit that it uses was in use outside of it")
+        self.state = State.DRAINING
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,15 +85,16 @@ class Engine:
         self.plan = plan
         self.counters = counters or Counters()
         self._backend = backend
-        self._copies = copies
+        self.copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
-        self._sharing = sharing(plan.extents)
+        self.sharing = sharing(plan.extents)
         self._cursor = len(plan.manifest.order)  # the next position that has not been released
 
     def prime(self) -> None:
-        """Start the fills that precede the first step."""
+        """Start the fills that precede the first step, where they are not made."""
         for unit in self.plan.first:
-            self._fill(unit)
+            if self.fences[unit].state is State.EMPTY:
+                self.fill(unit)
 
     def begin_step(self) -> None:
         """Go back to position 0; what the last step left out counts as released."""
@@ -98,11 +106,17 @@ class Engine:
         order = self.plan.manifest.order
         return unit in order and unit not in order[self._cursor :]
 
+    def begin_if_behind(self, unit: int) -> None:
+        """Where nobody tells when a step begins: it does when a unit comes again that the order has passed."""
+        if self.is_behind(unit):
+            self.counters.steps += 1
+            self.begin_step()
+
     def is_blocked(self, unit: int) -> bool:
         """Whether a unit in use holds bytes of this one, so that it cannot be filled now."""
         if self.fences[unit].state is not State.EMPTY:
             return False
-        return any(self.fences[o].state is State.IN_USE for o in self._sharing[unit])
+        return any(self.fences[o].state is State.IN_USE for o in self.sharing[unit])
 
     def wait(self, unit: int) -> None:
         """Make compute wait until the unit is in its extent; fill it now if nobody has."""
@@ -110,7 +124,7 @@ class Engine:
         fence = self.fences[unit]
         if fence.state is State.EMPTY:
             self.counters.unplanned_fills += 1
-            self._fill(unit)
+            self.fill(unit)
         if fence.state is State.FILLING:
             try:
                 self._backend.wait(Side.COMPUTE, fence.filled)
@@ -133,11 +147,18 @@ class Engine:
         if fence.uses:
             return
         self._backend.record(Side.COMPUTE, fence.drained)
-        fence.reads_pending = True
+        fence.last_read, fence.reads_pending = fence.drained, True
         fence.move(State.DRAINING)
         order = self.plan.manifest.order
         if self._cursor < len(order) and order[self._cursor] == unit:
             self._pass(self._cursor + 1)
+
+    def abandon(self) -> None:
+        """Release what an error kept from being released."""
+        for unit, fence in enumerate(self.fences):
+            if fence.state is State.IN_USE:
+                fence.uses = 1
+                self.release(unit)
 
     def forget(self, units: Iterable[int]) -> None:
         """The home of these units changed: what the ring holds of them is stale."""
@@ -151,7 +172,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the memory that fills read and write."""
-        self._copies = ()
+        self.copies = ()
 
     def _advance(self, unit: int) -> None:
         """Move the cursor to the unit's next position; the positions that were left out count as released."""
@@ -168,19 +189,22 @@ class Engine:
             left_out = order[position + 1 : end]
             for unit in self.plan.after[position]:
                 if unit not in left_out and self.fences[unit].state is State.EMPTY and not self.is_blocked(unit):
-                    self._fill(unit)
+                    self.fill(unit)
         self._cursor = end
 
-    def _fill(self, unit: int) -> None:
+    def fill(self, unit: int, after: Event | None = None) -> None:
+        """Queue the unit's copy behind `after`, or behind the last read of every unit that shares bytes."""
         fence = self.fences[unit]
-        for other in (unit, *self._sharing[unit]):
+        if after is not None:
+            self._backend.wait(Side.COPY, after)
+        for other in (unit, *self.sharing[unit]):
             held = self.fences[other]
-            if held.reads_pending:
-                self._backend.wait(Side.COPY, held.drained)
+            if held.reads_pending and after is None:
+                self._backend.wait(Side.COPY, held.last_read)
                 held.reads_pending = False
             if other != unit and held.state is not State.EMPTY:
                 held.move(State.EMPTY)
-        self._backend.copy(self._copies[unit])
+        self._backend.copy(self.copies[unit])
         self._backend.record(Side.COPY, fence.filled)
         fence.move(State.FILLING)
         self.counters.fills += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,50 +13,115 @@ import torch
 from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
+from weightstream.runtime import ops
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
+_AROUND = "_weightstream_around"  # where a module keeps what it runs in place of its forward
 
 
 class Around:
-    """Stands in for a module's `forward`. Not a hook: PyTorch's fused paths, and so the bits, change with hooks.
+    """What a module runs in place of its forward: `run(forward, args, kwargs)`, the one added last outermost.
 
-    `run` gets the plain forward and its arguments. A deepcopy or pickle of the module gets the plain forward.
+    Not hooks: PyTorch's fused paths, and so the bits, change with hooks. In a session whose addresses are fixed a
+    compiler traces the plain forward between two operators instead, which know the unit by the tensor `unit`.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self._module = module
-        self._run = run
-        self._forward = module.forward
-        self._patched = module.__dict__.get("forward")  # somebody's own, on this instance
-        functools.update_wrapper(self, self._forward)
+    def __init__(self, module: nn.Module) -> None:
+        self.forward = module.forward
+        self.patched = module.__dict__.get("forward")  # somebody's own, on this instance
+        self.runs: list[Callable[..., Any]] = []
+        self.session: ops.Session | None = None
+        self.unit: torch.Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._forward, args, kwargs)
+        forward = self.forward
+        for run in self.runs:
+            forward = functools.partial(_run, run, forward)
+        return forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._patched is not None:
-            return _same, (self._patched,)
-        return functools.partial, (type(self._module).forward, self._module)
+        return _same, (self.patched,)  # a copy or pickle of the module is a plain one
 
-    def undo(self) -> None:
-        """Put back what was there, unless somebody has replaced us since."""
-        if self._module.__dict__.get("forward") is not self:
-            return
-        del self._module.__dict__["forward"]
-        if self._patched is not None:
-            self._module.__dict__["forward"] = self._patched
+
+def _run(run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(forward, args, kwargs)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def surround(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+def _outside(around: Around, *args: Any, **kwargs: Any) -> Any:
+    return torch.compiler.disable(around)(*args, **kwargs)
+
+
+_outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would import the compiler, a second
+_outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "the weights of an offloaded model have no fixed address outside of `with model.weightstream.step():`. Call the "
+    "compiled model inside of it, or let model.weightstream.compile() do both."
+)
+
+
+def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for one instance, to be bound to it, so that a copy of the instance binds it to the copy."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        around = self._weightstream_around
+        if not isinstance(around, Around):  # a copy of the module
+            return type(self).forward(self, *args, **kwargs) if around is None else around(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return around(*args, **kwargs)
+        if around.session is None or not around.session.fixed:
+            return _outside(around, *args, **kwargs)
+        if around.unit is not None:
+            ops.wait(around.session, around.unit, (args, kwargs))
+        # The class's function where it can be: compiled code is then shared by all modules of a class.
+        if around.patched is None:
+            output = type(self).forward(self, *args, **kwargs)
+        else:
+            output = around.patched(*args, **kwargs)
+        if around.unit is not None:
+            ops.release(around.session, around.unit, output)
+        return output
+
+    functools.update_wrapper(forward, plain)
+    signature = inspect.signature(plain)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    forward.__name__ = "forward"  # by which a pickle finds the plain one
+    return forward
+
+
+def surround(
+    module: nn.Module, run: Callable[..., Any], session: ops.Session, unit: int | None = None
+) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns what undoes it."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
-    around = module.__dict__["forward"] = Around(module, run)
-    return around.undo
+    found = module.__dict__.get(_AROUND)
+    if not isinstance(found, Around):
+        if _AROUND in module.__dict__:
+            _put_back(module, found)  # a copy of an offloaded module
+        found = Around(module)
+        stand_in = types.MethodType(_stand_in(found.forward), module)
+        module.__dict__.update({_AROUND: found, "forward": stand_in})
+    found.session = session
+    found.runs.append(run)
+    if unit is not None:
+        found.unit = torch.tensor(unit)
+    return functools.partial(_leave, module, found, module.__dict__["forward"])
+
+
+def _leave(module: nn.Module, around: Around, stand_in: Callable[..., Any]) -> None:
+    if module.__dict__.get(_AROUND) is around and module.__dict__.get("forward") is stand_in:
+        _put_back(module, around.patched)
+    module.__dict__.pop(_AROUND, None)  # alone, if somebody has replaced our forward since
+
+
+def _put_back(module: nn.Module, patched: Callable[..., Any] | None) -> None:
+    del module.__dict__[_AROUND], module.__dict__["forward"]
+    if patched is not None:
+        module.__dict__["forward"] = patched
 
 
 class RefuseApply:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from weightstream.errors import PlanError, StoreError
 from weightstream.plan.plan import Plan, human
-from weightstream.plan.ring import ALIGN_NBYTES
+from weightstream.plan.ring import ALIGN_NBYTES, aligned
 from weightstream.runtime import cpu
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.weights import Group
@@ -45,6 +46,7 @@ class Home:
     mapping: FileMapping | None = None
     pinned: bool = False
     moved: bool = False
+    host: torch.Tensor | None = None  # what `group.home` is a view of, where that is of the device
 
     def check(self) -> None:
         """Make sure that the bytes can be read here and now; raises `StoreError`."""
@@ -98,6 +100,7 @@ class Homes:
                     self._make_resident(self.homes[alias])
             for tensor, _ in self._empty:
                 tensor.data = tensor.data.to(self._backend.device)
+            self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
             for unit in range(len(plan.manifest.units)):
                 self._settle_unit(plan.streamed(unit), plan.extents[unit].nbytes)
         except BaseException:
@@ -106,6 +109,10 @@ class Homes:
 
     def restore(self) -> None:
         """Bring every group back to the device it came from, into memory of its own."""
+        for home in self.homes.values():
+            if home.host is not None:
+                home.group.home, home.host = home.host, None
+                self._point(home)
         if self._arena is not None:
             self._arena.close()  # first: each block then goes back as soon as its last group has left it
         for tensor, origin in self._empty:
@@ -141,6 +148,25 @@ class Homes:
         for home in self.homes.values():
             held[home.tier.value] += home.group.nbytes
         return held
+
+    def _map(self, homes: list[Home]) -> None:
+        """Let kernels read these from host memory: of exact size and pinned; where the host is the device, in place."""
+        if not homes or self._backend.device.type == "cpu":
+            return
+        assert self._arena is not None
+        starts = list(accumulate((aligned(home.group.nbytes) for home in homes), initial=0))
+        block = self._arena.take(starts[-1])
+        parts = [block[start : start + home.group.nbytes] for start, home in zip(starts, homes, strict=False)]
+        for home, part in zip(homes, parts, strict=True):
+            self._move(home, part, Tier.HOST)
+        self._arena.pin(block)
+        view = self._backend.device_view(block)
+        if view is None:
+            raise StoreError("the device cannot read the host memory that was pinned for it: set use_uva=False")
+        for home, start in zip(homes, starts, strict=False):
+            home.host, home.pinned = home.group.home, True
+            home.group.home = view[start : start + home.group.nbytes]
+            self._point(home)
 
     def _settle_unit(self, streamed: dict[str, int], nbytes: int) -> None:
         """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""

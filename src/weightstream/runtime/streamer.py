@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding, Opening
 from weightstream.runtime.engine import Counters
+from weightstream.runtime.fixed import CAPTURED, FixedAddresses
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
 from weightstream.runtime.values import moved
@@ -53,7 +54,7 @@ class Stats:
     model_nbytes: int
 
 
-class Streamer:
+class Streamer(FixedAddresses):
     """Streams the weights of one model. Made by `weightstream.offload`; a context manager that ends with `remove()`."""
 
     def __init__(
@@ -63,6 +64,7 @@ class Streamer:
         homes: Homes,
         backend: Backend,
         planner: Callable[[Manifest], Plan],
+        blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
@@ -84,6 +86,7 @@ class Streamer:
         self._watching = True  # for reads outside of units
         self._warned = False
         self._strays: dict[str, set[str]] = {}  # reading module -> alias groups that it reads outside of their units
+        FixedAddresses.__init__(self, blocks)
         try:
             self._attach(self._plan_units())
         except BaseException:
@@ -116,6 +119,8 @@ class Streamer:
         with self._turn, self._lock, torch.inference_mode(False), torch.no_grad():
             if self._in_step or self._binding.openings:
                 raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
+            if self._session.fixed:
+                self.unfix()
             if not self._removed:
                 for face in self._binding.faces():
                     face.forget_holders()
@@ -146,15 +151,22 @@ class Streamer:
             self._ring = self._backend.alloc(plan.ring_nbytes)
             self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
             self._surround()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(
+                    f"weightstream: the plan is {plan.summary()}; the model is as it was. Give a smaller budget"
+                )
             self._detach()
             raise
 
     def _surround(self) -> None:
+        self._undo.append(self._uncompile)
         for index, unit in enumerate(self._units):
             if self.plan.streams(index):
-                self._undo.append(guards.surround(unit.module, partial(self._run_unit, index)))
-        self._undo.append(guards.surround(self._model, self._run_step))
+                for module in (unit.module, *unit.also):
+                    run = partial(self._run_unit, index)
+                    self._undo.append(guards.surround(module, run, self._session, index))
+        self._undo.append(guards.surround(self._model, self._run_step, self._session))
         self._undo.append(guards.refuse_moves(self._model))
         self._known_ids = self._tensor_ids()
         setattr(self._model, guards.ATTRIBUTE, self)
@@ -174,6 +186,8 @@ class Streamer:
 
     def _close(self) -> None:
         self._removed = True
+        self._graphs.clear()
+        self._session.close()
         self._backend.close()
         self._on_close()
 
@@ -184,8 +198,14 @@ class Streamer:
         with self._turn:
             if self._in_step or self._removed:  # the model calls itself, or was let go while this thread waited
                 return forward(*args, **kwargs)
-            guards.refuse_foreign({unit.name: unit.module for unit in self._units})
             args, kwargs = self._placed(args, kwargs)
+            if self._session.fixed or self._is_compiled():
+                return self._run_fixed(forward, args, kwargs)
+            if self._backend.capturing():
+                if self.plan.ring_nbytes:
+                    raise OffloadError(CAPTURED)
+                return forward(*args, **kwargs)
+            guards.refuse_foreign({unit.name: unit.module for unit in self._units})
             self._sequence.clear()
             try:
                 self._in_step = True
@@ -211,6 +231,8 @@ class Streamer:
             return output
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._session.fixed:
+            return self._run_held(unit, forward, args, kwargs)
         self._refuse_forked()
         # Outside of a step a unit takes a turn of its own. Inside, threads of the model's may run units side by side.
         with nullcontext() if self._in_step else self._turn:
@@ -288,7 +310,8 @@ class Streamer:
             self._regroup(first)
         else:
             self._watching = False
-        if sequence != planned and (first or sequence == self._last_sequence) and not self._strays:
+        moved = sequence != planned and (first or sequence == self._last_sequence)
+        if moved and not self._strays and not self._graphs:  # a graph holds the addresses of its plan
             self._reorder(sequence)
         self._last_sequence = sequence
 
@@ -333,7 +356,7 @@ class Streamer:
 
     def _with_strays(self) -> list[UnitModule]:
         modules = dict(self._model.named_modules())
-        opened = {id(self._units[unit].module) for unit in self._sequence}
+        opened = {id(m) for unit in self._sequence for m in (self._units[unit].module, *self._units[unit].also)}
         units = list(self._units)
         for reader, aliases in self._strays.items():
             inside = next((i for i, u in enumerate(units) if _contains(u, modules[reader])), None)

@@ -57,10 +57,11 @@ class Scope(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class UnitModule:
-    """A unit's module: it opens and closes with the module's forward.
+    """A unit's module: it opens and closes with the module's forward, and with those of `also`.
 
-    `adopted` names alias groups that this module reads though they belong to another; `enclosing` says that other
-    units run inside its forward; `layer` is the index among the repeated blocks.
+    `also` are modules with the very same weights, such as a head that is tied to an embedding. `adopted` names alias
+    groups that this module reads though they belong to another; `enclosing` says that other units run inside its
+    forward; `layer` is the index of the repeated block that it is, or is a part of.
     """
 
     name: str
@@ -69,6 +70,7 @@ class UnitModule:
     adopted: frozenset[str] = frozenset()
     enclosing: bool = False
     layer: int | None = None
+    also: tuple[nn.Module, ...] = ()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensor objects of the unit in module order, shared ones included."""
@@ -77,6 +79,18 @@ class UnitModule:
         for module in self.module.modules() if self.scope is Scope.TREE else (self.module,):
             for _, tensor in own_tensors(module):
                 yield tensor
+
+
+def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[UnitModule]:
+    """One unit for modules that have the very same weights: these then have one place on the device."""
+    alias_of = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
+    merged: dict[object, UnitModule] = {}
+    for unit in units:
+        held = frozenset(alias_of[id(t)] for t in unit.tensors() if id(t) in alias_of)
+        first = merged.setdefault(held or id(unit), unit)
+        if first is not unit:
+            first.also += (unit.module,)
+    return list(merged.values())
 
 
 def empty_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -6,7 +6,9 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,6 +29,18 @@ class Wrapper:
 
     def event(self) -> Event:
         return self.backend.event()
+
+    def edge(self) -> Event:
+        return self.backend.edge()
+
+    def capturing(self) -> bool:
+        return self.backend.capturing()
+
+    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
+        return self.backend.capture(graph, **options)
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        return self.backend.device_view(memory)
 
     def record(self, side: Side, event: Event) -> None:
         self.backend.record(side, event)

@@ -1,0 +1,281 @@
+"""A streamer whose weights have fixed addresses: what compiled and captured code needs.
+
+While addresses are fixed every streamed tensor shows its ring bytes, whatever they hold, and a unit is right only
+between its wait and its release. So it takes a step that was watched before: no weight may be read elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from weightstream.errors import ConfigError, OffloadError
+from weightstream.runtime import ops
+from weightstream.runtime.backend import Backend, Side
+from weightstream.runtime.binding import Binding
+from weightstream.runtime.engine import Counters, State
+from weightstream.runtime.recording import Recording
+from weightstream.runtime.weights import UnitModule
+
+logger = logging.getLogger("weightstream")
+
+CAPTURED = "this model is being captured by torch.cuda.graph alone: use model.weightstream.capture(graph) in its place"
+
+
+class FixedAddresses:
+    """The part of a streamer that compiled and captured code talks to."""
+
+    _model: nn.Module
+    _units: list[UnitModule]
+    _backend: Backend
+    _binding: Binding
+    _counters: Counters
+    _turn: threading.RLock
+    _lock: threading.RLock
+    _strays: dict[str, set[str]]
+    _in_step: bool
+    _removed: bool
+    _watching: bool
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._session = ops.Session(self)
+        self._recording: Recording | None = None
+        self._left: set[int] | None = None  # what the graph captured last leaves in the ring, if nothing ran since
+        self._graphs: WeakKeyDictionary[Any, Recording] = WeakKeyDictionary()
+        self._compile: dict[str, Any] | None = None  # the options of `compile`
+        self._entry: Callable[..., Any] | None = None  # the model's compiled forward
+        self._uncompiled: list[Callable[[], None]] = []
+        self._alone = False  # graphs are launched by somebody who tells nobody
+        self._stale = False  # they may have been: nobody knows what the ring holds
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, weights show their fixed addresses in the ring, for code that is compiled or captured.
+
+        Any number of forwards and graph launches may run inside, and cost less than outside: weights are looked at for
+        updates at the entry alone. Gradients are off. Other threads wait.
+
+        Raises `OffloadError` where the model cannot run so; the message says why.
+        """
+        self._refuse_forked()
+        with self._turn, torch.no_grad():
+            if self._session.fixed:
+                yield
+                return
+            self.fix()
+            try:
+                yield
+            finally:
+                self.unfix()
+
+    def fix(self, *, learned: bool = False) -> None:
+        """Enter `step` until `unfix`: for an engine that owns the model. Raises `OffloadError` as `step` does.
+
+        `learned` says that no weight is read outside of its unit, so that no step has to be watched.
+        """
+        self._watching = self._watching and not learned
+        if reason := self.why_not_fixed():
+            raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._binding.begin_step()
+            self._binding.fix()
+            self._session.fixed = True
+
+    def unfix(self) -> None:
+        """Undo `fix`."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._left = None
+            self._session.fixed = False
+            self._binding.unfix()
+
+    def why_not_fixed(self) -> str | None:
+        """Why `step` would raise; None if it would not."""
+        if self._removed:
+            return "the model is not offloaded any more"
+        if self._in_step or self._binding.openings:
+            return "a step is under way"
+        if self._backend.capturing():
+            return "a capture is under way; enter step() before it"
+        if self._strays:
+            names = ", ".join(sorted(alias for aliases in self._strays.values() for alias in aliases))
+            return f"{names} are read outside of their module's forward"
+        if self._watching:
+            return "the order of the weights is not known yet; call the model once first"
+        if moving := self._binding.moving():
+            return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
+        if training := [unit.name for index, unit in enumerate(self._units) if self._trains(index)]:
+            return f"{', '.join(training)} may update buffers in training mode; call model.eval()"
+        return None
+
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        """Capture a step, or a piece of one, in place of `torch.cuda.graph(graph, **options)`, or inside of it.
+
+        All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
+
+        Args:
+            graph: a `torch.cuda.CUDAGraph`.
+            options: for `torch.cuda.graph`: `pool`, `stream`, `capture_error_mode`.
+        """
+        with self._at_fixed_addresses():
+            held = self._left if self._left is not None else self._primed()
+            with self._backend.capture(graph, **options):
+                self._recording = recording = Recording(self._binding.engine, self._backend, held)
+                try:
+                    yield
+                finally:
+                    self._recording = None
+                    recording.end()
+            self._left = recording.left
+            self._graphs[graph] = recording
+
+    def replay(self, graph: Any) -> None:
+        """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
+        if (recording := self._graphs.get(graph)) is None:
+            raise OffloadError(
+                "this graph was not captured by capture() of this streamer, or remove() was called since"
+            )
+        with self._at_fixed_addresses(), self._lock:
+            self._counters.steps += 1
+            recording.before_launch()
+            graph.replay()
+            recording.after_launch()
+
+    def _at_fixed_addresses(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._session.fixed else self.step()
+
+    def _primed(self) -> set[int]:
+        """The units in the ring at the start of a step."""
+        with self._lock:
+            self._binding.engine.begin_step()
+            self._binding.engine.prime()
+            return set(self._binding.engine.held())
+
+    # -- graphs that somebody else launches --------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Before a graph is captured or launched: make compute wait for every copy in flight."""
+        with self._lock:
+            engine = self._binding.engine
+            if not self._stale:
+                for unit in self._primed():
+                    if engine.fences[unit].state is State.FILLING:
+                        self._backend.wait(Side.COMPUTE, engine.fences[unit].filled)
+                        engine.fences[unit].move(State.READY)
+            self._alone = self._stale = True
+
+    def join(self) -> None:
+        """Inside a capture, before it ends: make the copies that are due, and join them."""
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            recording.end()
+            self._left = recording.held
+
+    def _record_alone(self) -> None:
+        if not self._alone:
+            raise OffloadError(CAPTURED)
+        held = self._left if self._left is not None else set(self._binding.engine.held())
+        self._recording = Recording(self._binding.engine, self._backend, held, deferred=False)
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def wait_unit(self, unit: int) -> None:
+        """What `weightstream::wait` does: order compute after the unit's fill."""
+        if self._recording is None and self._backend.capturing():
+            self._record_alone()
+        if self._recording is not None:
+            self._recording.wait(unit)
+            return
+        with self._lock:
+            if self._stale:
+                self._binding.engine.forget(self._binding.engine.held())
+            self._left, self._stale = None, False
+            self._binding.hold(unit)
+
+    def release_unit(self, unit: int) -> None:
+        """What `weightstream::release` does: the unit's last kernel is queued."""
+        if self._recording is not None:
+            self._recording.release(unit)
+            return
+        with self._lock:
+            self._binding.engine.release(unit)
+
+    def _run_held(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit's forward at fixed addresses, eager or captured."""
+        self.wait_unit(unit)
+        try:
+            output = forward(*args, **kwargs)
+            self._binding.own_outputs(output)
+            return output
+        finally:
+            self.release_unit(unit)
+
+    # -- torch.compile -----------------------------------------------------------------------------------------------
+
+    def compile(self, scope: Literal["model", "blocks"] = "model", **options: Any) -> None:
+        """Run the model through `torch.compile` from now on, whole or block by block; `remove()` undoes it.
+
+        The first call of a fresh streamer still runs eager, as it teaches the order of the weights.
+
+        Args:
+            scope: "model" makes one graph; "blocks" one for all blocks of a kind, which compiles faster.
+            options: for `torch.compile`; `fullgraph` is True unless given, as nothing of ours breaks a graph.
+        """
+        if scope not in ("model", "blocks") or (scope == "blocks" and not self._blocks):
+            raise ConfigError(f"scope = {scope!r}: give 'model', or 'blocks' where a model has repeated blocks")
+        self._uncompile()
+        self._compile = {"scope": scope, "fullgraph": True} | options
+
+    def _is_compiled(self) -> bool:
+        """Whether this step runs compiled; says once why not."""
+        if self._compile is None or (self._watching and not self._strays):
+            return False
+        if reason := self.why_not_fixed():
+            logger.warning("the model runs eager and not compiled: %s", reason)
+            self._compile = None
+            return False
+        return True
+
+    def _run_fixed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's forward at fixed addresses: compiled if that was asked for."""
+        if self._compile is not None and self._entry is None:
+            self._entry = self._compiled_entry(forward, **self._compile)
+        with self._at_fixed_addresses():
+            self._in_step = True
+            try:
+                return (self._entry or forward)(*args, **kwargs)
+            finally:
+                self._in_step = False
+
+    def _compiled_entry(self, forward: Callable[..., Any], scope: str, **options: Any) -> Callable[..., Any]:
+        if scope == "model":
+            return torch.compile(self._model.forward, **options)
+        for block in self._blocks:
+            self._uncompiled.append(partial(setattr, block, "_compiled_call_impl", block._compiled_call_impl))
+            block.compile(**options)
+        return forward
+
+    def _uncompile(self) -> None:
+        """Let go of what was compiled; the next step compiles again if that is still wanted."""
+        self._entry = None
+        while self._uncompiled:
+            self._uncompiled.pop()()
+
+    # -- what a streamer gives -----------------------------------------------------------------------------------------
+
+    def _refuse_forked(self) -> None:
+        raise NotImplementedError
+
+    def _trains(self, unit: int) -> bool:
+        raise NotImplementedError

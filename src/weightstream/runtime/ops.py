@@ -1,0 +1,84 @@
+"""The operators `wait` and `release`, which keep the order of copies where a compiler or a graph sees the step.
+
+Both declare that they mutate the activations, so that no compiler removes them or moves a kernel of the unit past
+them, and a token that all share, so that their own order is fixed. The unit is a tensor and not a number: a number
+would be a constant of the graph, and every block would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from weightstream.errors import OffloadError
+from weightstream.runtime.values import tensors_in
+
+
+class Units(Protocol):
+    """What the operators act on: a streamer."""
+
+    def wait_unit(self, unit: int) -> None: ...
+
+    def release_unit(self, unit: int) -> None: ...
+
+
+_UNITS: WeakValueDictionary[int, Units] = WeakValueDictionary()
+_HANDLES = itertools.count()
+_LIBRARY = torch.library.Library("weightstream", "DEF")
+
+
+class Session:
+    """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now."""
+
+    def __init__(self, units: Units) -> None:
+        self.handle = next(_HANDLES)
+        self.token = torch.zeros(1, dtype=torch.uint8)
+        self.fixed = False
+        _UNITS[self.handle] = units
+
+    def close(self) -> None:
+        """Compiled code that is called later fails with the reason."""
+        _UNITS.pop(self.handle, None)
+
+
+def wait(session: Session, unit: torch.Tensor, arguments: Any) -> None:
+    """Order what follows after the unit's fill."""
+    torch.ops.weightstream.wait(_mutable(arguments), session.token, unit, session.handle)
+
+
+def release(session: Session, unit: torch.Tensor, outputs: Any) -> None:
+    """The unit's last kernel is queued."""
+    torch.ops.weightstream.release(_mutable(outputs), session.token, unit, session.handle)
+
+
+def _mutable(values: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
+
+
+def _found(handle: int) -> Units:
+    if (units := _UNITS.get(handle)) is None:
+        raise OffloadError("a compiled model was called whose streamer was removed: call the model itself")
+    return units
+
+
+def _wait(xs: list[torch.Tensor], token: torch.Tensor, unit: torch.Tensor, handle: int) -> None:
+    _found(handle).wait_unit(int(unit))
+
+
+def _release(outs: list[torch.Tensor], token: torch.Tensor, unit: torch.Tensor, handle: int) -> None:
+    _found(handle).release_unit(int(unit))
+
+
+def _define(schema: str, implementation: Callable[..., None]) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, lambda *args: None, "Meta")
+
+
+_define("wait(Tensor(a!)[] xs, Tensor(b!) token, Tensor unit, int handle) -> ()", _wait)
+_define("release(Tensor(a!)[] outs, Tensor(b!) token, Tensor unit, int handle) -> ()", _release)

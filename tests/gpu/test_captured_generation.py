@@ -1,0 +1,253 @@
+"""Captured generation on a GPU: the tokens of the plain model, from real graphs, resident and offloaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+
+transformers = pytest.importorskip("transformers")
+
+from weightstream.adapters.decoder import Decoding  # noqa: E402
+from weightstream.adapters.generation import generate  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+WINDOW = 12
+LONG = 1500
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
+    "qwen3": lambda: transformers.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=16),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW),
+    "mistral": lambda: transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=WINDOW),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **TEXT, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+}
+WINDOWED = ("gemma2", "mistral")
+
+
+def build(config: Any, cls: Any = None) -> Any:
+    torch.manual_seed(11)
+    config.initializer_range = 0.1
+    model = cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval().to(torch.bfloat16)
+
+
+def halved(model: Any) -> int:
+    return sum(p.nbytes for p in model.parameters()) // 2
+
+
+def prompt(length: int = 5, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length)).cuda()
+
+
+def options(num: int = 24, **more: Any) -> dict[str, Any]:
+    lengths = {"max_new_tokens": num, "min_new_tokens": num}
+    return lengths | {"do_sample": False, "repetition_penalty": 2.0, "pad_token_id": 0} | more
+
+
+def captured(model: Any, ids: torch.Tensor, **more: Any) -> tuple[Any, Decoding]:
+    found: list[Decoding] = []
+    return generate(model, ids, on_decoding=found.append, **options(**more)), found[0]
+
+
+CALLS: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((5, 1), {}),
+    ((5, 1), {}),
+    ((9, 3), {}),
+    ((1, 1), {}),
+    ((7, 2), {"do_sample": True, "temperature": 1.5}),
+]
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) -> None:
+    kept = {"return_dict_in_generate": True, "output_logits": True}
+    plain, model = build(MODELS[name]()).cuda(), build(MODELS[name]())
+    if offloaded:
+        weightstream.offload(model, device="cuda", device_budget=halved(model))
+    else:
+        model.cuda()
+    for shape, more in CALLS:
+        ids = prompt(*shape)
+        torch.manual_seed(5)
+        want = plain.generate(ids, **options(**kept, **more), **STATIC)
+        torch.manual_seed(5)
+        got, decoding = captured(model, ids, **kept, **more)
+        assert torch.equal(got.sequences, want.sequences)
+        assert torch.equal(torch.stack(got.logits), torch.stack(want.logits))
+        assert decoding == Decoding(replays=21 if name in WINDOWED else 22), (shape, decoding)
+    if offloaded:
+        stats = model.weightstream.stats()
+        assert stats.filled_nbytes > 0
+        assert stats.unplanned_fills == 0
+        model.weightstream.remove()
+
+
+def test_padding_and_stopping_criteria() -> None:
+    plain, model = build(MODELS["llama"]()).cuda(), build(MODELS["llama"]())
+    weightstream.offload(model, device="cuda", device_budget=halved(model))
+    ids = prompt(6, rows=3)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, :1] = 0
+    done = torch.ones(3, dtype=torch.bool, device="cuda")
+    stop = transformers.StoppingCriteriaList([lambda ids, scores, **_: done & (ids.shape[1] >= 15)])
+    more = {"attention_mask": mask, "stopping_criteria": stop}
+    want = plain.generate(ids, **options(**more), **STATIC)
+    got, decoding = captured(model, ids, **more)
+    model.weightstream.remove()
+    assert torch.equal(got, want)
+    assert got.shape[1] == 15
+    assert decoding == Decoding(replays=15 - 6 - 1 - 1)
+
+
+class Reading(transformers.LlamaForCausalLM):
+    """A forward that looks at a value."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        output = super().forward(*args, **kwargs)
+        if output.logits.argmax().item() % 2:
+            output.logits = output.logits.flip(-1)
+        return output
+
+
+class Copying(transformers.LlamaForCausalLM):
+    """A forward that copies pageable memory to the device."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * torch.tensor([3.0, 5.0]).to("cuda").prod()
+        return output
+
+
+class Hiding(transformers.LlamaForCausalLM):
+    """A forward that waits where no operator shows it, so that the capture itself fails."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        output = super().forward(*args, **kwargs)
+        torch.cuda.current_stream().synchronize()
+        return output
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["resident", "offloaded"])
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Reading, "the model waits for the device in aten._local_scalar_dense.default"),
+        (Copying, "the model waits for the device in aten._to_copy.default"),
+        (Hiding, "the capture failed: "),
+    ],
+)
+def test_a_forward_that_cannot_be_captured_runs_eager(cls: Any, reason: str, offloaded: bool) -> None:
+    config = MODELS["llama"]()
+    plain, model = build(config, cls).cuda(), build(config, cls)
+    other = build(config).cuda()
+    if offloaded:
+        weightstream.offload(model, device="cuda", device_budget=halved(model))
+    else:
+        model.cuda()
+    stream = torch.cuda.current_stream()
+    for _ in range(2):
+        torch.manual_seed(5)
+        want = plain.generate(prompt(), **options(do_sample=True), **STATIC)
+        torch.manual_seed(5)
+        got, decoding = captured(model, prompt(), do_sample=True)  # random numbers outlive a capture that failed
+        assert torch.equal(got, want)
+        assert decoding.reason is not None
+        assert decoding.reason.startswith(reason), decoding
+        assert decoding.replays == 0
+        assert torch.cuda.current_stream() == stream
+    if offloaded:
+        model.weightstream.remove()
+    # nothing is left behind that keeps another model from being captured, or memory from coming back
+    want = other.generate(prompt(), **options(), **STATIC)
+    got, decoding = captured(other, prompt())
+    assert torch.equal(got, want)
+    assert decoding == Decoding(replays=22)
+    reserved = []
+    for _ in range(5):  # memory that another stream used comes back only while no capture is thought to be under way
+        torch.empty(64 << 20, device="cuda").record_stream(torch.cuda.Stream())
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[0]
+
+
+def deep() -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+class Memory(transformers.StoppingCriteria):
+    """Device memory after each token."""
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.allocated.append(torch.cuda.memory_allocated())
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+
+def test_long_generation_captured_and_eager_with_flat_memory() -> None:
+    plain, model = build(deep()).cuda(), build(deep())
+    want = plain.generate(prompt(), **options(LONG), **STATIC)
+    del plain
+    with weightstream.offload(model, device="cuda", device_budget=halved(model)) as streamer:
+        model(prompt())
+        with streamer.step():
+            eager = model.generate(prompt(), **options(LONG), **STATIC)
+        steps = streamer.stats().steps
+        memory = Memory()
+        got, decoding = captured(
+            model, prompt(), num=LONG, stopping_criteria=transformers.StoppingCriteriaList([memory])
+        )
+        assert streamer.stats().steps - steps in (LONG, LONG + 1)  # the forward that was captured ran nothing
+    assert torch.equal(eager, want)
+    assert torch.equal(got, want)
+    assert len(set(want[0].tolist())) > 100
+    assert decoding == Decoding(replays=LONG - 2)
+    grown = max(memory.allocated[2:]) - memory.allocated[2]
+    assert grown <= 64 * LONG  # the tokens themselves, and masks of as many
+
+
+def test_calls_in_a_row_hold_no_more_memory() -> None:
+    model = build(deep())
+    held = []
+    with weightstream.offload(model, device="cuda", device_budget=halved(model)):
+        for length in (5, 9, 5, 9):
+            captured(model, prompt(length))
+            gc.collect()
+            held.append(torch.cuda.memory_allocated())
+    assert len(set(held[1:])) == 1
