@@ -24,6 +24,7 @@ NUM_LAYERS = 6
 NUM_TOKENS = 8
 BUDGET = "512KiB"  # of a model of about 1 MiB
 PROMPT = "w5 w9 w23"
+EAGER = "graphs are captured on CUDA, and the model is on cpu"
 CHAT = "{% for m in messages %}w7 {{ m['content'] }} w8{% endfor %}{% if add_generation_prompt %} w11{% endif %}"
 
 
@@ -106,6 +107,7 @@ def test_counts_what_streamed(folder: Path) -> None:
     assert 0 < stats["held_nbytes"]["device"] <= 512 * 1024 < stats["model_nbytes"]
     assert stats["filled_nbytes"] >= stats["steps"] * (stats["model_nbytes"] - 512 * 1024)
     assert found["device"] == "cpu"
+    assert found["decoding"] == {"replays": 0, "reason": EAGER}
     assert found["identical"] is None
     assert found["text"] == " ".join(f"w{i}" for i in found["tokens"] if i > 2)
 
@@ -116,7 +118,8 @@ def test_shows_text_then_summary(folder: Path) -> None:
     text, *summary = result.stdout.splitlines()
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
-    assert labels == ["plan", "speed", "device", "streamed", "waited", "identical"]
+    assert labels == ["plan", "speed", "decode", "device", "streamed", "waited", "identical"]
+    assert f"   decode: eager ({EAGER})" in summary
     assert summary[-1] == "identical: yes"
     assert max(map(len, summary)) <= 100
     assert "\x1b" not in result.output

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from weightstream.errors import CheckpointError, ConfigError, OffloadError, Unsu
 if TYPE_CHECKING:
     import torch
 
+    from weightstream.adapters.decoder import Decoding
     from weightstream.runtime.streamer import Stats, Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
@@ -103,6 +105,7 @@ class Tokens:
     def __init__(self, text: Any = None) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
+        self.decoding: Decoding | None = None  # set at the end
         self._text = text
 
     def put(self, ids: torch.Tensor) -> None:
@@ -140,6 +143,7 @@ class Report:
     seconds: float
     first_token_s: float
     tokens_per_s: float
+    decoding: Decoding | None
     stats: Stats
 
     def lines(self) -> dict[str, str]:
@@ -149,6 +153,7 @@ class Report:
         lines = {
             "plan": self.plan,
             "speed": f"{self.tokens_per_s:.1f} tokens/s ({num} generated, the first after {self.first_token_s:.2f} s)",
+            "decode": str(self.decoding),
             "device": f"{human(stats.held_nbytes['device'])} held on {self.device}, of the model's "
             f"{human(stats.model_nbytes)}",
             "streamed": f"{human(stats.filled_nbytes / stats.steps)} per step ({stats.steps} steps)",
@@ -203,10 +208,13 @@ class Session:
     def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, *, show: bool = False) -> Tokens:
         from transformers import TextStreamer
 
+        from weightstream.adapters.generation import generate
+
         text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
         tokens = Tokens(text)
         placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
-        self.model.generate(**placed, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, streamer=tokens)
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "streamer": tokens}
+        generate(self.model, **placed, **options, on_decoding=partial(setattr, tokens, "decoding"))
         return tokens
 
     def plain(self, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> list[int]:
@@ -233,6 +241,7 @@ class Session:
             seconds=tokens.seconds,
             first_token_s=tokens.times[1] - tokens.times[0],
             tokens_per_s=tokens.per_second,
+            decoding=tokens.decoding,
             stats=self.streamer.stats(),
         )
 

@@ -1,0 +1,477 @@
+"""Captured generation on the CPU: a graph that records and repeats operators stands in for CUDA's.
+
+Like CUDA's it keeps no Python: what a step computes outside of tensors is frozen into it. Its recording executes
+nothing, and it refuses what a capture refuses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import weightstream
+from models import TEXT, randomise
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
+
+from weightstream.adapters import decoder  # noqa: E402
+from weightstream.adapters.decoder import Decoding, Recorder  # noqa: E402
+from weightstream.adapters.generation import decode, generate  # noqa: E402
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+WINDOW = 12
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
+    "qwen3": lambda: transformers.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=16),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW),
+    "mistral": lambda: transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=WINDOW),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **TEXT, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+}
+
+
+class Graph(TorchDispatchMode):
+    """A list of operators, with the tensors that they read and write."""
+
+    supports_higher_order_operators = True
+    refused: str | None = None  # part of the name of an operator
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # storage -> all of it, its bytes
+        self._made: list[torch.Tensor] = []
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default or (self.refused and self.refused in str(func)):
+            raise RuntimeError("operation not permitted when stream is capturing\nlong explanation")
+        for tensor in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._own and storage.data_ptr() not in self._before:
+                flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._before[storage.data_ptr()] = flat, flat.clone()
+        output = func(*args, **kwargs)
+        for tensor in (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+            if tensor.untyped_storage().data_ptr() not in self._before:
+                self._own.add(tensor.untyped_storage().data_ptr())
+                self._made.append(tensor)
+        self.calls.append((func, args, kwargs, output))
+        return output
+
+    def undo(self) -> None:
+        for flat, was in self._before.values():
+            flat.copy_(was)
+        for tensor in self._made:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)  # a launch, and nothing else, makes values
+        self._before.clear()
+
+    def replay(self) -> None:
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for own, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(own, torch.Tensor) and own.data_ptr() != new.data_ptr():
+                    own.copy_(new)
+
+
+class FakeCuda:
+    """A recorder of such graphs; counts what it was asked for."""
+
+    def __init__(self, refused: str | None = None) -> None:
+        self.graphs: list[Graph] = []
+        self.replays = 0
+        self._refused = refused
+        self.recorder = Recorder(new=self._new, record=self._record, replay=self._replay)
+
+    def _new(self) -> Graph:
+        self.graphs.append(Graph())
+        self.graphs[-1].refused = self._refused
+        return self.graphs[-1]
+
+    @contextmanager
+    def _record(self, graph: Graph) -> Iterator[None]:
+        try:
+            with graph:
+                yield
+        finally:
+            graph.undo()
+
+    def _replay(self, graph: Graph) -> None:
+        self.replays += 1
+        graph.replay()
+
+
+def build(name: str) -> Any:
+    model = randomise(transformers.AutoModelForCausalLM.from_config(MODELS[name]()), seed=11)
+    if name == "qwen3-moe":
+        model.set_experts_implementation("batched_mm")  # what transformers decodes with on a GPU
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+def prompt(length: int = 5, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def options(num: int = 24, **more: Any) -> dict[str, Any]:
+    lengths = {"max_new_tokens": num, "min_new_tokens": num}
+    return lengths | {"do_sample": False, "repetition_penalty": 2.0, "pad_token_id": 0} | more
+
+
+def captured(
+    model: Any, ids: torch.Tensor, cuda: FakeCuda | None = None, **more: Any
+) -> tuple[Any, Decoding, FakeCuda]:
+    cuda = cuda or FakeCuda()
+    result, decoding = decode(model, ids, options(**more), cuda.recorder)
+    return result, decoding, cuda
+
+
+def is_sliding(model: Any) -> bool:
+    return bool(getattr(model.config, "sliding_window", None)) and model.config.model_type != "qwen3_moe"
+
+
+def test_tokens_equal_those_of_a_static_cache(model: Any) -> None:
+    for ids in (prompt(5), prompt(9)):  # twice, and with another length
+        want = model.generate(ids, **options(), **STATIC)
+        got, decoding, cuda = captured(model, ids)
+        assert torch.equal(got, want)
+        assert len(set(got[0].tolist())) > 8
+        # a window that fills up makes a second graph; the first step of each runs eager
+        assert len(cuda.graphs) == (2 if is_sliding(model) else 1)
+        assert decoding == Decoding(replays=23 - len(cuda.graphs))
+        assert cuda.replays == decoding.replays
+
+
+def test_sampling_draws_the_same_tokens(model: Any) -> None:
+    sampled = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "num_return_sequences": 2}
+    torch.manual_seed(5)
+    want = model.generate(prompt(), **options(**sampled), **STATIC)
+    torch.manual_seed(5)
+    got, decoding, _ = captured(model, prompt(), **sampled)
+    assert torch.equal(got, want)
+    assert not torch.equal(got[0], got[1])
+    assert decoding.replays > 15
+
+
+def test_logits_and_states_of_all_steps_are_kept(model: Any) -> None:
+    kept = {"return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
+    want = model.generate(prompt(), **options(**kept), **STATIC)
+    got, decoding, _ = captured(model, prompt(), **kept)
+    assert decoding.replays > 15
+    assert torch.equal(torch.stack(got.logits), torch.stack(want.logits))
+    for ours, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for ours, theirs in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert int(ours.get_seq_length()) == int(theirs.get_seq_length()) == 5 + 23
+
+
+def test_left_padding(model: Any) -> None:
+    ids = prompt(6, rows=3)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, :1] = 0
+    want = model.generate(ids, attention_mask=mask, **options(), **STATIC)
+    got, decoding, _ = captured(model, ids, attention_mask=mask)
+    assert torch.equal(got, want)
+    assert decoding.replays > 15
+
+
+def test_a_prompt_of_one_token(llama: Any) -> None:
+    want = llama.generate(prompt(1), **options(), **STATIC)
+    got, decoding, _ = captured(llama, prompt(1))
+    assert torch.equal(got, want)
+    assert decoding.replays == 22
+
+
+def test_streamers_and_criteria_see_every_token(llama: Any) -> None:
+    class Tokens:
+        def __init__(self) -> None:
+            self.ids: list[int] = []
+
+        def put(self, ids: torch.Tensor) -> None:
+            self.ids += ids.flatten().tolist()
+
+        def end(self) -> None:
+            self.ids.append(-1)
+
+    tokens = Tokens()
+    stop = transformers.StoppingCriteriaList([lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 15])])
+    want = llama.generate(prompt(), **options(), stopping_criteria=stop, **STATIC)
+    got, _, cuda = captured(llama, prompt(), streamer=tokens, stopping_criteria=stop)
+    assert torch.equal(got, want)
+    assert got.shape[1] == 15
+    assert tokens.ids == [*got[0].tolist(), -1]
+    assert cuda.replays == 15 - 5 - 1 - 1
+
+
+def test_a_generation_config_is_kept_and_not_changed(llama: Any) -> None:
+    config = transformers.GenerationConfig(max_new_tokens=9, min_new_tokens=9, repetition_penalty=1.7, pad_token_id=0)
+    want = llama.generate(prompt(), generation_config=config)
+    cuda = FakeCuda()
+    got, decoding = decode(llama, prompt(), {"generation_config": config}, cuda.recorder)
+    assert got.shape == want.shape
+    assert decoding.replays == 7
+    assert config.cache_implementation is None
+
+
+def test_ids_may_come_by_name(llama: Any) -> None:
+    want = llama.generate(prompt(), **options(), **STATIC)
+    got, decoding = decode(llama, None, options(input_ids=prompt()), FakeCuda().recorder)
+    assert torch.equal(got, want)
+    assert decoding.replays == 22
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_forward_is_put_back(fails: bool) -> None:
+    llama = build("llama")
+    for patched in (None, llama.forward):
+        if patched is not None:
+            llama.forward = patched
+        before = dict(llama.__dict__)
+        signatures = []
+
+        def look(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            signatures.append(inspect.signature(llama.forward))  # noqa: B023
+            if fails:
+                raise KeyError("of the caller")
+            return torch.tensor([False])
+
+        criteria = transformers.StoppingCriteriaList([look])
+        if fails:
+            with pytest.raises(KeyError, match="of the caller"):
+                captured(llama, prompt(), stopping_criteria=criteria)
+        else:
+            captured(llama, prompt(), stopping_criteria=criteria)
+        assert set(signatures) == {inspect.signature(type(llama).forward.__get__(llama))}
+        after = {name: value for name, value in llama.__dict__.items() if name != "_previous_max_cache_length"}
+        assert after == {name: value for name, value in before.items() if name != "_previous_max_cache_length"}
+        assert llama.__dict__.get("forward") is patched
+
+
+# -- what runs eager ------------------------------------------------------------------------------------------------
+
+
+def test_without_cuda_it_is_generate_itself(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[Decoding] = []
+    want = llama.generate(prompt(), **options())
+    with caplog.at_level(logging.WARNING, "weightstream"):
+        assert torch.equal(generate(llama, prompt(), **options()), want)
+        assert [record.getMessage() for record in caplog.records] == [
+            "generate: eager (graphs are captured on CUDA, and the model is on cpu)"
+        ]
+        assert torch.equal(generate(llama, prompt(), on_decoding=found.append, **options()), want)
+    assert len(caplog.records) == 1
+    assert found == [Decoding(reason="graphs are captured on CUDA, and the model is on cpu")]
+
+
+def test_an_offloaded_model_without_cuda() -> None:
+    llama = build("llama")
+    want = llama.generate(prompt(), **options())
+    with weightstream.offload(llama, device="cpu", device_budget="200KiB"):
+        for _ in range(2):
+            assert torch.equal(generate(llama, prompt(), on_decoding=lambda _: None, **options()), want)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"cache_implementation": "dynamic"}, "cache_implementation was given"),
+        ({"num_beams": 3}, "only greedy search and sampling"),
+        ({"use_cache": False}, "only greedy search and sampling"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens was given"),
+        ({"generation_config": transformers.GenerationConfig(num_beams=2)}, "only greedy search and sampling"),
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_another_cache_or_loop_is_left_alone(llama: Any, more: dict[str, Any], reason: str) -> None:
+    want = llama.generate(prompt(), **options(**more))
+    got, decoding, cuda = captured(llama, prompt(), **more)
+    assert torch.equal(got, want)
+    assert decoding.reason.startswith(reason)
+    assert not cuda.graphs
+
+
+def test_a_cache_of_the_callers_is_used(llama: Any) -> None:
+    cache = transformers.DynamicCache(config=llama.config)
+    _, decoding, _ = captured(llama, prompt(), past_key_values=cache)
+    assert decoding == Decoding(reason="past_key_values was given")
+    assert cache.get_seq_length() == 5 + 23
+
+
+def test_models_that_have_no_static_cache() -> None:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
+    mamba = transformers.MambaForCausalLM(config).eval()
+    want = mamba.generate(prompt(), **options())
+    got, decoding, cuda = captured(mamba, prompt())
+    assert torch.equal(got, want)
+    assert decoding.reason is not None
+    assert not cuda.graphs
+
+
+def test_too_short_to_capture(llama: Any) -> None:
+    for num in (1, 2):
+        _, decoding, cuda = captured(llama, prompt(), num=num)
+        assert str(decoding) == "eager (too few steps to capture one)"
+        assert not cuda.graphs
+    assert captured(llama, prompt(), num=3)[1] == Decoding(replays=1)
+
+
+class Reading(transformers.LlamaForCausalLM):
+    """A forward that looks at a value of its input."""
+
+    calls = 0
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.calls += 1
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if int(input_ids[0, -1]) % 2:
+            output.logits = output.logits.flip(-1)
+        return output
+
+
+def test_a_forward_that_reads_values_is_not_captured() -> None:
+    torch.manual_seed(0)
+    model = Reading(MODELS["llama"]()).eval()
+    want = model.generate(prompt(), **options(), **STATIC)
+    model.calls = 0
+    got, decoding, cuda = captured(model, prompt())
+    assert torch.equal(got, want)
+    assert decoding == Decoding(reason="the model waits for the device in aten._local_scalar_dense.default")
+    assert not cuda.graphs
+    assert model.calls == 24  # none twice
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_capture_that_fails_is_done_again_eager(name: str) -> None:
+    model = build(name)
+    want = model.generate(prompt(), **options(), **STATIC)
+    got, decoding, cuda = captured(model, prompt(), FakeCuda(refused="aten.tanh" if name == "gemma2" else "aten.silu"))
+    assert torch.equal(got, want)
+    message = "the capture failed: RuntimeError: operation not permitted when stream is capturing"
+    assert decoding == Decoding(reason=message)
+    assert len(cuda.graphs) == 1  # and no later step tries again
+    assert cuda.replays == 0
+
+
+def test_a_window_that_fails_once_full_goes_on_eager() -> None:
+    model = build("mistral")
+    want = model.generate(prompt(), **options(), **STATIC)
+    got, decoding, _ = captured(model, prompt(), FakeCuda(refused="aten.roll"))
+    assert torch.equal(got, want)
+    assert str(decoding).startswith("captured, 6 replays, then eager (the capture failed: RuntimeError: ")
+
+
+class Counting(transformers.MistralForCausalLM):
+    """A forward that computes with the number of tokens in the cache."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        seen = past_key_values.get_seq_length()
+        output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        output.logits = output.logits.roll(seen, -1)
+        return output
+
+
+def test_a_forward_that_asks_a_window_for_its_length_is_not_captured() -> None:
+    torch.manual_seed(0)
+    model = Counting(MODELS["mistral"]()).eval()
+    want = model.generate(prompt(), **options(), **STATIC)
+    got, decoding, _ = captured(model, prompt())
+    assert torch.equal(got, want)
+    assert decoding == Decoding(reason="the model computes with the length of a sliding window in Python")
+
+
+def test_a_cache_that_counts_in_python_is_not_captured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = StaticLayer.update
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_updates = getattr(self, "num_updates", 0) + 1
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(StaticLayer, "update", counting)
+    want = llama.generate(prompt(), **options(), **STATIC)
+    got, decoding, cuda = captured(llama, prompt())
+    assert torch.equal(got, want)
+    assert decoding.reason == "no two steps in a row were alike"
+    assert not cuda.graphs
+
+
+def test_another_generate_inside_runs_as_it_is(llama: Any) -> None:
+    inner: list[Any] = []
+
+    def again(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if not inner:
+            inner.append(captured(llama, prompt(4), num=6))
+        return torch.tensor([False])
+
+    want = llama.generate(prompt(), **options(), **STATIC)
+    got, decoding, _ = captured(llama, prompt(), stopping_criteria=transformers.StoppingCriteriaList([again]))
+    assert torch.equal(got, want)
+    assert decoding == Decoding(replays=22)
+    assert inner[0][1] == Decoding(reason="generate() is running with this model already")
+    assert torch.equal(inner[0][0], llama.generate(prompt(4), **options(6)))
+
+
+def test_the_window_makes_its_index_on_the_device() -> None:
+    layer = StaticSlidingWindowLayer(max_cache_len=4, sliding_window=4)
+    keys = [torch.randn(1, 2, 1, 3) for _ in range(6)]
+    for key in keys[:4]:
+        layer.update(key, key)
+    with decoder._guarded([layer]):
+        for key in keys[4:]:
+            layer.update(key, key)
+    assert torch.equal(layer.keys, torch.cat(keys[2:], 2))
+    assert set(vars(layer)) >= {"keys", "values"}
+    assert not {"update", "get_seq_length", "get_mask_sizes"} & set(vars(layer))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_an_offloaded_model_learns_its_order_first(called_before: bool) -> None:
+    llama = build("llama")
+    want = llama.generate(prompt(), **options(), **STATIC)
+    with weightstream.offload(llama, device="cpu", device_budget="200KiB") as streamer:
+        if called_before:
+            llama(prompt())
+        steps = streamer.stats().steps
+        got, decoding, _ = captured(llama, prompt(), FakeCuda(refused="aten"))
+        assert torch.equal(got, want)
+        assert decoding.reason.startswith("the capture failed")  # as this graph cannot hold a streamer's copies
+        assert streamer.stats().steps - steps == 24 + (not called_before)  # one to learn the order
+        assert torch.equal(generate(llama, prompt(), **options()), llama.generate(prompt(), **options()))
+    assert "forward" not in llama.__dict__
+
+
+def test_an_offloaded_model_that_cannot_enter_a_step_runs_eager_with_the_reason() -> None:
+    llama = build("llama")
+    want = llama.generate(prompt(), **options(), **STATIC)
+    with weightstream.offload(llama, device="cpu", device_budget="200KiB") as streamer:
+        streamer.why_not_fixed = lambda: "of this test"
+        got, decoding, cuda = captured(llama, prompt())
+        assert torch.equal(got, want)
+        assert decoding == Decoding(reason="the weights cannot have fixed addresses now: of this test")
+        assert not cuda.graphs
