@@ -72,6 +72,8 @@ class Decoder:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if self.reason is not None or type(cache) is not self._cache_class or ids is None or ids.shape[-1] != 1:
             return forward(*args, **kwargs)
+        if not all(layer.is_initialized for layer in cache.layers):  # a prompt of one token, which fills the cache
+            return forward(*args, **kwargs)
         self._num_steps += 1
         leaves, spec = tree_flatten((args, kwargs))
         signature = spec, [_sign(leaf) for leaf in leaves], [_state(layer) for layer in cache.layers]

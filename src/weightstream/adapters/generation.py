@@ -64,7 +64,7 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config = copy.deepcopy(config)
         config.update(**_STATIC)
         options = options | {"generation_config": config}
-    with ExitStack() as stack, torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(torch.accelerator.device_index(device.index))
         decoder = Decoder(recorder, device)
         if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:

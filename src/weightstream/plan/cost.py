@@ -45,7 +45,7 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
 
     def fill(unit: int) -> None:
         nonlocal copy_free
-        copy_free = max(copy_free, now) + profile.copy_s(plan.unit_nbytes[unit])
+        copy_free = max(copy_free, now + profile.handover_s) + profile.copy_s(plan.unit_nbytes[unit])
         filled[unit] = copy_free
 
     for unit in plan.first:

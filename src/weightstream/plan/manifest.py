@@ -87,7 +87,8 @@ class Manifest:
 class Profile:
     """What a machine can do, in bytes per second and seconds.
 
-    `overhead_s` per unit and `launch_s` per tensor are the least time that a unit computes, whatever its bytes.
+    `overhead_s` per unit and `launch_s` per tensor are the least time that a unit computes, whatever its bytes;
+    `handover_s` passes between a release and a copy that waits for it.
     """
 
     link_bytes_per_s: float = 50e9
@@ -95,6 +96,7 @@ class Profile:
     device_bytes_per_s: float = 2e12
     overhead_s: float = 0.5e-3
     launch_s: float = 0.0
+    handover_s: float = 0.0
     unit_s: tuple[float, ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec) -> float:

@@ -53,13 +53,17 @@ class Binding:
         return (face for unit in self._faces for face in unit.faces)
 
     def begin_step(self) -> None:
-        """Go back to the start of the order; see updates that were made since `rest`."""
+        """Go back to the start of the order."""
+        self.wake()
+        self.engine.begin_step()
+
+    def wake(self) -> None:
+        """See updates that were made since `rest`."""
         self._backend.wait(Side.COMPUTE, self._step_end)
         for face in self.faces():
             face.unwatch()
         self._stale([face for face in self.faces() if face.adopt() or face.changed()])
         self.engine.forget(unit for unit in self.engine.held() if self._faces[unit].home_was_written())
-        self.engine.begin_step()
 
     def rest(self, units: Iterable[int] | None = None) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from weightstream.errors import ConfigError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
 
-CUDA_PROFILE = Profile(overhead_s=60e-6, launch_s=50e-6)
+CUDA_PROFILE = Profile(copy_latency_s=3e-6, overhead_s=60e-6, launch_s=50e-6, handover_s=150e-6)
 _STAGING_NBYTES = 32 << 20
 _PORTABLE = 1  # pinned for every device, not for the current one alone
 _HEADROOM_NBYTES = 1 << 30  # for activations, workspaces and a short cache when no budget was given
@@ -34,9 +34,24 @@ def new_graph() -> Any:
     return torch.cuda.CUDAGraph()
 
 
-def recording(graph: Any, **options: Any) -> AbstractContextManager[None]:
-    """Work queued inside becomes the graph. Other threads may go on using the device."""
-    return torch.cuda.graph(graph, **{"capture_error_mode": "thread_local"} | options)
+@contextmanager
+def recording(graph: Any, **options: Any) -> Iterator[None]:
+    """Work queued inside becomes the graph. Other threads may go on using the device.
+
+    PyTorch leaves stream, allocator and random state in the middle of a capture that became invalid: put right here.
+    """
+    stream = torch.cuda.current_stream()
+    options = {"capture_error_mode": "thread_local", "pool": torch.cuda.graph_pool_handle()} | options
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError):  # it ended
+            torch._C._cuda_endAllocateToPool(stream.device_index, options["pool"])
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):  # ends what the random state began
+            torch.zeros(1, device=stream.device)
+        raise
 
 
 def register(memory: torch.Tensor) -> None:

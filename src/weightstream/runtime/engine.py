@@ -96,9 +96,13 @@ class Engine:
             if self.fences[unit].state is State.EMPTY:
                 self.fill(unit)
 
-    def begin_step(self) -> None:
-        """Go back to position 0; what the last step left out counts as released."""
+    def end_step(self) -> None:
+        """What the last step left out counts as released."""
         self._pass(len(self.plan.manifest.order))
+
+    def begin_step(self) -> None:
+        """Go back to position 0."""
+        self.end_step()
         self._cursor = 0
 
     def is_behind(self, unit: int) -> bool:

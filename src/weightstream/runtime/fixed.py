@@ -86,7 +86,8 @@ class FixedAddresses:
         if reason := self.why_not_fixed():
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._binding.begin_step()
+            self._binding.wake()
+            self._binding.engine.end_step()
             self._binding.fix()
             self._session.fixed = True
 
@@ -147,7 +148,7 @@ class FixedAddresses:
                 "this graph was not captured by capture() of this streamer, or remove() was called since"
             )
         with self._at_fixed_addresses(), self._lock:
-            self._counters.steps += 1
+            self._counters.steps += recording.begins
             recording.before_launch()
             graph.replay()
             recording.after_launch()
@@ -158,7 +159,7 @@ class FixedAddresses:
     def _primed(self) -> set[int]:
         """The units in the ring at the start of a step."""
         with self._lock:
-            self._binding.engine.begin_step()
+            self._binding.engine.end_step()
             self._binding.engine.prime()
             return set(self._binding.engine.held())
 
