@@ -46,6 +46,8 @@ def budget(bench: Bench, cases: list[Case]) -> None:
 def zero_copy(bench: Bench, cases: list[Case]) -> None:
     nbytes = bench.nbytes + 2 * bench.shape.hidden
     bench.ours(cases[0], "weightstream, zero-copy, all", graph=True, cpu_offload_gb=nbytes / GIB)
+    large = {"zero_copy_params": ["q", "o", "gate", "up", "down"], "offload_group_size": 1}
+    bench.ours(cases[0], "weightstream, zero-copy, small matrices stream", graph=True, **large)
 
 
 def compiled(bench: Bench, cases: list[Case]) -> None:

@@ -7,17 +7,44 @@ Compute takes longer than the copies here, so a system is as good as it hides th
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
 import systems
-from bench import GIB, Bench, Case, main
+import timing
+from bench import Bench, Case, main
+from model import build
+from rows import percentiles
+
+ROUNDS = 10
 
 
 def ring(bench: Bench, cases: list[Case]) -> None:
-    bench.ours(cases[0], "weightstream, ring of 0.45 GiB", device_budget=bench.ring_budget())
+    paired(bench, cases[0], "weightstream, groups 1/1, step 1", offload_group_size=1)
+    paired(bench, cases[0], "weightstream, budget of 0.45 GiB", device_budget=bench.ring_budget())
 
 
 def two(bench: Bench, cases: list[Case]) -> None:
-    budget = 2 * bench.layer_nbytes + GIB // 64
-    bench.ours(cases[0], "weightstream, budget of two layers", device_budget=budget)
+    paired(bench, cases[0], "weightstream, groups 1/1, step 2", offload_group_size=1, offload_prefetch_step=2)
+
+
+def paired(bench: Bench, case: Case, system: str, **settings: Any) -> None:
+    """Ours, then in turns with the resident model: the clocks of a GPU under full load drift by more than what is
+    to be seen here."""
+    with bench.guarded(system, tokens=case.tokens), bench.streamed(**settings) as (model, streamer):
+        bench.measure(f"{system}, eager", model, case, streamer=streamer, settings=settings)
+        resident = build(bench.shape, bench.device, 0)
+        x = case.x[0].to(bench.device)
+        turns = [[timing.steps_ms(run, x, 2) for run in (resident, model)] for _ in range(ROUNDS)]
+        ratios = [sum(ours) / sum(plain) for plain, ours in turns]
+        ms, resident_ms = ([statistics.median(turn[side]) for turn in turns] for side in (1, 0))
+        bench.add(
+            f"{system}, in turns with the resident model",
+            tokens=case.tokens,
+            ms=percentiles(ms),
+            resident_ms=statistics.median(resident_ms),
+            x_resident_turns=percentiles(ratios),
+        )
 
 
 def diffusers(bench: Bench, cases: list[Case]) -> None:
