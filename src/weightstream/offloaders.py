@@ -22,7 +22,7 @@ from weightstream.runtime.streamer import Streamer
 class BaseOffloader(ABC):
     """What an engine calls: `wrap_modules`, then `post_init`; around graphs `sync_prev_onload`, `join_after_forward`.
 
-    Graphs that are pieces of a step are launched in the order in which they were captured.
+    Graphs that are pieces of a step are launched in the order of their capture, and reach its last offloaded layer.
     """
 
     _current: ClassVar[BaseOffloader | None] = None

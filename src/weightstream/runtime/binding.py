@@ -36,6 +36,7 @@ class Binding:
     def __init__(self, plan: Plan, ring: torch.Tensor, homes: Homes, backend: Backend, counters: Counters) -> None:
         self.plan = plan
         self.openings: list[Opening] = []
+        self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
         self._homes = homes
         self._backend = backend
         self._counters = counters
@@ -89,7 +90,7 @@ class Binding:
     def unfix(self) -> None:
         """Show the homes again; raises if a weight was updated meanwhile, for the update is lost."""
         self.engine.abandon()
-        updated = sorted({face.member.names[0] for face in self.faces() if face.changed()})
+        updated = sorted({face.member.names[0] for face in self.faces() if face.changed() or not face.in_ring()})
         for face in self.faces():
             face.show(face.home)
             face.agree()
@@ -142,7 +143,9 @@ class Binding:
         unit, borrowed = opening.unit, self._borrowed.get(opening.unit)
         last = not self._is_open(unit)
         if last and (opening.waited or borrowed):
-            self._stale((borrowed or self._faces[unit]).to_home(training))
+            updated = (borrowed or self._faces[unit]).to_home(training)
+            self.updated |= {face.member.names[0] for face in updated}
+            self._stale(updated)
         if opening.waited:
             self.engine.release(unit)
         elif last:

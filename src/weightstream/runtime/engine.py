@@ -44,7 +44,7 @@ _NEXT = MappingProxyType(
 class Fence:
     """The pair of events of one unit's extent, and its state."""
 
-    __slots__ = ("drained", "filled", "last_read", "reads_pending", "state", "uses")
+    __slots__ = ("drained", "filled", "in_flight", "last_read", "reads_pending", "state", "uses")
 
     def __init__(self, filled: Event, drained: Event) -> None:
         self.state = State.EMPTY
@@ -52,6 +52,7 @@ class Fence:
         self.drained = drained
         self.last_read = drained  # `drained`, or the end of the graph that read the unit last
         self.reads_pending = False  # `last_read` was recorded and the copy stream has not waited for it yet
+        self.in_flight = False  # `filled` was recorded and compute has not waited for it yet, whatever the state
         self.uses = 0
 
     def move(self, state: State) -> None:
@@ -135,6 +136,7 @@ class Engine:
             except BaseException:
                 fence.move(State.EMPTY)  # the copy failed: the next wait tries again
                 raise
+            fence.in_flight = False
             fence.move(State.READY)
         elif fence.state is State.DRAINING:
             fence.move(State.READY)
@@ -163,6 +165,15 @@ class Engine:
             if fence.state is State.IN_USE:
                 fence.uses = 1
                 self.release(unit)
+
+    def settle(self, spared: Iterable[int] = ()) -> None:
+        """Make compute wait for every copy in flight but those of `spared`, that of a unit overtaken since too."""
+        for unit, fence in enumerate(self.fences):
+            if fence.in_flight and unit not in spared:
+                self._backend.wait(Side.COMPUTE, fence.filled)
+                fence.in_flight = False
+                if fence.state is State.FILLING:
+                    fence.move(State.READY)
 
     def forget(self, units: Iterable[int]) -> None:
         """The home of these units changed: what the ring holds of them is stale."""
@@ -210,6 +221,7 @@ class Engine:
                 held.move(State.EMPTY)
         self._backend.copy(self.copies[unit])
         self._backend.record(Side.COPY, fence.filled)
+        fence.in_flight = True
         fence.move(State.FILLING)
         self.counters.fills += 1
         self.counters.filled_nbytes += self.plan.unit_nbytes[unit]

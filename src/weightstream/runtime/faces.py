@@ -100,6 +100,9 @@ class Face:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
         return self.current_version() != self.version
 
+    def in_ring(self) -> bool:
+        return bool(_DATA.__get__(self.member.tensor).data_ptr() == self.ring.data_ptr())
+
     def handed_out(self) -> bool:
         """Whether somebody may hold the memory: for good, as nobody can tell when they write to it."""
         return _HANDED_OUT in self.member.tensor.__dict__

@@ -21,7 +21,7 @@ from weightstream.errors import ConfigError, OffloadError
 from weightstream.runtime import ops
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.binding import Binding
-from weightstream.runtime.engine import Counters, State
+from weightstream.runtime.engine import Counters
 from weightstream.runtime.recording import Recording
 from weightstream.runtime.weights import UnitModule
 
@@ -49,7 +49,8 @@ class FixedAddresses:
         self._blocks = blocks
         self._session = ops.Session(self)
         self._recording: Recording | None = None
-        self._left: set[int] | None = None  # what the graph captured last leaves in the ring, if nothing ran since
+        self._before: Recording | None = None  # the graph captured last, if nothing ran since
+        self._stepping = False
         self._graphs: WeakKeyDictionary[Any, Recording] = WeakKeyDictionary()
         self._compile: dict[str, Any] | None = None  # the options of `compile`
         self._entry: Callable[..., Any] | None = None  # the model's compiled forward
@@ -72,9 +73,11 @@ class FixedAddresses:
                 yield
                 return
             self.fix()
+            self._stepping = True
             try:
                 yield
             finally:
+                self._stepping = False
                 self.unfix()
 
     def fix(self, *, learned: bool = False) -> None:
@@ -94,7 +97,8 @@ class FixedAddresses:
     def unfix(self) -> None:
         """Undo `fix`."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._left = None
+            self._forget_unseen()
+            self._before = None
             self._session.fixed = False
             self._binding.unfix()
 
@@ -111,6 +115,8 @@ class FixedAddresses:
             return f"{names} are read outside of their module's forward"
         if self._watching:
             return "the order of the weights is not known yet; call the model once first"
+        if updated := sorted(self._binding.updated):
+            return f"{', '.join(updated)} are updated by the model's own forward"
         if moving := self._binding.moving():
             return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
         if training := [unit.name for index, unit in enumerate(self._units) if self._trains(index)]:
@@ -130,16 +136,17 @@ class FixedAddresses:
             options: for `torch.cuda.graph`: `pool`, `stream`, `capture_error_mode`.
         """
         with self._at_fixed_addresses():
-            held = self._left if self._left is not None else self._primed()
+            with self._lock:
+                self._forget_unseen()
+                held = self._before.left if self._before is not None else self._primed()
             with self._backend.capture(graph, **options):
-                self._recording = recording = Recording(self._binding.engine, self._backend, held)
+                self._recording = recording = Recording(self._binding.engine, self._backend, held, self._before)
                 try:
                     yield
                 finally:
                     self._recording = None
                     recording.end()
-            self._left = recording.left
-            self._graphs[graph] = recording
+            self._before = self._graphs[graph] = recording
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
@@ -148,6 +155,7 @@ class FixedAddresses:
                 "this graph was not captured by capture() of this streamer, or remove() was called since"
             )
         with self._at_fixed_addresses(), self._lock:
+            self._forget_unseen()
             self._counters.steps += recording.begins
             recording.before_launch()
             graph.replay()
@@ -158,36 +166,39 @@ class FixedAddresses:
 
     def _primed(self) -> set[int]:
         """The units in the ring at the start of a step."""
-        with self._lock:
-            self._binding.engine.end_step()
-            self._binding.engine.prime()
-            return set(self._binding.engine.held())
+        self._binding.engine.end_step()
+        self._binding.engine.prime()
+        return set(self._binding.engine.held())
 
     # -- graphs that somebody else launches --------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Before a graph is captured or launched: make compute wait for every copy in flight."""
         with self._lock:
-            engine = self._binding.engine
             if not self._stale:
-                for unit in self._primed():
-                    if engine.fences[unit].state is State.FILLING:
-                        self._backend.wait(Side.COMPUTE, engine.fences[unit].filled)
-                        engine.fences[unit].move(State.READY)
+                self._primed()
+                self._binding.engine.settle()
             self._alone = self._stale = True
 
     def join(self) -> None:
         """Inside a capture, before it ends: make the copies that are due, and join them."""
         if self._recording is not None:
-            recording, self._recording = self._recording, None
-            recording.end()
-            self._left = recording.held
+            self._before, self._recording = self._recording, None
+            self._before.end()
 
     def _record_alone(self) -> None:
         if not self._alone:
             raise OffloadError(CAPTURED)
-        held = self._left if self._left is not None else set(self._binding.engine.held())
-        self._recording = Recording(self._binding.engine, self._backend, held, deferred=False)
+        held = self._before.held if self._before is not None else set(self._binding.engine.held())
+        self._recording = Recording(self._binding.engine, self._backend, held, self._before, deferred=False)
+
+    def _forget_unseen(self) -> None:
+        """Graphs may have run that told nobody: what they left is not known, and copies must wait for their reads."""
+        if self._stale:
+            self._stale, end = False, self._backend.event()
+            self._backend.record(Side.COMPUTE, end)
+            self._backend.wait(Side.COPY, end)
+            self._binding.engine.forget(self._binding.engine.held())
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -199,9 +210,8 @@ class FixedAddresses:
             self._recording.wait(unit)
             return
         with self._lock:
-            if self._stale:
-                self._binding.engine.forget(self._binding.engine.held())
-            self._left, self._stale = None, False
+            self._forget_unseen()
+            self._before = None
             self._binding.hold(unit)
 
     def release_unit(self, unit: int) -> None:
@@ -231,12 +241,12 @@ class FixedAddresses:
 
         Args:
             scope: "model" makes one graph; "blocks" one for all blocks of a kind, which compiles faster.
-            options: for `torch.compile`; `fullgraph` is True unless given, as nothing of ours breaks a graph.
+            options: for `torch.compile`, such as `fullgraph=True`: nothing of ours breaks a graph.
         """
         if scope not in ("model", "blocks") or (scope == "blocks" and not self._blocks):
             raise ConfigError(f"scope = {scope!r}: give 'model', or 'blocks' where a model has repeated blocks")
         self._uncompile()
-        self._compile = {"scope": scope, "fullgraph": True} | options
+        self._compile = {"scope": scope} | options
 
     def _is_compiled(self) -> bool:
         """Whether this step runs compiled; says once why not."""

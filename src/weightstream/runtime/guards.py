@@ -66,7 +66,7 @@ def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A forward for one instance, to be bound to it, so that a copy of the instance binds it to the copy."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        around = self._weightstream_around
+        around = getattr(self, _AROUND, None)
         if not isinstance(around, Around):  # a copy of the module
             return type(self).forward(self, *args, **kwargs) if around is None else around(*args, **kwargs)
         if not torch.compiler.is_compiling():

@@ -15,14 +15,23 @@ from weightstream.runtime.engine import Engine, State
 
 
 class Recording:
-    """Stands in for the engine during one capture. `held`: the units in the ring when the graph starts."""
+    """Stands in for the engine during one capture. `held`: the units in the ring when the graph starts; `before`: the
+    piece of the step that precedes this one."""
 
-    def __init__(self, engine: Engine, backend: Backend, held: set[int], deferred: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        backend: Backend,
+        held: set[int],
+        before: Recording | None = None,
+        *,
+        deferred: bool = True,
+    ) -> None:
         self._engine = engine
         self._backend = backend
         self._deferred = deferred
         self._order = engine.plan.manifest.order
-        self._cursor: int | None = None
+        self._cursor: int | None = None if before is None else before._cursor
         self._inside: dict[int, Event] = {}  # units filled in here -> their fill
         self._outside = set(held)  # units filled before the graph starts, and not overwritten yet
         self._ordered: set[int] = set()  # units that compute was ordered after
@@ -107,10 +116,7 @@ class Recording:
             if self._engine.fences[unit].state is State.EMPTY:
                 self._engine.counters.unplanned_fills += 1
                 self._engine.fill(unit)
-        for unit in set(self._engine.held()) - self.entry:
-            if self._engine.fences[unit].state is State.FILLING:
-                self._backend.wait(Side.COMPUTE, self._engine.fences[unit].filled)
-                self._engine.fences[unit].move(State.READY)
+        self._engine.settle(self.entry)
 
     def after_launch(self) -> None:
         """Tell the engine what is in the ring now, and queue the fills that are due."""

@@ -117,7 +117,7 @@ class Streamer(FixedAddresses):
         """
         self._refuse_forked()
         with self._turn, self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._in_step or self._binding.openings:
+            if self._in_step or self._stepping or self._binding.openings:
                 raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
             if self._session.fixed:
                 self.unfix()
@@ -154,7 +154,7 @@ class Streamer(FixedAddresses):
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(
-                    f"weightstream: the plan is {plan.summary()}; the model is as it was. Give a smaller budget"
+                    f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it"
                 )
             self._detach()
             raise

@@ -6,7 +6,7 @@ Knows `nn.Module` and nothing of devices, plans or architectures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -59,7 +59,7 @@ class Scope(Enum):
 class UnitModule:
     """A unit's module: it opens and closes with the module's forward, and with those of `also`.
 
-    `also` are modules with the very same weights, such as a head that is tied to an embedding. `adopted` names alias
+    `also` are modules with the very same parameters, such as a head that is tied to an embedding. `adopted` names alias
     groups that this module reads though they belong to another; `enclosing` says that other units run inside its
     forward; `layer` is the index of the repeated block that it is, or is a part of.
     """
@@ -82,14 +82,17 @@ class UnitModule:
 
 
 def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[UnitModule]:
-    """One unit for modules that have the very same weights: these then have one place on the device."""
+    """One unit for modules with the very same parameters: these then have one place on the device."""
     alias_of = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
     merged: dict[object, UnitModule] = {}
     for unit in units:
-        held = frozenset(alias_of[id(t)] for t in unit.tensors() if id(t) in alias_of)
-        first = merged.setdefault(held or id(unit), unit)
-        if first is not unit:
-            first.also += (unit.module,)
+        parameters = (t for t in unit.tensors() if isinstance(t, nn.Parameter) and id(t) in alias_of)
+        key = frozenset(alias_of[id(t)] for t in parameters) or id(unit)
+        if (first := merged.get(key)) is None:
+            merged[key] = unit
+            continue
+        large, small = sorted((first, unit), key=lambda u: -len(list(u.tensors())))  # the one with buffers takes both
+        merged[key] = replace(large, also=(*large.also, small.module, *small.also))
     return list(merged.values())
 
 

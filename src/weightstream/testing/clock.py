@@ -48,6 +48,9 @@ class ClockBackend(Wrapper):
         self._clocks: dict[Side, _Clock] = {side: {of: int(of is side) for of in Side} for side in Side}
         self._accesses: list[_Access] = []
 
+    def edge(self) -> Event:
+        return self.event()
+
     def event(self) -> Event:
         return SimpleNamespace(event=self.backend.event(), clock={})
 

@@ -1,0 +1,312 @@
+"""The life cycle: layers are taken one by one while a model is built, weights change until `post_init`, and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures_structure import Block
+from models import floats, randomise
+from weightstream import OffloadConfig
+from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
+from weightstream.errors import ConfigError, OffloadError
+from weightstream.offloaders import (
+    BaseOffloader,
+    NoopOffloader,
+    PrefetchOffloader,
+    UVAOffloader,
+    create_offloader,
+    get_offloader,
+    set_offloader,
+)
+from weightstream.runtime.cpu import CpuBackend
+from weightstream.testing import Limit
+
+NUM_LAYERS = 8
+
+
+class Layer(Block):
+    """A block with a buffer, which no rule of the classic settings offloads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.empty(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def layers(num: int = NUM_LAYERS) -> Iterator[nn.Module]:
+    for index in range(num):
+        yield randomise(Layer(), index)
+
+
+def run(modules: list[nn.Module], seed: int) -> torch.Tensor:
+    x = floats(seed, 3, 32)
+    with torch.no_grad():
+        for module in modules:
+            x = module(x)
+    return x.clone()
+
+
+def assert_steps_equal(modules: list[nn.Module], plain: list[nn.Module], num_steps: int = 6) -> None:
+    """Often enough for the ring to wrap."""
+    for seed in range(num_steps):
+        assert torch.equal(run(modules, seed), run(plain, seed))
+
+
+def streamed_names(offloader: Any) -> set[str]:
+    plan = offloader.streamer.plan
+    return {name for unit in range(len(plan.manifest.units)) for name in plan.streamed(unit)}
+
+
+def test_a_layer_is_taken_before_the_next_is_built() -> None:
+    log: list[str] = []
+
+    class Logged(PrefetchOffloader):
+        def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
+            log.append(f"take {layer}")
+            yield from super()._selected(layer, module)
+
+    def build() -> Iterator[nn.Module]:
+        for index in range(3):
+            log.append(f"build {index}")
+            yield Layer()
+
+    Logged(1, 1, 1).wrap_modules(build())
+    assert log == ["build 0", "take 0", "build 1", "take 1", "build 2", "take 2"]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "num_in_group", "wanted"),
+    [(8, 2, [6, 7, 14, 15]), (1, 1, list(range(16))), (4, 1, [3, 7, 11, 15]), (5, 5, list(range(16))), (16, 1, [15])],
+)
+def test_the_last_layers_of_each_group_stream(group_size: int, num_in_group: int, wanted: list[int]) -> None:
+    built, plain = list(layers(16)), list(layers(16))
+    offloader = PrefetchOffloader(group_size, num_in_group, 2)
+    assert offloader.wrap_modules(iter(built)) == built
+    offloader.post_init()
+    parts = ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert streamed_names(offloader) == {f"{layer}.{part}" for layer in wanted for part in parts}
+    assert_steps_equal(built, plain)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 20])
+def test_the_ring_holds_as_many_layers_as_the_prefetch_step(step: int) -> None:
+    built = PrefetchOffloader(1, 1, step)
+    modules = built.wrap_modules(layers())
+    built.post_init()
+    assert built.streamer is not None
+    plan = built.streamer.plan
+    assert plan.ring_nbytes == min(step, NUM_LAYERS) * plan.extents[0].nbytes
+    assert_steps_equal(modules, list(layers()))
+    stats = built.streamer.stats()
+    assert stats.unplanned_fills == 0
+    assert (stats.fills == NUM_LAYERS) == (step >= NUM_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((2, 3, 1), "offload_num_in_group = 3 > offload_group_size = 2"),
+        ((2, 1, 0), "offload_prefetch_step = 0 < 1"),
+        ((2, 1, 1, None, "gpu"), "mode = 'gpu': there is only 'cpu'"),
+        ((0, 1, 1), "offload_group_size = 0"),
+    ],
+)
+def test_wrong_arguments_are_told_with_their_values(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        PrefetchOffloader(*arguments)
+
+
+def replace(layer: Any) -> None:
+    layer.up.weight = nn.Parameter(layer.up.weight.detach() * 2)
+
+
+def transpose(layer: Any) -> None:
+    layer.up.weight.data = layer.up.weight.data.t().contiguous().t()
+
+
+def recreate(layer: Any) -> None:
+    weight = layer.up.weight.detach().double().float().to(torch.bfloat16)
+    layer.up.weight = nn.Parameter(weight.float(), requires_grad=False)
+    layer.extra = nn.Parameter(weight[:3])
+
+
+def change_dtype(layer: Any) -> None:
+    layer.to(torch.float64)
+    layer.forward = lambda x: Layer.forward(layer, x.double()).float()
+
+
+def quantise(layer: Any) -> None:
+    weight = layer.up.weight.detach()
+    del layer.up.weight
+    layer.up.register_parameter("q", nn.Parameter((weight * 100).to(torch.int8), requires_grad=False))
+    layer.up.scale = nn.Parameter(torch.full((64, 1), 0.01))
+    up = layer.up
+    up.forward = lambda x: nn.functional.linear(x, up.q.to(x.dtype) * up.scale, up.bias)
+
+
+def delete(layer: Any) -> None:
+    layer.down.bias = None
+
+
+def load(layer: Any) -> None:
+    for index, parameter in enumerate(layer.parameters()):
+        parameter.data.copy_(floats(index, *parameter.shape))
+
+
+CHANGES = (replace, transpose, recreate, change_dtype, quantise, delete, load)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [lambda: PrefetchOffloader(2, 1, 2), lambda: UVAOffloader(60_000)])
+def test_weights_may_change_until_post_init(change: Callable[[Any], None], kind: Callable[[], Any]) -> None:
+    offloader, plain = kind(), list(layers())
+    modules = offloader.wrap_modules(layers())
+    for module in (*modules, *plain):
+        change(module)
+    if isinstance(offloader, UVAOffloader):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("weightstream.front.logger.warning", lambda *args: None)
+            offloader.post_init()
+    else:
+        offloader.post_init()
+    assert streamed_names(offloader)
+    assert_steps_equal(modules, plain)
+
+
+def test_weights_have_fixed_addresses_from_post_init_on() -> None:
+    offloader = PrefetchOffloader(2, 1, 2)
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init()
+    addresses = [p.data_ptr() for module in modules for p in module.parameters()]
+    for seed in range(3):
+        run(modules, seed)
+        assert [p.data_ptr() for module in modules for p in module.parameters()] == addresses
+
+
+@pytest.mark.parametrize("pattern", ["up", "up.weight", "weight"])
+def test_offload_params_choose_by_name_segment(pattern: str) -> None:
+    offloader = PrefetchOffloader(2, 1, 1, {pattern})
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init()
+    names = streamed_names(offloader)
+    assert names
+    assert all(f".{pattern}." in f".{name}." for name in names)
+    assert_steps_equal(modules, list(layers()))
+
+
+def test_a_pattern_without_a_match_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    offloader = PrefetchOffloader(2, 1, 1, {"up", "experts"})
+    offloader.wrap_modules(layers())
+    offloader.post_init()
+    assert [r.getMessage() for r in caplog.records if "experts" in r.getMessage()] == [
+        "pattern 'experts' matches no parameter of the model: it selects nothing"
+    ]
+
+
+def test_what_layers_share_stays() -> None:
+    def tied() -> list[Any]:
+        found: list[Any] = list(layers())
+        found[3].up.weight = found[1].up.weight
+        return found
+
+    offloader = PrefetchOffloader(2, 1, 2)
+    modules = offloader.wrap_modules(tied())
+    offloader.post_init()
+    names = streamed_names(offloader)
+    assert "3.down.weight" in names
+    assert not {"1.up.weight", "3.up.weight"} & names
+    assert not any("factor" in name for name in names)
+    assert_steps_equal(modules, tied())
+
+
+def test_calls_in_a_wrong_order_are_refused() -> None:
+    offloader = PrefetchOffloader(2, 1, 1)
+    offloader.sync_prev_onload()
+    offloader.join_after_forward()
+    offloader.wrap_modules(layers())
+    offloader.post_init()
+    with pytest.raises(OffloadError, match="called before"):
+        offloader.post_init()
+    with pytest.raises(OffloadError, match="have a plan already"):
+        offloader.wrap_modules(layers())
+
+
+def test_sync_before_each_step_changes_nothing() -> None:
+    offloader = PrefetchOffloader(1, 1, 2)
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init()
+    plain = list(layers())
+    for seed in range(4):
+        offloader.sync_prev_onload()
+        assert torch.equal(run(modules, seed), run(plain, seed))
+        offloader.join_after_forward()
+
+
+def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightstream.front.CpuBackend", lambda: Limit(CpuBackend(), 4096))
+    offloader = PrefetchOffloader(1, 1, 2)
+    modules = offloader.wrap_modules(layers())
+    before = [(p, p.data_ptr()) for module in modules for p in module.parameters()]
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        offloader.post_init()
+    assert "the model is as it was" in "".join(failure.value.__notes__)
+    assert all(p.data_ptr() == address for p, address in before)
+    assert_steps_equal(modules, list(layers()), num_steps=1)
+    monkeypatch.undo()
+    offloader.post_init()
+    assert_steps_equal(modules, list(layers()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, NoopOffloader),
+        ({"prefetch": PrefetchOffloadConfig(offload_group_size=2)}, PrefetchOffloader),
+        ({"uva": UVAOffloadConfig(cpu_offload_gb=0.5)}, UVAOffloader),
+        ({"prefetch": PrefetchOffloadConfig(offload_group_size=2), "pin_memory": False}, PrefetchOffloader),
+        ({"uva": UVAOffloadConfig(cpu_offload_gb=0.5), "use_uva": False}, UVAOffloader),
+    ],
+)
+def test_create_offloader_carries_every_setting(settings: dict[str, Any], kind: type[BaseOffloader]) -> None:
+    config = OffloadConfig(**settings)
+    offloader = create_offloader(config)
+    assert type(offloader) is kind
+    assert getattr(offloader, "config", config) is config
+
+
+def test_uva_takes_parameters_in_order_and_streams_where_the_host_is_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offloader = UVAOffloader(20_000)
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init()
+    assert streamed_names(offloader) == {"0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias", "1.up.weight"}
+    assert [r.getMessage() for r in caplog.records if "streams through a ring" in r.getMessage()]
+    assert_steps_equal(modules, list(layers()))
+
+
+def test_the_offloader_of_the_process() -> None:
+    assert type(get_offloader()) is NoopOffloader
+    offloader = PrefetchOffloader(1, 1, 1)
+    set_offloader(offloader)
+    try:
+        assert get_offloader() is offloader
+    finally:
+        set_offloader(None)
+    assert type(get_offloader()) is NoopOffloader
+
+
+def test_noop_passes_everything_on() -> None:
+    offloader, built = NoopOffloader(), list(layers(2))
+    assert offloader.wrap_modules(iter(built)) == built
+    offloader.sync_prev_onload()
+    offloader.post_init()
+    offloader.join_after_forward()
+    assert_steps_equal(built, list(layers(2)), num_steps=1)
