@@ -318,7 +318,11 @@ def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:
     """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
     if backend.device.type == "cpu":
         return True
-    return config.pin_memory and config.use_uva and backend.device_view(torch.empty(1, pin_memory=True)) is not None
+    return (
+        config.pin_memory
+        and config.use_uva
+        and backend.device_view(torch.empty(1, device="cpu", pin_memory=True)) is not None
+    )
 
 
 def _eligible(patterns: frozenset[str], kept: frozenset[str] = frozenset()) -> Callable[[str], bool]:

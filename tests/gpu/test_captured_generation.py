@@ -222,7 +222,10 @@ class Memory(transformers.StoppingCriteria):
 
 def test_long_generation_captured_and_eager_with_flat_memory() -> None:
     plain, model = build(deep()).cuda(), build(deep())
-    want = plain.generate(prompt(), **options(LONG), **STATIC)
+    for each in (plain, model):  # the plain model's own bf16 SDPA is not repeatable over so many tokens on an H200
+        each.set_attn_implementation("eager")
+    want, again = (plain.generate(prompt(), **options(LONG), **STATIC) for _ in range(2))
+    assert torch.equal(again, want)
     del plain
     with weightstream.offload(model, device="cuda", device_budget=halved(model)) as streamer:
         model(prompt())

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
+from stack import WIDTH, Stack, assert_equal, nbytes, references, slow
 from torch import nn
 
 import weightstream
 from weightstream.errors import ConfigError, PlanError
 from weightstream.runtime import cuda
-from weightstream.runtime.backend import Copy, Event, Side
+from weightstream.runtime.backend import Side
 from weightstream.runtime.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-WIDTH = 1024
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self, depth: int = 7) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -48,26 +25,6 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """A stack whose weights start on the host, or on the device."""
     yield Stack().eval().to(request.param)
     gc.collect()
-
-
-def nbytes(model: nn.Module) -> int:
-    return sum(p.nbytes for p in model.parameters())
-
-
-def references(model: Stack, num: int = 4) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    plain = copy.deepcopy(model).cuda()
-    inputs = [torch.randn(3, WIDTH, device="cuda") for _ in range(num)]
-    with torch.no_grad():
-        return inputs, [plain(x) for x in inputs]
-
-
-@torch.no_grad()
-def assert_equal(
-    model: nn.Module, inputs: Sequence[torch.Tensor], want: Sequence[torch.Tensor], rounds: int = 3
-) -> None:
-    for _ in range(rounds):
-        got = [model(x) for x in inputs]  # queued without a synchronisation in between
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.8, 1.1])
@@ -140,30 +97,6 @@ def test_pinning_refused_falls_back_to_staging(
     with weightstream.offload(stack, device="cuda", device_budget=nbytes(stack) // 3):
         assert_equal(stack, inputs, want)
     assert [r.levelname for r in caplog.records if "refused to pin" in r.message] == ["WARNING"]
-
-
-class Slow(CudaBackend):
-    """Random spins on both streams, and poison before each copy: a read too early or a copy too soon shows."""
-
-    drop: tuple[Side, ...] = ()
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        with torch.cuda.stream(self._copies):
-            for c in copies:
-                c.dst.fill_(0xFF)
-            torch.cuda._sleep(int(torch.randint(0, 2_000_000, ())))
-        super().copy(copies)
-
-    def wait(self, side: Side, event: Event) -> None:
-        if side not in self.drop:
-            super().wait(side, event)
-        if side is Side.COMPUTE:
-            torch.cuda._sleep(int(torch.randint(0, 2_000_000, ())))
-
-
-def slow(monkeypatch: pytest.MonkeyPatch, *drop: Side) -> None:
-    backend = type("Dropping", (Slow,), {"drop": drop})
-    monkeypatch.setattr("weightstream.runtime.cuda.CudaBackend", backend)
 
 
 def test_delays_and_poison_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

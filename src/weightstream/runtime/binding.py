@@ -175,7 +175,7 @@ class Binding:
             face.unwatch()
         self._faces.clear()
         self.engine.close()
-        self._ring = torch.empty(0, dtype=torch.uint8)
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Whether an open unit shows this tensor object."""

@@ -103,7 +103,7 @@ class CpuBackend:
         self._close = weakref.finalize(self, self._copies.stop)
 
     def alloc(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def event(self) -> Event:
         return CpuEvent()

@@ -171,7 +171,7 @@ class CudaBackend:
             copy.dst.copy_(copy.src)
             return
         while len(self._staging) < 2:
-            memory = torch.empty(_STAGING_NBYTES, dtype=torch.uint8, pin_memory=True)
+            memory = torch.empty(_STAGING_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._staging.append((memory, torch.cuda.Event()))
         for start in range(0, copy.src.numel(), _STAGING_NBYTES):
             source = copy.src[start : start + _STAGING_NBYTES]

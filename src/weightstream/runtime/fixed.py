@@ -91,6 +91,7 @@ class FixedAddresses:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
             self._binding.engine.end_step()
+            self._binding.engine.prime()  # now, as a capture by hand may be under way later
             self._binding.fix()
             self._session.fixed = True
 

@@ -71,7 +71,7 @@ def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs) if around is None else around(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return around(*args, **kwargs)
-        if around.session is None or not around.session.fixed:
+        if around.session is None or (around.session.streams and not around.session.fixed):
             return _outside(around, *args, **kwargs)
         if around.unit is not None:
             ops.wait(around.session, around.unit, (args, kwargs))
@@ -108,7 +108,7 @@ def surround(
     found.session = session
     found.runs.append(run)
     if unit is not None:
-        found.unit = torch.tensor(unit)
+        found.unit = torch.tensor(unit, device="cpu")
     return functools.partial(_leave, module, found, module.__dict__["forward"])
 
 

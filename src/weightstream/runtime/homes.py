@@ -189,7 +189,7 @@ class Homes:
             if not fits and (home.tier is Tier.DEVICE or (home.tier is Tier.HOST and self._strict)):
                 self._spill(home, alias)
             elif home.tier is Tier.DEVICE:
-                self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8), Tier.HOST)
+                self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device="cpu"), Tier.HOST)
 
     def _pin(self, block: torch.Tensor) -> bool:
         assert self._arena is not None

@@ -32,12 +32,13 @@ _LIBRARY = torch.library.Library("weightstream", "DEF")
 
 
 class Session:
-    """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now."""
+    """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now, or nothing `streams`."""
 
     def __init__(self, units: Units) -> None:
         self.handle = next(_HANDLES)
-        self.token = torch.zeros(1, dtype=torch.uint8)
+        self.token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self.fixed = False
+        self.streams = True
         _UNITS[self.handle] = units
 
     def close(self) -> None:

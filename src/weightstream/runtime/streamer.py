@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -146,8 +147,8 @@ class Streamer(FixedAddresses):
         return plan
 
     def _attach(self, plan: Plan) -> None:
-        self._homes.settle(plan)
         try:
+            self._homes.settle(plan)
             self._ring = self._backend.alloc(plan.ring_nbytes)
             self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
             self._surround()
@@ -160,6 +161,7 @@ class Streamer(FixedAddresses):
             raise
 
     def _surround(self) -> None:
+        self._session.streams = self.plan.ring_nbytes > 0
         self._undo.append(self._uncompile)
         for index, unit in enumerate(self._units):
             if self.plan.streams(index):
@@ -181,7 +183,7 @@ class Streamer(FixedAddresses):
             self._undo.pop()()
         if hasattr(self, "_binding"):
             self._binding.close_all()
-        self._ring = torch.empty(0, dtype=torch.uint8)
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._homes.restore()
 
     def _close(self) -> None:
@@ -215,7 +217,8 @@ class Streamer(FixedAddresses):
                 with self._watched() if self._watching else nullcontext():
                     output = forward(*args, **kwargs)
             except RuntimeError as error:
-                self._watching = True  # it may have read a weight outside of its unit: the next step will see it
+                if re.search("device|weight type", str(error)):
+                    self._watching = True  # it may have read a weight outside of its unit: the next step will see it
                 if self._tensor_ids() != self._known_ids:
                     raise OffloadError(
                         "parameters or modules of the model were replaced while it is offloaded: call remove(), "

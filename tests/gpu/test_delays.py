@@ -1,0 +1,147 @@
+"""Random delays on both streams and poison before each copy, in every mode; every wait left out is seen."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from stack import ALL, Slow, Taught, slow, taught
+
+from weightstream.runtime.backend import Event, Side
+from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.engine import Engine
+from weightstream.runtime.recording import Recording
+from weightstream.testing import ClockBackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+MOST_CYCLES = 400_000  # as long as a copy of a small block
+SMALL: dict[str, Any] = {"depth": 5, "width": 512}
+PLANS: dict[str, dict[str, Any]] = {"all": SMALL | ALL, "share": SMALL | {"share": 0.45}}
+ROUNDS = 250  # of four steps
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed"])
+def test_a_thousand_steps(fixed: bool, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, most_cycles=MOST_CYCLES)
+    with taught(**PLANS[plan]) as model, model.streamer.step() if fixed else nullcontext():
+        model.assert_equal(rounds=ROUNDS)
+
+
+def launch(model: Taught, num_graphs: int = 25) -> None:
+    """The delays of a graph are its own, so that there must be many."""
+    for _ in range(num_graphs):
+        step = model.captured()
+        with model.streamer.step():
+            model.assert_equal(step, rounds=ROUNDS // num_graphs)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_thousand_steps_from_graphs(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, most_cycles=MOST_CYCLES)
+    with taught(**PLANS[plan]) as model:
+        launch(model)
+
+
+class Early(Recording):
+    """Compute does not wait for the copies inside of a graph."""
+
+    def _fill(self, unit: int) -> None:
+        super()._fill(unit)
+        self._ordered.add(unit)
+
+
+class Hasty(Recording):
+    """Copies inside of a graph do not wait for the last read of what they overwrite."""
+
+    def _last_reader(self, unit: int) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [Early, Hasty])
+def test_a_wait_left_out_inside_of_a_graph_is_seen(kind: type[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, most_cycles=MOST_CYCLES)
+    monkeypatch.setattr("weightstream.runtime.fixed.Recording", kind)
+    with taught(**PLANS["all"]) as model, pytest.raises(AssertionError):
+        launch(model)
+
+
+class Edge(torch.cuda.Event):
+    """An event inside of a graph."""
+
+
+class Unordered(Slow):
+    """Leaves out the waits of a stream for events outside of a graph: for fills before it, or reads before a fill."""
+
+    left_out: Side | None = None
+
+    def edge(self) -> Event:
+        return Edge()
+
+    def wait(self, side: Side, event: Event) -> None:
+        inside = side is Side.COMPUTE
+        if side is not self.left_out or self.capturing() is not inside or isinstance(event, Edge):
+            super().wait(side, event)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_a_wait_left_out_between_a_graph_and_its_neighbours_is_seen(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, base=Unordered, most_cycles=MOST_CYCLES)
+    with taught(**PLANS["all"]) as model:
+        monkeypatch.setattr(model.streamer._backend, "left_out", side)
+        step = model.captured()
+        with pytest.raises(AssertionError), model.streamer.step():
+            model.assert_equal(step, rounds=ROUNDS)
+
+
+class Forgetful(ClockBackend):
+    """Copies do not wait for reads."""
+
+    def wait(self, side: Side, event: Event) -> None:
+        if side is not Side.COPY:
+            super().wait(side, event)
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, kind: type[ClockBackend]) -> list[ClockBackend]:
+    """Streamers opened from now on have a clock checker, which is told of every unit that compute reads."""
+    clocks: list[ClockBackend] = []
+
+    def backend(device: torch.device, **options: Any) -> ClockBackend:
+        clocks.append(kind(CudaBackend(device, **options)))
+        return clocks[-1]
+
+    plain = Engine.wait
+
+    def wait(self: Engine, unit: int) -> None:
+        plain(self, unit)
+        clocks[-1].read(self.copies[unit])
+
+    monkeypatch.setattr("weightstream.runtime.cuda.CudaBackend", backend)
+    monkeypatch.setattr(Engine, "wait", wait)
+    return clocks
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_clock_checker_agrees(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = clocked(monkeypatch, ClockBackend)
+    with taught(**PLANS[plan]) as model:
+        for _ in range(5):
+            model.assert_equal(rounds=5)
+            with model.streamer.step():
+                model.assert_equal(rounds=5)
+        [clock] = clocks
+        assert clock._accesses
+        assert clock.races == []
+
+
+def test_the_clock_checker_sees_a_wait_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = clocked(monkeypatch, Forgetful)
+    with taught(**PLANS["all"]) as model:
+        for x in model.inputs:
+            model.stack(x)  # right or wrong: the clock needs no luck
+        assert any("no event orders the fill" in race for race in clocks[0].races)
