@@ -166,6 +166,8 @@ class Graphs(Wrapper):
 class GraphRig(Rig, FixedAddresses):
     """The part of a streamer that captures, over a rig: what a test calls is what a user calls."""
 
+    step = FixedAddresses.step
+
     def __init__(self, plan: Plan, seed: int = 0, most_s: float = 0.001) -> None:
         queues = GraphQueues()
         Rig.__init__(self, plan, Poison(Delay(queues, seed, most_s)))
@@ -181,6 +183,9 @@ class GraphRig(Rig, FixedAddresses):
     def _hold(self, unit: int) -> None:
         self.engine.begin_if_behind(unit)
         self.engine.wait(unit)
+
+    def _refuse_forked(self) -> None:
+        pass
 
     def kernel(self, unit: int) -> None:
         self.graphs.run(lambda: Rig.kernel(self, unit))

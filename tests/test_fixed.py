@@ -18,11 +18,13 @@ from weightstream.errors import ConfigError, OffloadError
 
 # At the least budget a model may not be able to run so; the reason is given.
 REFUSED = {
+    "jamba": "read outside of their module's forward",
     "mamba": "read outside of their module's forward",
     "mamba2": "read outside of their module's forward",
     "ParentReadsChildren": "read outside of their module's forward",
     "NestedLists": "read outside of their module's forward",
 }
+HIDDEN = frozenset({"QuantisedWeights", "OddTensors", "Parametrised"})
 UPDATES_ITSELF = frozenset({"WrittenBuffers"})
 # Of the rest, PyTorch's compiler refuses one, and one takes seconds.
 COMPILED = tuple(
@@ -224,7 +226,8 @@ def test_compiled_steps(name: str, scope: Any, counters: Any, caplog: pytest.Log
         streamer.compile(scope=scope, backend="aot_eager", dynamic=False)
         for seed in (0, 2, 2, 2):
             assert_same(run(model, "cpu", seed), run(reference, "cpu", seed))
-        assert not counters["graph_break"]
+        # a weight that is computed with before it meets an activation: its unit runs eager
+        assert ("_hidden" in str(counters["graph_break"])) == (name in HIDDEN)
         assert counters["stats"]["unique_graphs"] >= 1
         assert not [record for record in caplog.records if "eager and not compiled" in record.message]
 

@@ -22,7 +22,7 @@ MUTATIONS = {
     "compute does not wait for a fill inside": [("self._backend.wait(Side.COMPUTE, self._inside[unit])", "pass")],
     "compute does not wait for a fill outside": [
         (
-            "if self._deferred:\n                    self._backend.wait(Side.COMPUTE",
+            "if self.deferred:\n                    self._backend.wait(Side.COMPUTE",
             "if False:\n                    self._backend.wait(Side.COMPUTE",
         )
     ],

@@ -93,6 +93,8 @@ class _StreamingOffloader(BaseOffloader):
     def post_init(self) -> None:
         if self.streamer is not None:
             raise OffloadError("post_init() was called before")
+        if not any(True for layer in self._layers for _ in layer.parameters()):
+            return  # another rank has them
         self.streamer = offload_layers(self._layers, device=self._device, config=self.config)
 
     def sync_prev_onload(self) -> None:

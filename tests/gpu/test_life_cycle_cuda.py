@@ -13,6 +13,7 @@ from torch import nn
 
 from weightstream import PrefetchOffloader, UVAOffloader
 from weightstream.offloaders import _StreamingOffloader
+from weightstream.runtime.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -185,21 +186,23 @@ def test_weights_may_change_until_post_init(kind: str, change: Callable[[Any], N
     built.assert_equal(Graphs(built))
 
 
-def test_out_of_memory_tells_what_to_do_and_leaves_the_layers_as_they_were() -> None:
+def test_out_of_memory_tells_what_to_do_and_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = PrefetchOffloader(1, 1, 4)
     plain, stack = stacked(list(layers())), stacked(offloader.wrap_modules(layers()))
     inputs = floats(plain)
     want = [plain(x) for x in inputs]
     before = [(p, p.device, p.detach().clone()) for p in stack.parameters()]
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    try:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
-        with pytest.raises(torch.OutOfMemoryError) as failure:
-            offloader.post_init()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    real = CudaBackend.alloc
+
+    def alloc(self: CudaBackend, size: int) -> torch.Tensor:
+        if size >= 8 << 20:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return real(self, size)
+
+    monkeypatch.setattr(CudaBackend, "alloc", alloc)
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        offloader.post_init()
+    monkeypatch.undo()
     assert "the model is as it was" in "".join(failure.value.__notes__)
     for parameter, (same, device, value) in zip(stack.parameters(), before, strict=True):
         assert parameter is same

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from weightstream.adapters.decoder import Decoder, Decoding, Recorder
-from weightstream.errors import OffloadError
 from weightstream.runtime import cuda, guards
 
 logger = logging.getLogger("weightstream")
@@ -124,10 +123,10 @@ def _enter_step(model: Any, streamer: Any, stack: ExitStack) -> str | None:
     """All of `generate` becomes one step of the streamer's; returns why it cannot."""
     try:
         for _ in range(2):  # a weight that is read outside of its unit takes a second call
-            if streamer.why_not_fixed() is not None:
+            if not streamer.learned:
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=streamer.device), use_cache=False)
         stack.enter_context(streamer.step())
-    except OffloadError as error:
+    except Exception as error:  # a forward that wants other arguments, too
         return str(error)
     return None
 

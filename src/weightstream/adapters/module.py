@@ -35,6 +35,10 @@ def find_units(model: nn.Module, *, leaves: bool = False) -> list[UnitModule]:
     return unique
 
 
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(True for m in module.modules() for _ in own_tensors(m))
+
+
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model in declared order."""
     return _in_order(model, _blocks(model))
@@ -55,9 +59,9 @@ def _in_order(model: nn.Module, blocks: set[int]) -> list[nn.Module]:
 
 
 def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Iterator[UnitModule]:
-    if not any(True for m in module.modules() for _ in own_tensors(m)):
+    if not _holds_tensors(module):
         return
-    children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children()]
+    children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
     split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
     if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
         yield UnitModule(name=name, module=module)

@@ -153,14 +153,17 @@ class Binding:
         if alone:
             self.rest([unit])
 
-    def own_outputs(self, output: object) -> None:
+    def own_outputs(self, output: object) -> bool:
         """Give outputs that are views of streamed weights memory of their own: the next fill overwrites the ring."""
+        found = False
         borrowed = [faces.faces[0].ring for faces in self._borrowed.values()]
         ours = {memory.untyped_storage().data_ptr() for memory in (self._ring, *borrowed)}
         for tensor in tensors_in(output):
             with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
                 if tensor.untyped_storage().data_ptr() in ours:
                     tensor.data = tensor.data.clone()
+                    found = True
+        return found
 
     def has_buffers(self, unit: int) -> bool:
         """Whether the unit streams buffers, which its forward may update unseen."""

@@ -82,6 +82,7 @@ class Face:
     ring: torch.Tensor
     alone: bool  # no other tensor views the bytes
     version: int = 0
+    relaid: bool = False  # `adopt` took over another layout, which no graph knows
 
     def current_version(self) -> int:
         return self.member.tensor._version
@@ -130,6 +131,7 @@ class Face:
                 f"{data.stride()}, while it is offloaded (it was {self.home.dtype}, {tuple(self.home.shape)}, stride "
                 f"{self.home.stride()}): call remove(), change it, and offload again"
             )
+        self.relaid = self.relaid or data.stride() != self.home.stride()
         source = data.clone() if same_memory else data
         self.home = self.home.as_strided(data.shape, data.stride())
         self.ring = self.ring.as_strided(data.shape, data.stride())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from weightstream.errors import ConfigError, OffloadError
-from weightstream.runtime import ops
+from weightstream.runtime import guards, ops
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.engine import Counters
@@ -54,6 +54,7 @@ class FixedAddresses:
         self._graphs: WeakKeyDictionary[Any, Recording] = WeakKeyDictionary()
         self._compile: dict[str, Any] | None = None  # the options of `compile`
         self._entry: Callable[..., Any] | None = None  # the model's compiled forward
+        self._told = False
         self._uncompiled: list[Callable[[], None]] = []
         self._alone = False  # graphs are launched by somebody who tells nobody
         self._stale = False  # they may have been: nobody knows what the ring holds
@@ -90,6 +91,8 @@ class FixedAddresses:
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
+            if any(face.relaid for face in self._binding.faces()):
+                self._graphs.clear()
             self._binding.engine.end_step()
             self._binding.engine.prime()  # now, as a capture by hand may be under way later
             self._binding.fix()
@@ -102,6 +105,11 @@ class FixedAddresses:
             self._before = None
             self._session.fixed = False
             self._binding.unfix()
+
+    @property
+    def learned(self) -> bool:
+        """Whether a step has taught the order of the weights."""
+        return not self._watching
 
     def why_not_fixed(self) -> str | None:
         """Why `step` would raise; None if it would not."""
@@ -136,7 +144,7 @@ class FixedAddresses:
             graph: a `torch.cuda.CUDAGraph`.
             options: for `torch.cuda.graph`: `pool`, `stream`, `capture_error_mode`.
         """
-        with self._at_fixed_addresses():
+        with self.step():
             with self._lock:
                 self._forget_unseen()
                 held = self._before.left if self._before is not None else self._primed()
@@ -151,19 +159,14 @@ class FixedAddresses:
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        if (recording := self._graphs.get(graph)) is None:
-            raise OffloadError(
-                "this graph was not captured by capture() of this streamer, or remove() was called since"
-            )
-        with self._at_fixed_addresses(), self._lock:
+        with self.step(), self._lock:
+            if (recording := self._graphs.get(graph)) is None:
+                raise OffloadError("no graph of this streamer's capture(), or remove() or a new layout came since")
             self._forget_unseen()
             self._counters.steps += recording.begins
             recording.before_launch()
             graph.replay()
             recording.after_launch()
-
-    def _at_fixed_addresses(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._session.fixed else self.step()
 
     def _primed(self) -> set[int]:
         """The units in the ring at the start of a step."""
@@ -205,6 +208,8 @@ class FixedAddresses:
 
     def wait_unit(self, unit: int) -> None:
         """What `weightstream::wait` does: order compute after the unit's fill."""
+        if self._recording is not None and not self._recording.deferred and not self._backend.capturing():
+            self._recording, self._before, self._stale = None, None, True  # its capture failed before join()
         if self._recording is None and self._backend.capturing():
             self._record_alone()
         if self._recording is not None:
@@ -227,7 +232,8 @@ class FixedAddresses:
         """A unit's forward at fixed addresses, eager or captured."""
         self.wait_unit(unit)
         try:
-            output = forward(*args, **kwargs)
+            with guards.refuse_backward(self._units[unit].name):
+                output = forward(*args, **kwargs)
             self._binding.own_outputs(output)
             return output
         finally:
@@ -254,8 +260,9 @@ class FixedAddresses:
         if self._compile is None or (self._watching and not self._strays):
             return False
         if reason := self.why_not_fixed():
-            logger.warning("the model runs eager and not compiled: %s", reason)
-            self._compile = None
+            if not self._told:
+                logger.warning("the model runs eager and not compiled: %s", reason)
+            self._told = True
             return False
         return True
 
@@ -263,10 +270,13 @@ class FixedAddresses:
         """The model's forward at fixed addresses: compiled if that was asked for."""
         if self._compile is not None and self._entry is None:
             self._entry = self._compiled_entry(forward, **self._compile)
-        with self._at_fixed_addresses():
+        with self.step():
             self._in_step = True
             try:
                 return (self._entry or forward)(*args, **kwargs)
+            except BaseException:
+                self._binding.engine.abandon()  # compiled code does not release what an error leaves in use
+                raise
             finally:
                 self._in_step = False
 
@@ -274,7 +284,7 @@ class FixedAddresses:
         if scope == "model":
             return torch.compile(self._model.forward, **options)
         for block in self._blocks:
-            self._uncompiled.append(partial(setattr, block, "_compiled_call_impl", block._compiled_call_impl))
+            self._uncompiled.append(partial(_put_back, block, block.__dict__.get("_compiled_call_impl")))
             block.compile(**options)
         return forward
 
@@ -291,3 +301,9 @@ class FixedAddresses:
 
     def _trains(self, unit: int) -> bool:
         raise NotImplementedError
+
+
+def _put_back(block: nn.Module, compiled: Any) -> None:
+    block.__dict__.pop("_compiled_call_impl")
+    if compiled is not None:
+        block._compiled_call_impl = compiled

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Around:
         self.runs: list[Callable[..., Any]] = []
         self.session: ops.Session | None = None
         self.unit: torch.Tensor | None = None
+        self.hidden = False  # from compilers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
@@ -62,6 +63,22 @@ _outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
+def _hidden(around: Around, *args: Any, **kwargs: Any) -> Any:
+    return torch.compiler.disable(around)(*args, **kwargs)
+
+
+_hidden._torchdynamo_disable = True  # type: ignore[attr-defined]
+_hidden._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "this module of an offloaded model computes with its weights alone, or returns a view of them: compiled, that may "
+    "come before they are there. It runs eager: leave out fullgraph=True, or keep its weights resident."
+)
+
+
+def hide(module: nn.Module) -> None:
+    """Let compilers run the module eager, and not look into it."""
+    module.__dict__[_AROUND].hidden = True
+
+
 def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A forward for one instance, to be bound to it, so that a copy of the instance binds it to the copy."""
 
@@ -73,6 +90,8 @@ def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
             return around(*args, **kwargs)
         if around.session is None or (around.session.streams and not around.session.fixed):
             return _outside(around, *args, **kwargs)
+        if around.hidden:
+            return _hidden(around, *args, **kwargs)
         if around.unit is not None:
             ops.wait(around.session, around.unit, (args, kwargs))
         # The class's function where it can be: compiled code is then shared by all modules of a class.
@@ -85,9 +104,10 @@ def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     functools.update_wrapper(forward, plain)
-    signature = inspect.signature(plain)
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    with suppress(ValueError):  # a builtin has none
+        signature = inspect.signature(plain)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
     forward.__name__ = "forward"  # by which a pickle finds the plain one
     return forward
 

@@ -111,8 +111,11 @@ class Homes:
         """Bring every group back to the device it came from, into memory of its own."""
         for home in self.homes.values():
             if home.host is not None:
+                replaced = self._replaced(home)
                 home.group.home, home.host = home.host, None
                 self._point(home)
+                for tensor, data in replaced:
+                    tensor.data = data.cpu()
         if self._arena is not None:
             self._arena.close()  # first: each block then goes back as soon as its last group has left it
         for tensor, origin in self._empty:

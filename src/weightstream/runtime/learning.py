@@ -18,17 +18,27 @@ from weightstream.runtime.values import tensors_in
 
 
 class ReadWatch(TorchDispatchMode):
-    """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects.
+    """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects; and `on_early()` if it
+    computes with these and other `weights` alone: a compiler would be free to run it before the weights are there.
 
     A dispatch mode and not a function mode: that would turn PyTorch's fused paths off and change bits.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, watched: Iterable[torch.Tensor], on_read: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        watched: Iterable[torch.Tensor],
+        weights: Iterable[torch.Tensor],
+        on_read: Callable[[torch.Tensor], None],
+        on_early: Callable[[], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = {id(t) for t in watched}
+        self._weights = {id(t): t for t in weights}  # and views of them, kept so that ids stay theirs
+        self._streamed = set(self._watched)
         self._on_read = on_read
+        self._on_early = on_early
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -39,10 +49,18 @@ class ReadWatch(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
             return func(*args, **(kwargs or {}))
-        for tensor in tensors_in((*args, *(kwargs or {}).values())):
+        read = list(tensors_in((*args, *(kwargs or {}).values())))
+        for tensor in read:
             if id(tensor) in self._watched:
                 self._on_read(tensor)
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        if any(id(t) in self._streamed for t in read) and all(id(t) in self._weights for t in read):
+            if not func.is_view:
+                self._on_early()
+            else:
+                self._weights |= {id(t): t for t in tensors_in(output)}
+                self._streamed |= {id(t) for t in tensors_in(output)}
+        return output
 
 
 def reading_module(known: dict[int, str]) -> str | None:

@@ -48,12 +48,18 @@ class Session:
 
 def wait(session: Session, unit: torch.Tensor, arguments: Any) -> None:
     """Order what follows after the unit's fill."""
-    torch.ops.weightstream.wait(list(tensors_in(arguments)), session.token, unit, session.handle)
+    torch.ops.weightstream.wait(_mutable(arguments), session.token, unit, session.handle)
 
 
 def release(session: Session, unit: torch.Tensor, outputs: Any) -> None:
     """The unit's last kernel is queued."""
-    torch.ops.weightstream.release(list(tensors_in(outputs)), session.token, unit, session.handle)
+    torch.ops.weightstream.release(_mutable(outputs), session.token, unit, session.handle)
+
+
+def _mutable(values: Any) -> list[torch.Tensor]:
+    """All but expanded tensors: nobody may write to one whose elements share memory."""
+    found = tensors_in(values)
+    return [t for t in found if all(step or size == 1 for size, step in zip(t.shape, t.stride(), strict=True))]
 
 
 def _found(handle: int) -> Units:

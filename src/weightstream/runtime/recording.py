@@ -29,18 +29,21 @@ class Recording:
     ) -> None:
         self._engine = engine
         self._backend = backend
-        self._deferred = deferred
+        self.deferred = deferred
         self._order = engine.plan.manifest.order
         self._cursor: int | None = None if before is None else before._cursor
         self._inside: dict[int, Event] = {}  # units filled in here -> their fill
         self._outside = set(held)  # units filled before the graph starts, and not overwritten yet
         self._ordered: set[int] = set()  # units that compute was ordered after
-        self._in_use: dict[int, int] = {}
+        self._in_use: dict[int, int] = (
+            {} if before is None else {unit: uses for unit, uses in before._in_use.items() if uses}
+        )
         self._reads: dict[int, Event] = {}  # the last read of each unit, oldest first
         self._external: dict[int, Event] = {}  # of these: reads that a copy outside can wait for
         self._due: dict[int, None] = {}  # planned fills whose unit was not waited for yet
+        self._ordered |= self._in_use.keys()
         self.begins = False  # the first unit of a step is in here
-        self.entry: set[int] = set()
+        self.entry = set(self._in_use)
         self.filled: set[int] = set()
         self.num_fills = 0
         self.filled_nbytes = 0
@@ -77,7 +80,7 @@ class Recording:
                 self._backend.wait(Side.COMPUTE, self._inside[unit])
             else:
                 self.entry.add(unit)
-                if self._deferred:
+                if self.deferred:
                     self._backend.wait(Side.COMPUTE, self._engine.fences[unit].filled)
             self._ordered.add(unit)
         self._in_use[unit] = self._in_use.get(unit, 0) + 1
@@ -96,14 +99,14 @@ class Recording:
         following = self._order[self._cursor + 1 :]
         for refill in self._engine.plan.after[self._cursor]:
             self._due[refill] = None
-            if refill not in following and self._deferred:  # the next step's
-                self._external[unit] = self._engine.fences[unit].drained
+            if refill not in following and self.deferred:  # the next step's
+                self._external[unit] = self._backend.event()
         if unit in self._external:
             self._backend.record(Side.COMPUTE, self._external[unit])
 
     def end(self) -> None:
         """Join the copies that nobody waited for, before the capture ends."""
-        if not self._deferred:
+        if not self.deferred:
             for unit in self.due:
                 self._fill(unit)
         join = self._backend.edge()
@@ -151,7 +154,7 @@ class Recording:
                     f"unit {unit} and unit {other} are in use at once and share bytes of the ring: such a step cannot "
                     "be captured; run it eager, or give a larger budget"
                 )
-            if self._deferred and other in self._outside and other not in self._reads:
+            if self.deferred and other in self._outside and other not in self._reads:
                 # its fill may still be on its way
                 self._backend.wait(Side.COPY, self._engine.fences[other].filled)
                 self.entry.add(other)

@@ -234,11 +234,11 @@ class Streamer(FixedAddresses):
             return output
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._session.fixed:
-            return self._run_held(unit, forward, args, kwargs)
         self._refuse_forked()
         # Outside of a step a unit takes a turn of its own. Inside, threads of the model's may run units side by side.
         with nullcontext() if self._in_step else self._turn:
+            if self._session.fixed:
+                return self._run_held(unit, forward, args, kwargs)
             if self._removed:
                 return forward(*args, **kwargs)
             opening, alone = Opening(unit), not self._in_step and not self._binding.openings
@@ -251,7 +251,8 @@ class Streamer(FixedAddresses):
                         self._sequence.append(unit)
                 with guards.refuse_backward(self._units[unit].name):
                     output = forward(*args, **kwargs)
-                self._binding.own_outputs(output)
+                if self._binding.own_outputs(output):
+                    self._hide()
                 return output
             finally:
                 with self._lock:
@@ -298,11 +299,19 @@ class Streamer(FixedAddresses):
 
         self._strays = {}
         try:
-            with ReadWatch((face.member.tensor for face in streamed.values()), on_read):
+            weights = (tensor for module in self._model.modules() for _, tensor in own_tensors(module))
+            with ReadWatch((face.member.tensor for face in streamed.values()), weights, on_read, self._hide):
                 yield
         finally:
             for key in shown:
                 streamed[key].show(shown[key])
+
+    def _hide(self) -> None:
+        """Compilers may not look into the unit that is open: its kernels might run before its weights are there."""
+        for opening in self._binding.openings[-1:]:
+            unit = self._units[opening.unit]
+            for module in (unit.module, *unit.also):
+                guards.hide(module)
 
     def _learn(self) -> None:
         """Take over the order of the step that ended, if it is the first or the second of its kind in a row."""

@@ -84,16 +84,20 @@ class UnitModule:
 def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[UnitModule]:
     """One unit for modules with the very same parameters: these then have one place on the device."""
     alias_of = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
-    merged: dict[object, UnitModule] = {}
+    merged: dict[object, tuple[UnitModule, set[str]]] = {}
     for unit in units:
+        held = {alias_of[id(t)] for t in unit.tensors() if id(t) in alias_of}
         parameters = (t for t in unit.tensors() if isinstance(t, nn.Parameter) and id(t) in alias_of)
-        key = frozenset(alias_of[id(t)] for t in parameters) or id(unit)
-        if (first := merged.get(key)) is None:
-            merged[key] = unit
-            continue
-        large, small = sorted((first, unit), key=lambda u: -len(list(u.tensors())))  # the one with buffers takes both
-        merged[key] = replace(large, also=(*large.also, small.module, *small.also))
-    return list(merged.values())
+        key: object = frozenset(alias_of[id(t)] for t in parameters) or id(unit)
+        first, theirs = merged.get(key, (unit, held))
+        if not (held <= theirs or held >= theirs):  # buffers of their own
+            key, first, theirs = id(unit), unit, held
+        large, small = (first, unit) if held <= theirs else (unit, first)
+        if small is not large:
+            also, enclosing = (*large.also, small.module, *small.also), large.enclosing or small.enclosing
+            large = replace(large, also=also, enclosing=enclosing)
+        merged[key] = large, held | theirs
+    return [unit for unit, _ in merged.values()]
 
 
 def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
