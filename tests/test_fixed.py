@@ -228,7 +228,7 @@ def test_compiled_steps(name: str, scope: Any, counters: Any, caplog: pytest.Log
             assert_same(run(model, "cpu", seed), run(reference, "cpu", seed))
         # a weight that is computed with before it meets an activation: its unit runs eager
         assert ("_hidden" in str(counters["graph_break"])) == (name in HIDDEN)
-        assert counters["stats"]["unique_graphs"] >= 1
+        assert counters["stats"]["unique_graphs"] >= (name not in HIDDEN)
         assert not [record for record in caplog.records if "eager and not compiled" in record.message]
 
 

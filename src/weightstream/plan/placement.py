@@ -56,10 +56,11 @@ def place_layers(
     profile: Profile | None = None,
 ) -> Plan:
     """The classic rule: layer i streams when `i % group_size >= group_size - num_in_group`, through as many slots as
-    `prefetch_step`; everything else is resident."""
+    `prefetch_step`; everything else is resident, and so are units too small to be worth a copy (a norm on its own)."""
     streamed: set[str] = set()
+    limit = _small_nbytes(manifest)
     for unit in manifest.units:
-        if unit.layer is not None and unit.layer % group_size >= group_size - num_in_group:
+        if unit.nbytes > limit and unit.layer is not None and unit.layer % group_size >= group_size - num_in_group:
             streamed |= {t.alias for t in unit.tensors if eligible(t.name)}
     return _with_slots(manifest, streamed, prefetch_step, profile)
 
@@ -119,9 +120,13 @@ def _enclosing(manifest: Manifest) -> frozenset[str]:
     return frozenset(alias for unit in manifest.units if unit.enclosing for alias in unit.aliases())
 
 
+def _small_nbytes(manifest: Manifest) -> int:
+    return min(_SMALL_NBYTES, max(unit.nbytes for unit in manifest.units) // _SMALL)
+
+
 def _forced(manifest: Manifest) -> frozenset[str]:
     """What stays whatever the budget: tensors too small to be worth a copy, and units that enclose others."""
-    limit = min(_SMALL_NBYTES, max(unit.nbytes for unit in manifest.units) // _SMALL)
+    limit = _small_nbytes(manifest)
     small: set[str] = set()
     left = manifest.nbytes // _SMALL_TOTAL
     for alias, nbytes in sorted(manifest.aliases.items(), key=lambda item: item[1]):

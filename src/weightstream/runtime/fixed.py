@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -159,7 +159,7 @@ class FixedAddresses:
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        with self.step(), self._lock:
+        with self.step() if graph in self._graphs else nullcontext(), self._lock:
             if (recording := self._graphs.get(graph)) is None:
                 raise OffloadError("no graph of this streamer's capture(), or remove() or a new layout came since")
             self._forget_unseen()

@@ -42,8 +42,9 @@ class Stats:
     """What a streamer has done so far, and what it holds.
 
     `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
-    repeated or out of order. `stall_s` is the time that compute waited for copies. `held_nbytes` counts weights by
-    tier: "device" (residents and the ring), "host" (RAM) and "disk" (mapped files); `model_nbytes` counts them once.
+    repeated or out of order. `stall_s` is the time that compute waited for copies; on CUDA an estimate from every 11th
+    wait. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM) and "disk" (mapped
+    files); `model_nbytes` counts them once.
     """
 
     steps: int
