@@ -51,6 +51,7 @@ def prefill(rows: list[Row], folder: Path) -> None:
     left.axvline(1, color=LINE, linewidth=1)
     left.set_xlim(0, 1.2 * max(ratios))
     left.set_xlabel("time, x resident", fontsize=8)
+    shown = [row for row in shown if "peak_gib" in row]
     peaks = [row["peak_gib"] for row in shown]
     right.bar_label(
         right.barh(_names(shown), peaks, color=_colors(shown)), [f"{p:.2f}" for p in peaks], padding=3, fontsize=7

@@ -19,7 +19,7 @@ CANNOT_STREAM = frozenset({"BareParameters"})
 # a step of these runs other blocks than the step before
 IRREGULAR = frozenset({"OptionalBranch", "OrderByInput"})
 # Parents read their children's weights; the least budget cannot hold units of theirs, so such reads are served singly.
-STRAYS = frozenset({"ParentReadsChildren", "NestedLists", "mamba", "mamba2"})
+STRAYS = frozenset({"ParentReadsChildren", "NestedLists", "jamba", "mamba", "mamba2"})
 BUDGETS = ("least", "half", "whole")
 
 
