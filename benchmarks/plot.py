@@ -40,7 +40,7 @@ def decoder(rows: list[Row], folder: Path) -> None:
 
 def prefill(rows: list[Row], folder: Path) -> None:
     """Time over the resident model's, and peak memory, side by side."""
-    shown = [row for row in rows if row["system"] != "link floor"][::-1]
+    shown = [row for row in rows if "peak_gib" in row][::-1]
     figure, (left, right) = plt.subplots(
         1, 2, sharey=True, figsize=(8.6, 0.34 * len(shown) + 1.1), layout="constrained"
     )
@@ -51,7 +51,6 @@ def prefill(rows: list[Row], folder: Path) -> None:
     left.axvline(1, color=LINE, linewidth=1)
     left.set_xlim(0, 1.2 * max(ratios))
     left.set_xlabel("time, x resident", fontsize=8)
-    shown = [row for row in shown if "peak_gib" in row]
     peaks = [row["peak_gib"] for row in shown]
     right.bar_label(
         right.barh(_names(shown), peaks, color=_colors(shown)), [f"{p:.2f}" for p in peaks], padding=3, fontsize=7
