@@ -28,21 +28,7 @@ _TEXT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids
 def generate(
     model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, **kwargs: Any
 ) -> Any:
-    """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
-
-    It is `model.generate(inputs, cache_implementation="static", disable_compile=True, **kwargs)`, bit for bit. Where
-    steps cannot be captured they run eager, and a warning says why; without CUDA, or when an argument asks for another
-    cache or loop, it is `model.generate(inputs, **kwargs)`. Hooks of the model's parts do not run in a replayed step.
-
-    Args:
-        model: a transformers model.
-        inputs: token ids of shape (batch, tokens), as for `model.generate`.
-        on_decoding: called at the end with how the steps ran, in place of the warning.
-        kwargs: for `model.generate`.
-
-    Returns:
-        What `model.generate` returns.
-    """
+    """`weightstream.generate`, whose docstring says the rest."""
     result, decoding = decode(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
         on_decoding(decoding)
