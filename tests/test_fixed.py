@@ -269,6 +269,18 @@ def test_a_wrong_scope_is_told(scope: Any) -> None:
         streamer.compile(scope=scope)
 
 
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_backend_that_is_not_there_can_be_put_right(scope: Any, counters: Any) -> None:
+    model, reference, streamer = opened()
+    with streamer:
+        streamer.compile(scope, backend="nothing")
+        with pytest.raises(Exception, match="nothing"):
+            run(model, "cpu", 0)
+        streamer.compile(scope, backend="aot_eager")
+        assert_steps_equal(model, reference, "cpu", range(2))
+    assert not any("_compiled_call_impl" in vars(module) for module in model.module.modules())
+
+
 def test_torch_compile_by_hand(counters: Any) -> None:
     model, reference, streamer = opened()
     step: Callable[..., Any] = torch.compile(model.module, backend="aot_eager", fullgraph=True)

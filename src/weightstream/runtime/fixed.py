@@ -304,6 +304,6 @@ class FixedAddresses:
 
 
 def _put_back(block: nn.Module, compiled: Any) -> None:
-    block.__dict__.pop("_compiled_call_impl")
+    block.__dict__.pop("_compiled_call_impl", None)
     if compiled is not None:
         block._compiled_call_impl = compiled
