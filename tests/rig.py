@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import time
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
@@ -104,3 +108,15 @@ def spied(backend: Any, calls: list[str]) -> Wrapper:
             super().copy(copies)
 
     return Spy(backend)
+
+
+def mutated(monkeypatch: pytest.MonkeyPatch, original: ModuleType, edits: list[tuple[str, str]]) -> ModuleType:
+    """A module of the original's source with these edits; each must match exactly once."""
+    source = inspect.getsource(original)
+    for old, new in edits:
+        assert source.count(old) == 1, f"{original.__name__} holds {source.count(old)} times: {old}"
+        source = source.replace(old, new)
+    module = ModuleType(f"mutated_{original.__name__.rpartition('.')[2]}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, f"{module.__name__}.py", "exec"), module.__dict__)
+    return module

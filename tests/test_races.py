@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import weightstream.runtime.engine as engine_module
-from rig import Rig, equal_plan, small_plan
+from rig import Rig, equal_plan, mutated, small_plan
 from weightstream.errors import InvariantError
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan
@@ -91,20 +89,12 @@ MUTATIONS = {
 }
 
 
-def mutated(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]]) -> type[Engine]:
-    """The engine of its own source with these edits; each must match exactly once."""
-    source = inspect.getsource(engine_module)
-    for old, new in edits:
-        assert source.count(old) == 1, f"engine.py holds {source.count(old)} times: {old}"
-        source = source.replace(old, new)
-    module = ModuleType("mutated_engine")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source, "mutated_engine.py", "exec"), module.__dict__)
-    return module.Engine
+def mutated_engine(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]]) -> type[Engine]:
+    return mutated(monkeypatch, engine_module, edits).Engine
 
 
 def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine_class = mutated(monkeypatch, [])
+    engine_class = mutated_engine(monkeypatch, [])
     assert engine_class is not Engine
     for seed in SEEDS:
         assert run_and_count(engine_class, seed) == SimpleNamespace(races=0, mismatches=0)
@@ -112,7 +102,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine_class = mutated(monkeypatch, MUTATIONS[name])
+    engine_class = mutated_engine(monkeypatch, MUTATIONS[name])
     found = [run_and_count(engine_class, seed) for seed in SEEDS]
     assert all(f.races for f in found), "the clock checker needs no luck"
     assert sum(f.mismatches > 0 for f in found) > len(SEEDS) // 2, found
@@ -202,7 +192,7 @@ def test_the_naive_ring_rule_costs_fills_and_no_wrong_bytes() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_naive_ring_rule_is_seen_in_an_engine_that_trusts_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without states: it fills what the plan says and waits, as the engine that shipped this bug did."""
-    trusting = mutated(
+    trusting = mutated_engine(
         monkeypatch,
         [
             ("held.move(State.EMPTY)", "pass"),

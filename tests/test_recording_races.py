@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import pytest
 
 import weightstream.runtime.fixed as fixed_module
 import weightstream.runtime.recording as recording_module
 from graph_rig import ODD, PLANS, GraphRig, take_turns
+from rig import mutated
 from weightstream.errors import InvariantError
 from weightstream.runtime.recording import Recording
 
@@ -59,16 +57,9 @@ MUTATIONS = {
 }
 
 
-def mutated(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]]) -> None:
-    """Make streamers use a recording of its own source with these edits; each must match exactly once."""
-    source = inspect.getsource(recording_module)
-    for old, new in edits:
-        assert source.count(old) == 1, f"recording.py holds {source.count(old)} times: {old}"
-        source = source.replace(old, new)
-    module = ModuleType("mutated_recording")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source, "mutated_recording.py", "exec"), module.__dict__)
-    monkeypatch.setattr(fixed_module, "Recording", module.Recording)
+def use_mutated(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]]) -> None:
+    """Make streamers use a recording of its own source with these edits."""
+    monkeypatch.setattr(fixed_module, "Recording", mutated(monkeypatch, recording_module, edits).Recording)
 
 
 def is_seen(name: str, scenario: Callable[[GraphRig], int]) -> bool:
@@ -94,12 +85,12 @@ SCENARIOS: list[tuple[str, Callable[[GraphRig], int]]] = [
 
 
 def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutated(monkeypatch, [])
+    use_mutated(monkeypatch, [])
     assert fixed_module.Recording is not Recording
     assert not any(is_seen(name, scenario) for name, scenario in SCENARIOS)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutated(monkeypatch, MUTATIONS[name])
+    use_mutated(monkeypatch, MUTATIONS[name])
     assert any(is_seen(name, scenario) for name, scenario in SCENARIOS)

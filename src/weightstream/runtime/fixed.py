@@ -93,8 +93,7 @@ class FixedAddresses:
             self._binding.wake()
             if any(face.relaid for face in self._binding.faces()):
                 self._graphs.clear()
-            self._binding.engine.end_step()
-            self._binding.engine.prime()  # now, as a capture by hand may be under way later
+            self._primed()  # now, as a capture by hand may be under way later
             self._binding.fix()
             self._session.fixed = True
 

@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _AROUND = "_weightstream_around"  # where a module keeps what it runs in place of its forward
 
 
@@ -52,26 +53,30 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _untraced(reason: str) -> Callable[[_Callable], _Callable]:
+    """Marks what compilers leave alone, as torch.compiler.disable does, which would import the compiler, a second."""
+
+    def mark(function: _Callable) -> _Callable:
+        function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return function
+
+    return mark
+
+
+@_untraced(
+    "the weights of an offloaded model have no fixed address outside of `with model.weightstream.step():`. Call the "
+    "compiled model inside of it, or let model.weightstream.compile() do both."
+)
 def _outside(around: Around, *args: Any, **kwargs: Any) -> Any:
     return torch.compiler.disable(around)(*args, **kwargs)
 
 
-_outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would import the compiler, a second
-_outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "the weights of an offloaded model have no fixed address outside of `with model.weightstream.step():`. Call the "
-    "compiled model inside of it, or let model.weightstream.compile() do both."
-)
-
-
-def _hidden(around: Around, *args: Any, **kwargs: Any) -> Any:
-    return torch.compiler.disable(around)(*args, **kwargs)
-
-
-_hidden._torchdynamo_disable = True  # type: ignore[attr-defined]
-_hidden._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+@_untraced(
     "this module of an offloaded model computes with its weights alone, or returns a view of them: compiled, that may "
     "come before they are there. It runs eager: leave out fullgraph=True, or keep its weights resident."
 )
+def _hidden(around: Around, *args: Any, **kwargs: Any) -> Any:
+    return torch.compiler.disable(around)(*args, **kwargs)
 
 
 def hide(module: nn.Module) -> None:
