@@ -7,6 +7,7 @@ with this run's weights; its locals must die with the function that measures it,
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -218,12 +219,16 @@ class Bench:
         )
 
     def finish(self) -> None:
-        """Show the table; a wrong output of ours, or an error of ours, is a failure."""
-        Console(width=240).print(table(self.rows))
-        ours = [row for row in self.rows if row["system"].startswith(("weightstream", "resident"))]
-        wrong = [row["system"] for row in ours if "error" in row or not row.get("equal", True)]
-        if wrong:
-            raise SystemExit(f"{len(wrong)} failed or differ from the resident model: {'; '.join(wrong)}")
+        show(self.rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Show the table; a wrong output of ours, or an error of ours, is a failure."""
+    Console(width=240).print(table(rows))
+    ours = [row for row in rows if row["system"].startswith(("weightstream", "resident"))]
+    wrong = [row["system"] for row in ours if "error" in row or not row.get("equal", True)]
+    if wrong:
+        raise SystemExit(f"{len(wrong)} failed or differ from the resident model: {'; '.join(wrong)}")
 
 
 COLUMNS = {
@@ -239,7 +244,18 @@ COLUMNS = {
     "stall_ms": "stall ms",
     "graphs": "graphs",
     "graph_breaks": "breaks",
+    "device_s": "device s",
+    "load_s": "load s",
     "first_s": "first s",
+    "total_s": "total s",
+    "seconds": "s",
+    "read_gbps": "GB/s",
+    "x_direct": "x direct",
+    "x_predicted": "predicted",
+    "x_host": "x host",
+    "x_arena": "x arena",
+    "used_share": "used share",
+    "anon_peak_growth_gib": "anon GiB",
     "equal": "equal",
     "equal_eager": "= eager",
 }
@@ -251,8 +267,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for heading in ("system", "tokens", "p20 ms", "p50 ms", "p80 ms", *columns.values()):
         found.add_column(heading, no_wrap=True)
     for row in rows:
-        ms = ("failed", "", "") if "error" in row else (f"{row['ms'][p]:.2f}" for p in ("p20", "p50", "p80"))
-        found.add_row(row["system"], str(row.get("tokens", "")), *ms, *(str(row.get(k, "")) for k in columns))
+        ms = ("failed",) if "error" in row else (f"{value:.2f}" for value in row.get("ms", {}).values())
+        shown = (row.get(key, "") for key in columns)
+        cells = (str(value.get("p50", "") if isinstance(value, dict) else value) for value in shown)
+        found.add_row(row["system"], str(row.get("tokens", "")), *itertools.islice((*ms, "", "", ""), 3), *cells)
     return found
 
 

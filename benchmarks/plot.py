@@ -18,6 +18,12 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 OURS, PEER, PLAIN, LINE = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020"
+STAGES = {"device_s": ("device starts", PEER), "load_s": ("load", OURS), "first_s": ("first step", PLAIN)}
+COLUMNS = (
+    *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "peak_gib", "graphs"),
+    *("device_s", "load_s", "first_s", "total_s", "seconds", "read_gbps", "x_direct", "x_predicted"),
+    *("x_host", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
+)
 Row = dict[str, Any]
 
 
@@ -81,16 +87,52 @@ def classic(rows: list[Row], folder: Path) -> None:
     figure.savefig(folder / "classic.png", dpi=130)
 
 
+def start(rows: list[Row], folder: Path) -> None:
+    """Seconds to the end of the first step, stacked by what they go to, and the anonymous memory that it took."""
+    shown = [row for row in rows if "first_s" in row and "load_s" in row and row["system"] != "libraries alone"][::-1]
+    figure, axes = plt.subplots(figsize=(8.6, 0.3 * len(shown) + 1.2), layout="constrained")
+    ends = [0.0] * len(shown)
+    for part, (name, color) in STAGES.items():
+        bars = axes.barh(_names(shown), [row[part] for row in shown], left=ends, color=color, label=name)
+        ends = [end + row[part] for end, row in zip(ends, shown, strict=True)]
+    axes.bar_label(
+        bars, [f"{row['total_s']:.2f} s, {row['anon_peak_growth_gib']:.1f} GiB" for row in shown], padding=3, fontsize=7
+    )
+    axes.set_xlim(0, 1.25 * max(ends))
+    axes.set_xlabel("seconds from the call to the end of the first step, and anonymous host memory", fontsize=8)
+    axes.legend(fontsize=8)
+    _finish(axes, f"loading {rows[-1]['nbytes'] / 1e9:.1f} GB, {rows[-1]['gpu']}")
+    figure.savefig(folder / "start.png", dpi=130)
+
+
+def disk(rows: list[Row], folder: Path) -> None:
+    """What each system reads from disk, GB/s, and the rate of direct reads as a line with its p20 to p80."""
+    floor = next(row["read_gbps"] for row in rows if row["system"] == "direct reads")
+    shown = [row for row in rows if "x_direct" in row][::-1]
+    figure, axes = plt.subplots(figsize=(8.6, 0.34 * len(shown) + 1.2), layout="constrained")
+    bars = axes.barh(_names(shown), [row["read_gbps"] for row in shown], color=_colors(shown))
+    labels = [
+        f"{row['read_gbps']:.2f} GB/s, {row['x_direct']:.2f} x, {row['ms']['p50'] / 1e3:.2f} s a step" for row in shown
+    ]
+    axes.bar_label(bars, labels, padding=3, fontsize=7)
+    axes.axvspan(floor["p20"], floor["p80"], color=LINE, alpha=0.2, linewidth=0)
+    axes.axvline(floor["p50"], color=LINE, linewidth=1, label=f"direct reads: {floor['p50']:.2f} GB/s")
+    axes.set_xlim(0, 1.5 * max(floor["p80"], *(row["read_gbps"] for row in shown)))
+    axes.set_xlabel("read from disk, GB/s", fontsize=8)
+    axes.legend(loc="lower right", fontsize=8)
+    _finish(axes, f"a model of {rows[-1]['nbytes'] / 1e9:.1f} GB, most of it or all on disk, {rows[-1]['gpu']}")
+    figure.savefig(folder / "disk.png", dpi=130)
+
+
 def markdown(rows: list[Row]) -> str:
     """The rows as a table in Markdown, without the columns that no row has."""
-    columns = ("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "peak_gib", "graphs", "first_s", "equal")
-    shown = [column for column in columns if any(column in row for row in rows)]
+    shown = [column for column in COLUMNS if any(column in row for row in rows)]
     lines = [f"| system | tokens | ms, p20 / p50 / p80 | {' | '.join(shown)} |", "|---|" + "---|" * (len(shown) + 2)]
     for row in rows:
-        ms = " / ".join(f"{row['ms'][p]:.2f}" for p in ("p20", "p50", "p80"))
-        lines.append(
-            f"| {row['system']} | {row.get('tokens', '')} | {ms} | {' | '.join(str(row.get(c, '')) for c in shown)} |"
-        )
+        ms = " / ".join(f"{row['ms'][p]:.2f}" for p in ("p20", "p50", "p80") if "ms" in row)
+        cells = (row.get(column, "") for column in shown)
+        texts = (str(cell.get("p50", "") if isinstance(cell, dict) else cell) for cell in cells)
+        lines.append(f"| {row['system']} | {row.get('tokens', '')} | {ms} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -115,7 +157,7 @@ def _finish(axes: Axes, title: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    for draw in (decoder, prefill, classic):
+    for draw in (decoder, prefill, classic, start, disk):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
             found = read(path)
             draw(found, folder)

@@ -24,6 +24,7 @@ from rig import KIB
 from weightstream.adapters.module import find_units
 from weightstream.errors import PlanError, StoreError
 from weightstream.plan.manifest import Manifest
+from weightstream.plan.placement import place_homes
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CpuBackend
@@ -72,6 +73,10 @@ def streaming_weights(model: nn.Module, homes: Homes, resident: set[int] = froze
     return Plan.build(made, frozenset(stays), WEIGHT_NBYTES)
 
 
+def within(budget: int, plan: Plan, homes: Homes) -> Plan:
+    return place_homes(plan, host_budget=budget, movable=homes.movable, remedy="Raise host_budget.")
+
+
 def mapped(model: nn.Module, path: Path) -> Checkpoint:
     """Save the model and let its parameters view the file."""
     save_file(model.state_dict(), path)
@@ -107,7 +112,7 @@ def test_residents_of_a_mapped_model_are_copied_and_the_rest_stays_mapped(backen
     (mapping,) = checkpoint.mappings
     in_file = {name for name, address in addresses(model).items() if mapping.locate(address) is not None}
     assert in_file == {"0.weight", "2.weight", "3.weight"}
-    assert homes.held_nbytes() == {"device": WEIGHT_NBYTES + 4 * WIDTH * 4, "host": 0, "disk": 3 * WEIGHT_NBYTES}
+    assert homes.held_nbytes() == {"device": WEIGHT_NBYTES + 4 * WIDTH * 4, "host": 3 * WEIGHT_NBYTES, "disk": 0}
     assert_values(model, expected)
     homes.restore()
     assert_values(model, expected)
@@ -118,8 +123,8 @@ def test_ties_and_views_stay_views_of_one_home_on_every_tier(backend: CpuBackend
     model[2].weight = model[0].weight
     model[1].register_buffer("columns", model[1].weight.data[:, ::2])
     expected = values(model)
-    homes = Homes(groups(model), backend, spill=OffloadFolder(tmp_path), host_budget=0)
-    homes.settle(streaming_weights(model, homes))
+    homes = Homes(groups(model), backend, spill=OffloadFolder(tmp_path))
+    homes.settle(within(0, streaming_weights(model, homes), homes))
     assert model[2].weight is model[0].weight
     assert model[1].columns.data_ptr() == model[1].weight.data_ptr()
     assert model[1].columns.stride() == (WIDTH, 2)
@@ -140,8 +145,8 @@ def test_what_is_over_the_host_budget_goes_to_the_folder_and_comes_back(
     model = linears()
     expected = values(model)
     folder = OffloadFolder(tmp_path / "folder")
-    homes = Homes(groups(model), backend, spill=folder, host_budget=kept * WEIGHT_NBYTES)
-    plan = streaming_weights(model, homes)
+    homes = Homes(groups(model), backend, spill=folder)
+    plan = within(kept * WEIGHT_NBYTES, streaming_weights(model, homes), homes)
     homes.settle(plan)
     held = homes.held_nbytes()
     assert held == {"device": 4 * WIDTH * 4, "host": kept * WEIGHT_NBYTES, "disk": (4 - kept) * WEIGHT_NBYTES}
@@ -164,10 +169,10 @@ def test_what_is_over_the_host_budget_goes_to_the_folder_and_comes_back(
 def test_without_a_folder_the_budget_is_refused_with_its_arithmetic(backend: CpuBackend) -> None:
     model = linears()
     before = addresses(model)
-    homes = Homes(groups(model), backend, host_budget=WEIGHT_NBYTES)
+    homes = Homes(groups(model), backend)
     with pytest.raises(PlanError) as refused:
-        homes.settle(streaming_weights(model, homes))
-    for part in ("host budget 16.0KiB < 64.0KiB", "0.weight needs 16.0KiB", "Raise host_budget", "offload_folder"):
+        homes.settle(within(WEIGHT_NBYTES, streaming_weights(model, homes), homes))
+    for part in ("host budget 16.0KiB (16384 bytes) < 64.0KiB", "of 64.0KiB outside of the device. Raise host_budget"):
         assert part in str(refused.value)
     assert addresses(model) == before
     assert not any(home.moved for home in homes.homes.values())
@@ -179,7 +184,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_model_as_it_was(
     model = linears()
     expected = values(model)
     folder = OffloadFolder(tmp_path)
-    homes = Homes(groups(model), backend, spill=folder, host_budget=0)
+    homes = Homes(groups(model), backend, spill=folder)
     write = folder.write
 
     def third_fails(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +194,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(folder, "write", third_fails)
     with pytest.raises(StoreError, match="no space left"):
-        homes.settle(streaming_weights(model, homes))
+        homes.settle(within(0, streaming_weights(model, homes), homes))
     assert_values(model, expected)
     assert homes.held_nbytes()["disk"] == 0
     assert not any(m.locate(a) is not None for m in folder.mappings for a in addresses(model).values())
@@ -212,8 +217,8 @@ def test_a_device_without_room_for_the_residents_leaves_the_model_as_it_was(
 def test_restoring_twice_changes_nothing(backend: CpuBackend, tmp_path: Path) -> None:
     model = linears()
     expected = values(model)
-    homes = Homes(groups(model), backend, spill=OffloadFolder(tmp_path), host_budget=0)
-    homes.settle(streaming_weights(model, homes))
+    homes = Homes(groups(model), backend, spill=OffloadFolder(tmp_path))
+    homes.settle(within(0, streaming_weights(model, homes), homes))
     homes.restore()
     once = addresses(model)
     homes.restore()
@@ -286,7 +291,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_with_one_warning(
     with caplog.at_level(logging.WARNING):
         homes.settle(streaming_weights(model, homes))
     assert [r.getMessage() for r in caplog.records] == [
-        "the system refused. Copies go through a small pinned buffer instead, which costs overlap."
+        "the system refused. Copies go through a small staging ring instead: the CPU copies each byte once more."
     ]
     assert not any(home.pinned for home in homes.homes.values())
     assert_values(model, expected)

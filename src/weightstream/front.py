@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from weightstream.adapters.module import find_blocks, find_units, row_tables
 from weightstream.config import OffloadConfig, name_matches, unmatched_patterns
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.placement import map_to_host, place, place_host_bytes, place_layers
+from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
 from weightstream.runtime import cpu, cuda, guards
 from weightstream.runtime.backend import Backend
@@ -27,6 +29,7 @@ from weightstream.runtime.weights import Group, UnitModule, empty_tensors, group
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
+from weightstream.store.pages import PageCache
 
 logger = logging.getLogger("weightstream")
 
@@ -183,12 +186,6 @@ def _offload(
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
     shared = _shared_or_buffers(model) if whole_layers else frozenset[str]()
-    planner = _planner(model, config, backend, by_alias, shared)
-    if whole_layers:
-        units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(model.named_children())]
-    else:
-        grains = [merge_tied(find_units(model, leaves=leaves), by_alias) for leaves in (False, True)]
-        units = _best_grain(grains, by_alias, planner)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     homes = Homes(
@@ -197,9 +194,16 @@ def _offload(
         empty=empty_tensors(model),
         mappings=mappings,
         arena=_arena(backend, config),
+        pages=_pages(backend, config) if mappings else None,
         spill=spill,
-        host_budget=config.host_budget,
+        by_row=_tables(model, by_alias),
     )
+    planner = _within_host_budget(config, backend, homes, shared)
+    if whole_layers:
+        units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(model.named_children())]
+    else:
+        grains = [merge_tied(find_units(model, leaves=leaves), by_alias) for leaves in (False, True)]
+        units = _best_grain(grains, by_alias, planner)
     closing = ExitStack()
     for owned in (folder, spill):
         if owned is not None:
@@ -239,7 +243,50 @@ def _arena(backend: Backend, config: OffloadConfig) -> Arena | None:
     """Pinned memory, where the device copies from host memory asynchronously and pinning is allowed."""
     if backend.device.type != "cuda" or not config.pin_memory:
         return None
-    return Arena(cuda.register, cuda.unregister)
+    return Arena(partial(cuda.register, device=backend.device), cuda.unregister)
+
+
+def _pages(backend: Backend, config: OffloadConfig) -> PageCache | None:
+    """The page cache as a home: pinned where it is, if the device can; read ahead, where nothing is pinned."""
+    if backend.device.type != "cuda" or not config.pin_memory:
+        return PageCache()
+    if not cuda.reads_pages(backend.device):
+        return None
+    return PageCache(partial(cuda.register, device=backend.device, read_only=True), cuda.unregister)
+
+
+def _tables(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
+    rows = row_tables(model)
+    return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
+
+
+def _within_host_budget(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozenset[str]) -> Planner:
+    """Plans that keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
+    in_ram = sum(h.group.nbytes for h in homes.homes.values() if h.mapping is None and h.origin.type == "cpu")
+    free, on_cpu = cpu.free_nbytes() + in_ram, backend.device.type == "cpu"
+    remedy = "Raise host_budget, name an offload_folder to keep the rest on disk, or raise device_budget."
+    planners = [_planner(config, backend, homes, kept, by_row=by_row) for by_row in (True, False)]
+
+    def within(manifest: Manifest, planner: Planner) -> Plan:
+        plan = planner(manifest)
+        budget = config.host_budget
+        if budget is None:
+            budget = max(0, free - plan.device_nbytes if on_cpu else free)
+        placed = partial(place_homes, plan, host_budget=budget, movable=homes.movable, remedy=remedy)
+        return placed(profile=profile() if placed().disk else backend.profile)
+
+    @cache
+    def profile() -> Profile:
+        measured = homes.disk_bytes_per_s()
+        return backend.profile if measured is None else replace(backend.profile, disk_bytes_per_s=measured)
+
+    def plan(manifest: Manifest) -> Plan:
+        try:
+            return within(manifest, planners[0])
+        except PlanError:  # a table that kernels read by row cannot be on disk
+            return within(manifest, planners[1])
+
+    return plan
 
 
 def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
@@ -249,30 +296,28 @@ def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
     return frozenset(shared) | {name for name, _ in layers.named_buffers(remove_duplicate=False)}
 
 
-def _planner(
-    model: nn.Module, config: OffloadConfig, backend: Backend, by_alias: dict[str, Group], kept: frozenset[str]
-) -> Planner:
+def _planner(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozenset[str], *, by_row: bool) -> Planner:
     """What turns a manifest into a plan under this configuration. The classic settings leave `kept` where it is.
 
-    Kernels read from host memory what `zero_copy_params` names; and, where memory is short, the large tables of which
-    a step reads a few rows.
+    Kernels read from host memory what `zero_copy_params` names; and with `by_row`, where device memory is short, the
+    large tables of which a step reads a few rows.
     """
-    plan_rest = _streaming_planner(config, backend, by_alias, kept)
+    plan_rest = _streaming_planner(config, backend, homes, kept)
+    by_alias = {alias: home.group for alias, home in homes.homes.items()}
     named = frozenset(a for a, group in by_alias.items() if _named(group, config.zero_copy_params))
     if not named and (backend.device.type == "cpu" or config.backend != "none"):
         return plan_rest
     if not _maps_host_memory(backend, config):
-        if named:
+        if named and by_row:
             logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
         return plan_rest
-    rows = row_tables(model)
-    tables = frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
-    large = frozenset(a for a in tables if by_alias[a].nbytes >= _TABLE_NBYTES)
-    read_nbytes = sum(by_alias[alias].nbytes for alias in named - tables)
+    large = frozenset(alias for alias in homes.by_row if by_alias[alias].nbytes >= _TABLE_NBYTES)
+    read_nbytes = sum(by_alias[alias].nbytes for alias in named - homes.by_row)
 
     def planner(manifest: Manifest) -> Plan:
         plan = map_to_host(plan_rest(manifest.without(named)), manifest, read_nbytes, backend.profile)
-        if config.backend != "none" or backend.device.type == "cpu" or plan.host_nbytes == plan.mapped_nbytes:
+        fits = plan.offloaded_nbytes == plan.mapped_nbytes
+        if not by_row or fits or config.backend != "none" or backend.device.type == "cpu":
             return plan
         return map_to_host(plan_rest(manifest.without(named | large)), manifest, read_nbytes, backend.profile)
 
@@ -284,9 +329,7 @@ def _named(group: Group, patterns: frozenset[str]) -> bool:
     return bool(patterns) and any(map(_eligible(patterns), names))
 
 
-def _streaming_planner(
-    config: OffloadConfig, backend: Backend, by_alias: dict[str, Group], kept: frozenset[str]
-) -> Planner:
+def _streaming_planner(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozenset[str]) -> Planner:
     profile: Profile = backend.profile
     uva, prefetch = config.uva, config.prefetch
     if config.backend == "prefetch":
@@ -310,7 +353,8 @@ def _streaming_planner(
     if budget is None:
         on_cpu = backend.device.type == "cpu"
         free = cpu.free_nbytes() if on_cpu else cuda.free_nbytes(backend.device)
-        budget = free + sum(g.nbytes for g in by_alias.values() if g.home.device == backend.device)
+        there = (h for h in homes.homes.values() if h.origin == backend.device and h.mapping is None)
+        budget = free + sum(home.group.nbytes for home in there)
     return lambda manifest: place(manifest, budget=budget, profile=profile)
 
 
@@ -340,5 +384,5 @@ def _report(plan: Plan, config: OffloadConfig) -> None:
             "(set use_uva=False to say that this is meant)"
         )
     logger.info("%s", plan.summary())
-    if not plan.host_nbytes and config.backend != "none":
+    if not plan.offloaded_nbytes and config.backend != "none":
         logger.warning("the %s settings offload nothing of this model", config.backend)

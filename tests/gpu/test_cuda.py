@@ -78,7 +78,7 @@ def test_a_refused_registration_is_an_error_of_ours_and_leaves_no_trace() -> Non
     memory = torch.empty(1 << 20, dtype=torch.uint8)
     cuda.register(memory)
     try:
-        with pytest.raises(weightstream.StoreError, match="refused to pin 1048576 bytes"):
+        with pytest.raises(weightstream.StoreError, match=r"refused to pin 1048576 bytes.*memlock"):
             cuda.register(memory)
         assert torch.ones(3, device="cuda").sum().item() == 3
     finally:
@@ -88,7 +88,7 @@ def test_a_refused_registration_is_an_error_of_ours_and_leaves_no_trace() -> Non
 def test_pinning_refused_falls_back_to_staging(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(memory: torch.Tensor) -> None:
+    def refuse(memory: torch.Tensor, device: torch.device) -> None:
         raise weightstream.StoreError(f"the system refused to pin {memory.numel()} bytes")
 
     monkeypatch.setattr("weightstream.runtime.cuda.register", refuse)

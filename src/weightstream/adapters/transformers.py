@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class LoadedModel:
     """A model in evaluation mode, the files its parameters view, and the folder that must outlive it."""
 
     model: Any
+    checkpoint: Checkpoint
     mappings: tuple[FileMapping, ...]
     folder: OffloadFolder | None
 
@@ -72,7 +73,7 @@ def load_pretrained(
     if refused := sorted(_REFUSED & kwargs.keys()):
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
     hub = {name: kwargs.pop(name) for name in ("token", "cache_dir") if name in kwargs}
-    path = _local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)
+    path = local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)
     folder = path if path.is_dir() else path.parent
     checkpoint = Checkpoint.open(path)
     offload = OffloadFolder(offload_folder)
@@ -93,6 +94,7 @@ def load_pretrained(
         offload.close()
     return LoadedModel(
         model=model,
+        checkpoint=checkpoint,
         mappings=checkpoint.mappings + offload.mappings,
         folder=offload if offload.mappings else None,
     )
@@ -238,7 +240,21 @@ def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)  # a bias that transformers pads anew
 
 
-def _local_path(path_or_repo_id: str | Path, remote_code: bool, **hub: Any) -> Path:
+def unused_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    state, transforms = model.state_dict(), get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    prefix = model.base_model_prefix
+    placed = {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in sorted(names)}
+    return [name for name, place in placed.items() if place not in state and name not in state]
+
+
+def local_path(path_or_repo_id: str | Path, remote_code: bool, **hub: Any) -> Path:
+    """The folder or file of a checkpoint, got from the hub where it is no path; raises `CheckpointError`."""
     path = Path(path_or_repo_id).expanduser()
     if path.exists():
         return path

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from weightstream import __version__
+from weightstream.cli.pack import pack
 from weightstream.cli.run import run
 from weightstream.errors import WeightstreamError
 
@@ -39,6 +40,7 @@ def _print_version(wanted: bool) -> None:
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(pack)
 app.command()(run)
 
 

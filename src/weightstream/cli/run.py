@@ -191,7 +191,7 @@ class Session:
             raise UnsupportedError(f"{name}: {type(model).__name__} does not generate text")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever transformers makes of the files
             raise CheckpointError(f"{name}: no tokenizer that can be read: {error}") from error
         return cls(name=name, model=model, streamer=model.weightstream, tokenizer=tokenizer)
 
@@ -201,7 +201,10 @@ class Session:
             raise ConfigError(f"{self.name} has no chat template: leave out --chat")
         if chat:
             messages = [{"role": "user", "content": prompt}]
-            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            try:
+                prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template is a program
+                raise CheckpointError(f"{self.name}: its chat template cannot be used: {error}") from error
         encoded = self.tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")
         if not encoded["input_ids"].numel():
             raise ConfigError(f"the prompt {prompt!r} has no tokens: give one with --prompt")

@@ -1,4 +1,4 @@
-"""The predicted time of a step: lower bound, closed form and an event simulation of one copy and one compute stream."""
+"""The predicted time of a step: lower bound, closed form and an event simulation of disk, link and compute."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ def copy_s(plan: Plan, profile: Profile) -> float:
     return sum(profile.copy_s(plan.unit_nbytes[u]) for fills in plan.after for u in fills)
 
 
+def disk_s(plan: Plan, profile: Profile) -> float:
+    """Seconds that the disk is busy in a step."""
+    return plan.step_disk_nbytes / profile.disk_bytes_per_s
+
+
 def lower_bound_s(plan: Plan, profile: Profile) -> float:
-    """No schedule of these homes is faster: max(compute, copies)."""
-    return max(compute_s(plan, profile), copy_s(plan, profile))
+    """No schedule of these homes is faster: max(compute, copies, reads)."""
+    return max(compute_s(plan, profile), copy_s(plan, profile), disk_s(plan, profile))
 
 
 def closed_form_s(plan: Plan, profile: Profile) -> float:
@@ -39,13 +44,19 @@ def closed_form_s(plan: Plan, profile: Profile) -> float:
 
 
 def simulate_s(plan: Plan, profile: Profile) -> float:
-    """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for."""
+    """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for.
+
+    What is on disk is read from when the copy is queued, after what was queued before.
+    """
     filled = [0.0] * len(plan.manifest.units)
-    copy_free = now = started = 0.0
+    copy_free = disk_free = now = started = 0.0
 
     def fill(unit: int) -> None:
-        nonlocal copy_free
+        nonlocal copy_free, disk_free
         copy_free = max(copy_free, now + profile.handover_s) + profile.copy_s(plan.unit_nbytes[unit])
+        if nbytes := plan.unit_disk_nbytes[unit]:
+            disk_free = max(disk_free, now) + nbytes / profile.disk_bytes_per_s
+            copy_free = max(copy_free, disk_free)
         filled[unit] = copy_free
 
     for unit in plan.first:

@@ -97,6 +97,7 @@ class Profile:
     overhead_s: float = 0.5e-3
     launch_s: float = 0.0
     handover_s: float = 0.0
+    disk_bytes_per_s: float = 2e9
     unit_s: tuple[float, ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec) -> float:

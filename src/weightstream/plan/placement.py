@@ -36,7 +36,7 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
     profile = profile or Profile()
     if budget is None or manifest.nbytes <= budget:
         return _predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
-    forced = _forced(manifest)
+    forced = always_resident(manifest)
     choices = [
         _predicted(Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget), profile)
         for residents, ring, slot in _choices(manifest, forced, budget)
@@ -96,6 +96,30 @@ def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profi
     return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s)
 
 
+def place_homes(
+    plan: Plan, *, host_budget: int, movable: frozenset[str], remedy: str, profile: Profile | None = None
+) -> Plan:
+    """The plan with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of host memory.
+
+    What stays is spread over the depth, so that the disk and the link are busy side by side. Raises `PlanError`, with
+    `remedy`, where even all of it is not enough.
+    """
+    aliases = plan.manifest.aliases
+    if plan.offloaded_nbytes <= host_budget:
+        return plan
+    movable -= plan.resident | plan.mapped
+    held = sum(n for alias, n in aliases.items() if alias not in plan.resident | movable)
+    if held > host_budget:
+        raise PlanError(
+            f"host budget {human(host_budget)} ({host_budget} bytes) < {human(held)} ({held} bytes) of weights that "
+            f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
+        )
+    elsewhere = frozenset(aliases.keys() - movable)
+    kept = _fitting(plan.manifest, elsewhere, _columns(plan.manifest, elsewhere), host_budget - held, exact=True)
+    profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
+    return replace(placed, step_s=plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile))
+
+
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
     """A slot holds the most that a layer streams, or a unit outside of the layers."""
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
@@ -124,7 +148,7 @@ def _small_nbytes(manifest: Manifest) -> int:
     return min(_SMALL_NBYTES, max(unit.nbytes for unit in manifest.units) // _SMALL)
 
 
-def _forced(manifest: Manifest) -> frozenset[str]:
+def always_resident(manifest: Manifest) -> frozenset[str]:
     """What stays whatever the budget: tensors too small to be worth a copy, and units that enclose others."""
     limit = _small_nbytes(manifest)
     small: set[str] = set()
@@ -188,7 +212,7 @@ def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
 
 
 def _fitting(
-    manifest: Manifest, residents: frozenset[str], columns: Sequence[Sequence[str]], spare: int
+    manifest: Manifest, residents: frozenset[str], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
 ) -> frozenset[str]:
     """What else fits, column by column: from the units that stream most first, else spread over the depth."""
     unit_of = {alias: u for u, unit in reversed(list(enumerate(manifest.units))) for alias in unit.aliases()}
@@ -197,7 +221,7 @@ def _fitting(
     for column in columns:
         spread = _spread(column)
         for alias in sorted(spread, key=lambda alias: -sizes[unit_of[alias]]):
-            nbytes = aligned(manifest.aliases[alias])
+            nbytes = manifest.aliases[alias] if exact else aligned(manifest.aliases[alias])
             if nbytes <= spare:
                 taken.add(alias)
                 spare -= nbytes

@@ -25,8 +25,8 @@ class Plan:
     """The schedule of a step.
 
     `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
-    link (zero-copy). The others stream: unit u owns `extents[u]` of the ring;
-    `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
+    link (zero-copy). The others stream, from host memory or, those in `disk`, from files: unit u owns `extents[u]` of
+    the ring; `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
     `budget` is in bytes, None when a placement was asked for by other means; `step_s` is the predicted time of a step;
     extents start at multiples of `slot_nbytes` unless that is 0.
     """
@@ -41,6 +41,7 @@ class Plan:
     slot_nbytes: int = 0
     step_s: float = 0.0
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
+    disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
     @classmethod
     def build(
@@ -73,7 +74,7 @@ class Plan:
         manifest = replace(self.manifest, order=order)
         options = {"slot_nbytes": self.slot_nbytes, "budget": self.budget, "mapped": self.mapped}
         plan = Plan.build(manifest, self.resident, self.ring_nbytes, **options)  # type: ignore[arg-type]
-        return replace(plan, ring_nbytes=self.ring_nbytes, step_s=self.step_s)
+        return replace(plan, ring_nbytes=self.ring_nbytes, step_s=self.step_s, disk=self.disk)
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
@@ -87,8 +88,17 @@ class Plan:
         return sum(n for alias, n in self.manifest.aliases.items() if alias in self.resident)
 
     @cached_property
-    def host_nbytes(self) -> int:
+    def disk_nbytes(self) -> int:
+        return sum(n for alias, n in self.manifest.aliases.items() if alias in self.disk)
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes of weights that do not live on the device."""
         return self.manifest.nbytes - self.resident_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.offloaded_nbytes - self.disk_nbytes
 
     @cached_property
     def mapped_nbytes(self) -> int:
@@ -106,20 +116,32 @@ class Plan:
         return tuple(sum(aliases[a] for a in self.streamed(u)) for u in range(len(self.manifest.units)))
 
     @cached_property
+    def unit_disk_nbytes(self) -> tuple[int, ...]:
+        """Bytes of these that are read from disk."""
+        aliases, units = self.manifest.aliases, range(len(self.manifest.units))
+        return tuple(sum(aliases[a] for a in self.streamed(u) if a in self.disk) for u in units)
+
+    @cached_property
     def step_nbytes(self) -> int:
         """Bytes that a step in the steady state moves."""
         return sum(self.unit_nbytes[u] for fills in self.after for u in fills)
 
+    @cached_property
+    def step_disk_nbytes(self) -> int:
+        """Bytes of these that are read from disk."""
+        return sum(self.unit_disk_nbytes[u] for fills in self.after for u in fills)
+
     def summary(self) -> str:
         """The plan in one line."""
         total = human(self.manifest.nbytes)
-        if not self.host_nbytes:
+        if not self.offloaded_nbytes:
             return f"everything fits: {total} resident, nothing streams"
         num = sum(self.streams(u) for u in range(len(self.manifest.units)))
         mapped = f" + {human(self.mapped_nbytes)} zero-copy" if self.mapped else ""
+        disk = f", {human(self.step_disk_nbytes)} of it from disk" if self.disk else ""
         return (
             f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring{mapped} of {total}; "
-            f"{num} units stream {human(self.step_nbytes)} per step"
+            f"{num} units stream {human(self.step_nbytes)} per step{disk}"
         )
 
     def to_json(self) -> str:
@@ -138,13 +160,15 @@ class Plan:
         from rich.table import Table
 
         table = Table()
-        for heading in ("unit", "tensors", "resident", *(["zero-copy"] if self.mapped else []), "streams"):
+        shares = ("resident", *(["zero-copy"] if self.mapped else []), "streams", *(["from disk"] if self.disk else []))
+        for heading in ("unit", "tensors", *shares):
             table.add_column(heading, justify="left" if heading == "unit" else "right")
         for row in self._rows():
             table.add_row(*row)
         out = io.StringIO()
         Console(file=out, width=100, color_system=None, markup=False, emoji=False).print(table)
-        return f"{self.summary()}\n{out.getvalue().rstrip()}"
+        predicted = f"predicted: {1e3 * self.step_s:.1f} ms per step"
+        return f"{self.summary()}\n{out.getvalue().rstrip()}\n{predicted}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """One row per run of neighbouring units that look alike."""
@@ -154,6 +178,8 @@ class Plan:
             streamed = self.unit_nbytes[index]
             mapped = sum(nbytes for alias, nbytes in unit.aliases().items() if alias in self.mapped)
             shares = [unit.nbytes - mapped - streamed, *([mapped] if self.mapped else []), streamed]
+            if self.disk:
+                shares.append(self.unit_disk_nbytes[index])
             cells = (str(len(unit.tensors)), *map(human, shares))
             if cells != shown and shown is not None:
                 yield (_span(run), *shown)

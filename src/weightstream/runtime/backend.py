@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from weightstream.plan.manifest import Profile
+from weightstream.store.staging import Source
 
 Event = Any  # made by a backend and understood by that backend alone
 
@@ -30,14 +31,16 @@ class Side(Enum):
 class Copy:
     """Bytes to move: `src` on the host into `dst` on the device, both flat uint8 of one size.
 
-    `prepare` runs where the source is read, before it is read, and raises `StoreError` if it cannot be. A source that
-    is not `pinned` may not be copied asynchronously.
+    `prepare` runs before the source is read, and raises `StoreError` if it cannot be. A source that is not `pinned`
+    goes through a staging ring. With `read`, a source and a range in it, the bytes are read from there, and `src` only
+    tells which they are.
     """
 
     dst: torch.Tensor
     src: torch.Tensor
     pinned: bool = False
     prepare: Callable[[], None] | None = None
+    read: tuple[Source, int, int] | None = None
 
 
 class Backend(Protocol):

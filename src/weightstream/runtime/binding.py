@@ -18,7 +18,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.engine import Counters, Engine
 from weightstream.runtime.faces import Face, UnitFaces
-from weightstream.runtime.homes import Homes
+from weightstream.runtime.homes import Homes, UnitCopies
 from weightstream.runtime.values import tensors_in
 
 
@@ -37,6 +37,7 @@ class Binding:
         self.plan = plan
         self.openings: list[Opening] = []
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
+        self.sources_changed = False  # graphs that were captured before read old ones
         self._homes = homes
         self._backend = backend
         self._counters = counters
@@ -45,7 +46,8 @@ class Binding:
         self._faces = [self._unit_faces(unit, ring, plan.extents[unit].offset) for unit in num]
         self._borrowed: dict[int, UnitFaces] = {}
         self._step_end = backend.event()
-        self.engine = Engine(plan, backend, [homes.copies(plan, unit, ring) for unit in num], counters)
+        self._copies = UnitCopies(homes, plan, ring)
+        self.engine = Engine(plan, backend, self._copies, counters)
         self.engine.prime()
         self.rest()
 
@@ -63,6 +65,7 @@ class Binding:
         self._backend.wait(Side.COMPUTE, self._step_end)
         for face in self.faces():
             face.unwatch()
+        self._leave(self._homes.leave_written())
         self._stale([face for face in self.faces() if face.adopt() or face.changed()])
         self.engine.forget(unit for unit in self.engine.held() if self._faces[unit].home_was_written())
 
@@ -122,6 +125,8 @@ class Binding:
             self._backend.wait(Side.COMPUTE, self._step_end)
             for face in faces.faces:
                 face.unwatch()
+        if alone:
+            self._leave(self._homes.leave_written())
         if alone and faces.home_was_written():
             self.engine.forget([unit])
         if not again:  # whoever ran before this unit may have updated what was filled ahead
@@ -178,6 +183,7 @@ class Binding:
             face.unwatch()
         self._faces.clear()
         self.engine.close()
+        del self._copies
         self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def shows(self, tensor: torch.Tensor) -> bool:
@@ -212,11 +218,18 @@ class Binding:
             self._counters.filled_nbytes += self.plan.unit_nbytes[unit]
             return self._unit_faces(unit, memory, 0)
 
+    def _leave(self, aliases: set[str]) -> None:
+        """The files of these no longer hold their bytes: from now on their copies come from where the bytes are."""
+        if aliases:
+            self.sources_changed = True
+            self.engine.forget(self._copies.forget(aliases))
+
     def _stale(self, updated: list[Face]) -> None:
         """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""
         if not updated:
             return
         aliases = {face.member.spec.alias for face in updated}
+        self._leave(self._homes.leave_files(aliases))
         for unit, faces in enumerate(self._faces):
             mine = [face for face in faces.faces if face.member.spec.alias in aliases]
             for face in mine:

@@ -6,17 +6,19 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-import psutil
 import torch
 
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
+from weightstream.store.arena import Arena
+from weightstream.store.limits import available_nbytes
+from weightstream.store.staging import Reading, Staging
 
 # Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
 CPU_PROFILE = Profile(
@@ -24,9 +26,18 @@ CPU_PROFILE = Profile(
 )
 
 
+STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
+
+
 def free_nbytes() -> int:
-    """Host memory to plan with when no budget was given: 80 % of what is available."""
-    return int(psutil.virtual_memory().available) * 4 // 5
+    """Host memory to plan with when no budget was given: 80 % of what this process may still take."""
+    return available_nbytes() * 4 // 5
+
+
+def staging(take: Callable[[int], torch.Tensor]) -> Staging:
+    """The staging ring of a device, in memory from `take`."""
+    memory = take(STAGING_BUFFERS * STAGING_NBYTES)
+    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS])
 
 
 class _Mark:
@@ -100,6 +111,7 @@ class CpuBackend:
         self.profile = profile
         self._copies = Worker("weightstream-copy")
         self._stall_s = 0.0
+        self._staging: Staging | None = None
         self._close = weakref.finalize(self, self._copies.stop)
 
     def alloc(self, nbytes: int) -> torch.Tensor:
@@ -139,7 +151,16 @@ class CpuBackend:
             raise event.mark.error
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        self._copies.submit(lambda: _move(copies))
+        moves = [(copy, self._read(copy)) for copy in copies]
+        self._copies.submit(lambda: _move(moves))
+
+    def _read(self, copy: Copy) -> Reading | None:
+        """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
+        if copy.read is None:
+            return None
+        if self._staging is None:
+            self._staging = staging(Arena().take)
+        return self._staging.start(*copy.read)
 
     def stall_s(self) -> float:
         return self._stall_s
@@ -150,11 +171,31 @@ class CpuBackend:
 
     def close(self) -> None:
         self._close()
+        if self._staging is not None:
+            self._staging.close()
 
 
-def _move(copies: Sequence[Copy]) -> None:
-    for copy in copies:
-        if copy.prepare is not None:
-            copy.prepare()
-        # memmove, not Tensor.copy_: one thread, so that copying leaves the other cores to compute; drops the GIL.
-        ctypes.memmove(copy.dst.data_ptr(), copy.src.data_ptr(), copy.dst.numel())
+def _move(moves: Sequence[tuple[Copy, Reading | None]]) -> None:
+    with ending(moves):
+        for copy, reading in moves:
+            if copy.prepare is not None:
+                copy.prepare()
+            # memmove, not Tensor.copy_: one thread, so that copying leaves the other cores to compute; drops the GIL.
+            if reading is None:
+                ctypes.memmove(copy.dst.data_ptr(), copy.src.data_ptr(), copy.dst.numel())
+                continue
+            for piece in reading:
+                ctypes.memmove(copy.dst.data_ptr() + piece.begin, piece.memory.data_ptr(), piece.memory.numel())
+                piece.release()
+
+
+@contextmanager
+def ending(moves: Sequence[tuple[Copy, Reading | None]]) -> Iterator[None]:
+    """On an error the other readings give their buffers back: else whoever holds the error holds them, and all wait."""
+    try:
+        yield
+    except BaseException:
+        for _, reading in moves:
+            if reading is not None:
+                reading.cancel()
+        raise

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,13 +13,20 @@ from typing import Any
 
 import torch
 
-from weightstream.errors import ConfigError, StoreError
+from weightstream.errors import ConfigError, OffloadError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
+from weightstream.runtime.cpu import Worker, ending, staging
+from weightstream.store.arena import Arena
+from weightstream.store.limits import describe_limits
+from weightstream.store.staging import MemorySource, Reading, Staging
+
+logger = logging.getLogger("weightstream")
 
 CUDA_PROFILE = Profile(copy_latency_s=3e-6, overhead_s=60e-6, launch_s=50e-6, handover_s=150e-6)
-_STAGING_NBYTES = 32 << 20
+_READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _TIMED = 11  # one wait in so many is timed: two events around each cost a prefill of 7 matrices a layer 1 %
+_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _PORTABLE = 1  # pinned for every device, not for the current one alone
 _HEADROOM_NBYTES = 1 << 30  # for activations, workspaces and a short cache when no budget was given
 
@@ -55,24 +65,30 @@ def recording(graph: Any, **options: Any) -> Iterator[None]:
         raise
 
 
-def register(memory: torch.Tensor) -> None:
-    """Pin host memory in place; raises `StoreError` when the system refuses."""
-    _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE), memory.numel())
+def register(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
+    """Pin host memory in place; raises `StoreError` when the system refuses. Any thread may call it."""
+    with torch.cuda.device(device):
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        code: object = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags)
+        if number := int(getattr(code, "value", code)):  # type: ignore[call-overload]
+            with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
+                torch.zeros(1, device="cuda")
+            raise StoreError(
+                f"the system refused to pin {memory.numel()} bytes of host memory (CUDA error {number}; "
+                f"{describe_limits()}). Raise the memlock limit (ulimit -l) or the container's memory, or set "
+                "pin_memory=False (slower)."
+            )
 
 
 def unregister(memory: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def _check(code: object, nbytes: int) -> None:
-    number = int(getattr(code, "value", code))  # type: ignore[call-overload]
-    if number:
-        with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
-            torch.zeros(1, device="cuda")
-        raise StoreError(
-            f"the system refused to pin {nbytes} bytes of host memory (CUDA error {number}). "
-            "Raise the memlock limit (ulimit -l) or the container's memory, or set pin_memory=False (slower)."
-        )
+def reads_pages(device: torch.device) -> bool:
+    """Whether pages of a file can be pinned where they are: `cudaHostRegisterReadOnly`."""
+    found = ctypes.c_int()
+    code = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, device.index)
+    return code == 0 and found.value == 1
 
 
 class _Mapped:
@@ -101,7 +117,8 @@ class CudaBackend:
         self.profile = profile
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
-        self._staging: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._staging: Staging | None = None
+        self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._stall_ms = 0.0
         self._num_waits = 0
@@ -142,9 +159,18 @@ class CudaBackend:
         return self._copies if side is Side.COPY else torch.cuda.current_stream(self.device)
 
     def record(self, side: Side, event: Event) -> None:
-        event.record(self._stream(side))
+        if side is Side.COMPUTE or self._feeder is None:
+            event.record(self._stream(side))
+        else:
+            self._feeder.submit(lambda: event.record(self._copies))
+            self._feeder.record(event)
 
     def wait(self, side: Side, event: Event) -> None:
+        if side is Side.COPY and self._feeder is not None:
+            self._feeder.submit(lambda: self._copies.wait_event(event))
+            return
+        if side is Side.COMPUTE and (mark := getattr(event, "mark", None)) is not None:
+            self._reach(mark)
         stream = self._stream(side)
         self._num_waits += side is Side.COMPUTE
         if side is Side.COPY or self._num_waits % _TIMED or self.capturing():
@@ -158,32 +184,65 @@ class CudaBackend:
         if len(self._waits) > 1024:
             self._harvest()
 
+    def _reach(self, mark: Any) -> None:
+        """Block until the feeder has passed a point: what it queued before is then ahead of whoever waits."""
+        started = time.perf_counter()
+        mark.reached.wait()
+        self._stall_ms += 1e3 * (time.perf_counter() - started)
+        if mark.error is not None:
+            raise mark.error
+
     def copy(self, copies: Sequence[Copy]) -> None:
+        if self._feeder is None and all(copy.pinned for copy in copies):
+            self._queue(copies)
+            return
+        if self.capturing():
+            raise OffloadError(
+                "weights that are read from disk, or that could not be pinned, cannot be copied inside of a captured "
+                f"graph: run eager, raise host_budget, or see what limits pinning ({describe_limits()})"
+            )
+        if self._feeder is None:
+            self._feeder = Worker("weightstream-feed")
+            self._stop = weakref.finalize(self, self._feeder.stop)
+        moves = [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
+        self._feeder.submit(lambda: self._feed(moves))
+
+    def _queue(self, copies: Sequence[Copy]) -> None:
         with torch.cuda.stream(self._copies):
             for copy in copies:
-                if copy.pinned:
-                    copy.dst.copy_(copy.src, non_blocking=True)
-                else:
-                    self._staged(copy)
+                if copy.prepare is not None:
+                    copy.prepare()
+                copy.dst.copy_(copy.src, non_blocking=True)
 
-    def _staged(self, copy: Copy) -> None:
-        """Through two pinned buffers: a copy from pageable memory would synchronise and break the overlap."""
-        if copy.prepare is not None:
-            copy.prepare()
-        if not self._pin:
-            copy.dst.copy_(copy.src)
-            return
-        while len(self._staging) < 2:
-            memory = torch.empty(_STAGING_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._staging.append((memory, torch.cuda.Event()))
-        for start in range(0, copy.src.numel(), _STAGING_NBYTES):
-            source = copy.src[start : start + _STAGING_NBYTES]
-            memory, drained = self._staging[0]
-            self._staging.rotate(-1)
-            drained.synchronize()
-            part = memory[: source.numel()].copy_(source)
-            copy.dst[start : start + _STAGING_NBYTES].copy_(part, non_blocking=True)
-            drained.record(self._copies)
+    def _read(self, copy: Copy) -> Reading:
+        """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
+        if self._staging is None:
+            self._staging = staging(self._staging_memory)
+        return self._staging.start(*(copy.read or (MemorySource(copy.src), 0, copy.src.numel())))
+
+    def _staging_memory(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
+        except RuntimeError as error:
+            logger.warning(
+                "%s (%s): the staging ring is not pinned, so copies do not overlap.", error, describe_limits()
+            )
+            return Arena().take(nbytes)
+
+    def _feed(self, moves: Sequence[tuple[Copy, Reading | None]]) -> None:
+        with ending(moves):
+            for copy, reading in moves:
+                if reading is None:
+                    self._queue([copy])
+                    continue
+                if copy.prepare is not None:
+                    copy.prepare()
+                for piece in reading:
+                    with torch.cuda.stream(self._copies):
+                        copy.dst[piece.begin : piece.end].copy_(piece.memory, non_blocking=True)
+                    drained = torch.cuda.Event()
+                    drained.record(self._copies)
+                    piece.release(drained.synchronize)
 
     def _harvest(self) -> None:
         while self._waits and self._waits[0][1].query():
@@ -195,9 +254,14 @@ class CudaBackend:
         return self._stall_ms / 1e3
 
     def synchronize(self) -> None:
+        if self._feeder is not None and self._stop.alive:
+            self._feeder.join()
         torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
 
     def close(self) -> None:
         self.synchronize()
-        self._staging.clear()
+        if self._feeder is not None:
+            self._stop()
+        if self._staging is not None:
+            self._staging.close()
         self._waits.clear()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Protocol
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
@@ -77,16 +78,20 @@ class Counters:
     unplanned_fills: int = 0
 
 
+class Copies(Protocol):
+    """What a fill of each unit moves."""
+
+    def __getitem__(self, unit: int, /) -> Sequence[Copy]: ...
+
+
 class Engine:
     """Runs one plan on one backend. Not thread-safe: the streamer lets one step in at a time."""
 
-    def __init__(
-        self, plan: Plan, backend: Backend, copies: Sequence[Sequence[Copy]], counters: Counters | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, backend: Backend, copies: Copies, counters: Counters | None = None) -> None:
         self.plan = plan
         self.counters = counters or Counters()
         self._backend = backend
-        self.copies = copies
+        self.copies: Copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
         self.sharing = sharing(plan.extents)
         self._cursor = len(plan.manifest.order)  # the next position that has not been released
@@ -209,7 +214,7 @@ class Engine:
 
     def fill(self, unit: int, after: Event | None = None) -> None:
         """Queue the unit's copy behind `after`, or behind the last read of every unit that shares bytes."""
-        fence = self.fences[unit]
+        fence, copies = self.fences[unit], self.copies[unit]  # an error of the source changes nothing
         if after is not None:
             self._backend.wait(Side.COPY, after)
         for other in (unit, *self.sharing[unit]):
@@ -219,7 +224,7 @@ class Engine:
                 held.reads_pending = False
             if other != unit and held.state is not State.EMPTY:
                 held.move(State.EMPTY)
-        self._backend.copy(self.copies[unit])
+        self._backend.copy(copies)
         self._backend.record(Side.COPY, fence.filled)
         fence.in_flight = True
         fence.move(State.FILLING)

@@ -91,8 +91,9 @@ class FixedAddresses:
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
-            if any(face.relaid for face in self._binding.faces()):
+            if self._binding.sources_changed or any(face.relaid for face in self._binding.faces()):
                 self._graphs.clear()
+                self._binding.sources_changed = False
             self._primed()  # now, as a capture by hand may be under way later
             self._binding.fix()
             self._session.fixed = True
@@ -160,7 +161,10 @@ class FixedAddresses:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
         with self.step() if graph in self._graphs else nullcontext(), self._lock:
             if (recording := self._graphs.get(graph)) is None:
-                raise OffloadError("no graph of this streamer's capture(), or remove() or a new layout came since")
+                raise OffloadError(
+                    "no graph of this streamer's capture(), or since then came remove(), a new layout, or an update of "
+                    "a weight that copies took from its file: capture it again"
+                )
             self._forget_unseen()
             self._counters.steps += recording.begins
             recording.before_launch()

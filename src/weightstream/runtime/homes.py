@@ -1,39 +1,46 @@
 """Where the true bytes of every alias group are: moved when a plan settles, moved back when it is undone.
 
-Residents go to the device. What streams stays where it is (RAM, or a mapped file), or moves into pinned memory where
-the device copies from that alone, or into the offload folder where RAM is short. Knows no schedule.
+Residents go to the device. What streams stays where it is (RAM, or a file), or moves into pinned memory where the
+device copies from that alone, or into the offload folder where RAM is short. What stays in a file has two sources: its
+pages in the page cache, or, if the plan has it on disk, direct reads; once it was written to in this process, its true
+bytes are no longer in the file, and it is copied from the map in which they are. Knows no schedule.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import accumulate
 
 import torch
 
-from weightstream.errors import PlanError, StoreError
-from weightstream.plan.plan import Plan, human
+from weightstream.errors import StoreError
+from weightstream.plan.plan import Plan
 from weightstream.plan.ring import ALIGN_NBYTES, aligned
 from weightstream.runtime import cpu
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.weights import Group
 from weightstream.store.arena import Arena
+from weightstream.store.file import DirectFile
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
+from weightstream.store.pages import STAGED, PageCache, Pages
 
 logger = logging.getLogger("weightstream")
+
+_MEASURED_NBYTES = 256 << 20
 
 
 class Tier(Enum):
     """Where a home is."""
 
     DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
+    HOST = "host"  # RAM, pages of a file in the page cache included
+    DISK = "disk"  # a file of which nothing is meant to be in RAM
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,9 +51,19 @@ class Home:
     origin: torch.device
     tier: Tier
     mapping: FileMapping | None = None
+    pages: Pages | None = None  # where copies find the bytes of a mapped file
+    file: DirectFile | None = None  # or what reads them
     pinned: bool = False
     moved: bool = False
     host: torch.Tensor | None = None  # what `group.home` is a view of, where that is of the device
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The bytes of the file that this is."""
+        assert self.mapping is not None
+        begin = self.mapping.locate((self.group.home if self.host is None else self.host).data_ptr())
+        assert begin is not None
+        return begin, begin + self.group.nbytes
 
     def check(self) -> None:
         """Make sure that the bytes can be read here and now; raises `StoreError`."""
@@ -55,11 +72,30 @@ class Home:
 
     def prepare(self) -> Callable[[], None] | None:
         """What makes sure that the bytes can be read: a mapped file may have changed."""
-        if self.mapping is None:
-            return None
-        begin = self.mapping.locate(self.group.home.data_ptr())
-        assert begin is not None
-        return partial(self.mapping.populate, begin, begin + self.group.nbytes)
+        return None if self.mapping is None else partial(self.mapping.populate, *self.extent)
+
+    def copy_into(self, ring: torch.Tensor, backend: Backend) -> Copy:
+        """The copy of the bytes from the best source there is; waits for pages that are on their way."""
+        if self.file is not None:
+            return Copy(dst=ring, src=self.group.home, read=(self.file, *self.extent))
+        if self.pages is not None and self.mapping is not None:
+            memory = self.pages.source(*self.extent)
+            if memory is not None:
+                return Copy(dst=ring, src=memory, pinned=True, prepare=self.mapping.check)
+        if self.mapping is not None and backend.device.type != "cpu":
+            return Copy(dst=ring, src=self.group.home, read=(self.mapping, *self.extent))
+        return Copy(dst=ring, src=self.group.home, pinned=self.pinned, prepare=self.prepare())
+
+    @property
+    def is_copied_from_file(self) -> bool:
+        """Whether copies take the bytes from the file itself, where updates made in this process are not."""
+        return self.file is not None or (self.pages is not None and self.pages.window is not None)
+
+    def leave_file(self) -> bool:
+        """The bytes in the file are not the true ones any more; whether copies took them from there."""
+        found = self.is_copied_from_file
+        self.pages = self.file = None
+        return found
 
 
 class Homes:
@@ -73,24 +109,47 @@ class Homes:
         empty: Sequence[torch.Tensor] = (),
         mappings: Sequence[FileMapping] = (),
         arena: Arena | None = None,
+        pages: PageCache | None = None,
         spill: OffloadFolder | None = None,
-        host_budget: int | None = None,
+        by_row: frozenset[str] = frozenset(),
     ) -> None:
         self._backend = backend
+        self.by_row = by_row  # alias groups of which a step reads a few rows
         self._empty = [(tensor, tensor.device) for tensor in empty]
         self._mappings = list(mappings)
         self._arena = arena
         self._pinnable = arena is not None
+        self._pages = pages
         self._spill_folder = spill
-        self._strict = host_budget is not None
         self.homes = {
             alias: Home(group=group, origin=group.home.device, tier=Tier.HOST) for alias, group in groups.items()
         }
         for home in self.homes.values():
             self._locate(home)
-        if host_budget is None:  # what is in RAM already may stay there
-            host_budget = cpu.free_nbytes() + self.held_nbytes()[Tier.HOST.value]
-        self._host_budget = host_budget
+
+    @property
+    def read_only(self) -> list[torch.Tensor]:
+        """Tensors that kernels read from pages of a file: writing to them would be an error of the device."""
+        mapped = [home for home in self.homes.values() if home.host is not None and home.pages is not None]
+        return [member.tensor for home in mapped for member in home.group.members]
+
+    @property
+    def movable(self) -> frozenset[str]:
+        """Alias groups that can live on disk: those in files, and with an offload folder all."""
+        return frozenset(a for a, h in self.homes.items() if h.mapping is not None or self._spill_folder is not None)
+
+    def disk_bytes_per_s(self) -> float | None:
+        """What direct reads of the largest file reach, in a tenth of a second; None where there is no file of size."""
+        mapping = max(self._mappings, key=lambda mapping: mapping.nbytes, default=None)
+        if mapping is None or mapping.nbytes < _MEASURED_NBYTES:
+            return None
+        ring, file = cpu.staging(Arena().take), DirectFile(mapping)
+        started = time.perf_counter()
+        for piece in ring.start(file, 0, _MEASURED_NBYTES):
+            piece.release()
+        elapsed_s = time.perf_counter() - started
+        ring.close()
+        return _MEASURED_NBYTES / elapsed_s
 
     def settle(self, plan: Plan) -> None:
         """Move everything to where the plan wants it; on failure everything is moved back first."""
@@ -100,16 +159,23 @@ class Homes:
                     self._make_resident(self.homes[alias])
             for tensor, _ in self._empty:
                 tensor.data = tensor.data.to(self._backend.device)
+            written = self._written(self.homes) if self._pages is not None or plan.disk else set()
+            self._hold_pages(plan, written)
             self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
             for unit in range(len(plan.manifest.units)):
-                self._settle_unit(plan.streamed(unit), plan.extents[unit].nbytes)
+                self._settle_unit(plan, unit)
+            for alias in plan.disk:
+                self._read_directly(self.homes[alias], alias in written)
         except BaseException:
             self.restore()
             raise
 
     def restore(self) -> None:
         """Bring every group back to the device it came from, into memory of its own."""
+        if self._pages is not None:
+            self._pages.close()
         for home in self.homes.values():
+            home.leave_file()
             if home.host is not None:
                 replaced = self._replaced(home)
                 home.group.home, home.host = home.host, None
@@ -121,28 +187,44 @@ class Homes:
         for tensor, origin in self._empty:
             tensor.data = tensor.data.to(origin)
         for home in self.homes.values():
-            bytes_left = home.pinned or home.group.home.device != home.origin or home.tier is Tier.DISK
+            bytes_left = home.pinned or home.group.home.device != home.origin or home.mapping is not None
             if home.moved and bytes_left:
                 self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
             self._locate(home)
             home.moved = home.pinned = False
 
     def copies(self, plan: Plan, unit: int, ring: torch.Tensor) -> list[Copy]:
-        """What a fill of the unit moves into the ring, as few copies as possible."""
+        """What a fill of the unit moves into the ring, as few copies as possible. Waits for pages on their way."""
         found: list[Copy] = []
         for alias, offset in plan.streamed(unit).items():
-            home = self.homes[alias]
             start = plan.extents[unit].offset + offset
-            copy = Copy(
-                dst=ring[start : start + home.group.nbytes],
-                src=home.group.home,
-                pinned=home.pinned,
-                prepare=home.prepare(),
-            )
+            copy = self.homes[alias].copy_into(ring[start : start + self.homes[alias].group.nbytes], self._backend)
             if found and (joined := _joined(found[-1], copy)):
                 found[-1] = joined
             else:
                 found.append(copy)
+        return found
+
+    def leave_files(self, aliases: Iterable[str]) -> set[str]:
+        """These were updated; returns those that copies took from a file until now."""
+        return {alias for alias in aliases if self.homes[alias].leave_file()}
+
+    def leave_written(self) -> set[str]:
+        """The same for whatever was written to in this process, by whom and how ever: the kernel knows."""
+        return self.leave_files(self._written(a for a, home in self.homes.items() if home.is_copied_from_file))
+
+    def _written(self, aliases: Iterable[str]) -> set[str]:
+        """Those whose file does not hold their bytes, or may not: loading may update them too."""
+        ranges: dict[FileMapping, list[tuple[int, int]] | None] = {}
+        found: set[str] = set()
+        for alias in aliases:
+            if (mapping := self.homes[alias].mapping) is None:
+                continue
+            if mapping not in ranges:
+                ranges[mapping] = mapping.written()
+            (begin, end), where = self.homes[alias].extent, ranges[mapping]
+            if where is None or any(start < end and begin < stop for start, stop in where):
+                found.add(alias)
         return found
 
     def held_nbytes(self) -> dict[str, int]:
@@ -152,34 +234,65 @@ class Homes:
             held[home.tier.value] += home.group.nbytes
         return held
 
+    def _hold_pages(self, plan: Plan, written: set[str]) -> None:
+        """Bring what stays in files into the page cache, in the order of need, and let copies start there."""
+        if self._pages is None:
+            return
+        streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.streamed(unit))
+        everything = dict.fromkeys([*streamed, *plan.manifest.aliases])
+        kept = [a for a in everything if a not in plan.resident | plan.disk | written and self.homes[a].mapping]
+        if plan.mapped:  # kernels choose their way by alignment, and with it the last bits
+            computed = plan.mapped - self.by_row
+            kept = [a for a in kept if a not in computed or self.homes[a].extent[0] % ALIGN_NBYTES == 0]
+        ranges = [(mapping, *self.homes[a].extent) for a in kept if (mapping := self.homes[a].mapping) is not None]
+        for alias, pages in zip(kept, self._pages.hold(ranges), strict=True):
+            self.homes[alias].pages, self.homes[alias].tier = pages, Tier.HOST
+
     def _map(self, homes: list[Home]) -> None:
         """Let kernels read these from host memory: of exact size and pinned; where the host is the device, in place."""
+        for home in homes:
+            home.tier = Tier.HOST
         if not homes or self._backend.device.type == "cpu":
             return
         assert self._arena is not None
+        for home in [home for home in homes if home.pages is not None]:
+            assert home.pages is not None
+            if (memory := home.pages.source(*home.extent)) is not None:
+                self._show_mapped(home, memory)
+                homes.remove(home)
         starts = list(accumulate((aligned(home.group.nbytes) for home in homes), initial=0))
+        if not homes:
+            return
         block = self._arena.take(starts[-1])
         parts = [block[start : start + home.group.nbytes] for start, home in zip(starts, homes, strict=False)]
         for home, part in zip(homes, parts, strict=True):
             self._move(home, part, Tier.HOST)
         self._arena.pin(block)
-        view = self._backend.device_view(block)
+        for home, part in zip(homes, parts, strict=True):
+            self._show_mapped(home, part)
+
+    def _show_mapped(self, home: Home, memory: torch.Tensor) -> None:
+        view = self._backend.device_view(memory)
         if view is None:
             raise StoreError("the device cannot read the host memory that was pinned for it: set use_uva=False")
-        for home, start in zip(homes, starts, strict=False):
-            home.host, home.pinned = home.group.home, True
-            home.group.home = view[start : start + home.group.nbytes]
-            self._point(home)
+        home.host, home.pinned = home.group.home, True
+        home.group.home = view
+        self._point(home)
 
-    def _settle_unit(self, streamed: dict[str, int], nbytes: int) -> None:
+    def _settle_unit(self, plan: Plan, unit: int) -> None:
         """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""
-        waiting = {alias: offset for alias, offset in streamed.items() if not self.homes[alias].moved}
-        incoming = [h for h in (self.homes[a] for a in waiting) if h.tier is not Tier.HOST]
-        needed = sum(h.group.nbytes for h in incoming)
-        fits = self.held_nbytes()[Tier.HOST.value] + needed <= self._host_budget
-        if waiting and self._pinnable and fits:
+        waiting = {
+            alias: offset
+            for alias, offset in plan.streamed(unit).items()
+            if not self.homes[alias].moved and self.homes[alias].pages is None
+        }
+        for alias in [alias for alias in waiting if alias in plan.disk]:
+            del waiting[alias]
+            if self.homes[alias].mapping is None:
+                self._spill(self.homes[alias], alias)
+        if waiting and self._pinnable:
             assert self._arena is not None
-            block = self._arena.take(nbytes)
+            block = self._arena.take(max(waiting[a] + self.homes[a].group.nbytes for a in waiting))
             for alias, offset in waiting.items():
                 home = self.homes[alias]
                 self._move(home, block[offset : offset + home.group.nbytes], Tier.HOST)
@@ -187,30 +300,28 @@ class Homes:
             for alias in waiting:
                 self.homes[alias].pinned = pinned
             return
-        for alias in waiting:
-            home = self.homes[alias]
-            if not fits and (home.tier is Tier.DEVICE or (home.tier is Tier.HOST and self._strict)):
-                self._spill(home, alias)
-            elif home.tier is Tier.DEVICE:
+        for home in (self.homes[alias] for alias in waiting):
+            if home.tier is Tier.DEVICE:
                 self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device="cpu"), Tier.HOST)
+            home.tier = Tier.HOST
+
+    def _read_directly(self, home: Home, written: bool) -> None:
+        assert home.mapping is not None
+        if not written:
+            home.file = DirectFile(home.mapping)
 
     def _pin(self, block: torch.Tensor) -> bool:
         assert self._arena is not None
         try:
             self._arena.pin(block)
         except StoreError as error:
-            logger.warning("%s Copies go through a small pinned buffer instead, which costs overlap.", error)
+            logger.warning("%s %s", error, STAGED)
             self._pinnable = False
             return False
         return block.is_pinned()
 
     def _spill(self, home: Home, alias: str) -> None:
-        if self._spill_folder is None:
-            held = self.held_nbytes()[Tier.HOST.value]
-            raise PlanError(
-                f"host budget {human(self._host_budget)} < {human(held)} of weights on the host, and {alias} needs "
-                f"{human(home.group.nbytes)}. Raise host_budget, or name an offload_folder to keep the rest on disk."
-            )
+        assert self._spill_folder is not None  # the planner moves to disk what can be there
         mapped = self._spill_folder.write(alias, home.group.home.cpu())
         self._mappings.append(self._spill_folder.mappings[-1])
         home.group.home = mapped
@@ -219,7 +330,7 @@ class Homes:
         home.moved = True
 
     def _make_resident(self, home: Home) -> None:
-        in_place = home.origin == self._backend.device and home.tier is not Tier.DISK
+        in_place = home.origin == self._backend.device and home.mapping is None
         if not in_place:
             self._move(home, self._backend.alloc(home.group.nbytes), Tier.DEVICE)
         home.tier = Tier.DEVICE
@@ -255,7 +366,7 @@ class Homes:
 
 def _joined(first: Copy, second: Copy) -> Copy | None:
     """One copy for two that are neighbours at both ends, the alignment gap between them included."""
-    if not (first.pinned and second.pinned):
+    if not (first.pinned and second.pinned and first.prepare == second.prepare):
         return None
     if first.src.untyped_storage().data_ptr() != second.src.untyped_storage().data_ptr():
         return None
@@ -265,4 +376,24 @@ def _joined(first: Copy, second: Copy) -> Copy | None:
     if not first.src.numel() <= distance < first.src.numel() + ALIGN_NBYTES:
         return None
     size = (distance + second.src.numel(),)
-    return Copy(dst=first.dst.as_strided(size, (1,)), src=first.src.as_strided(size, (1,)), pinned=True)
+    return replace(first, dst=first.dst.as_strided(size, (1,)), src=first.src.as_strided(size, (1,)))
+
+
+class UnitCopies:
+    """The copies of every unit of a plan, made when the first fill of the unit needs them."""
+
+    def __init__(self, homes: Homes, plan: Plan, ring: torch.Tensor) -> None:
+        self._homes, self._plan, self._ring = homes, plan, ring
+        self._made: dict[int, list[Copy]] = {}
+
+    def __getitem__(self, unit: int) -> list[Copy]:
+        if unit not in self._made:
+            self._made[unit] = self._homes.copies(self._plan, unit, self._ring)
+        return self._made[unit]
+
+    def forget(self, aliases: set[str]) -> list[int]:
+        """The sources of these changed; returns the units that hold them."""
+        units = [u for u in range(len(self._plan.manifest.units)) if aliases & self._plan.streamed(u).keys()]
+        for unit in units:
+            self._made.pop(unit, None)
+        return units

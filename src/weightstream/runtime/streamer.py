@@ -171,6 +171,7 @@ class Streamer(FixedAddresses):
                     self._undo.append(guards.surround(module, run, self._session, index))
         self._undo.append(guards.surround(self._model, self._run_step, self._session))
         self._undo.append(guards.refuse_moves(self._model))
+        self._undo.append(guards.refuse_loads(self._model, self._homes.read_only))
         self._known_ids = self._tensor_ids()
         setattr(self._model, guards.ATTRIBUTE, self)
         self._undo.append(lambda: self._model.__dict__.pop(guards.ATTRIBUTE, None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from weightstream.store.mapping import FileMapping
 
 _HEADER_LIMIT = 100_000_000
 # fmt: off
-_DTYPES = MappingProxyType({
+DTYPES = MappingProxyType({
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
@@ -57,8 +58,11 @@ class TensorEntry:
 class Checkpoint:
     """Mapped safetensors files; `Checkpoint.open(path)` makes one, and reads headers only."""
 
-    def __init__(self, mappings: Sequence[FileMapping], entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(
+        self, mappings: Sequence[FileMapping], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+    ) -> None:
         self.mappings = tuple(mappings)
+        self.metadata = MappingProxyType(dict(metadata))
         self.entries = MappingProxyType(dict(entries))
         self._by_path = {mapping.path: mapping for mapping in self.mappings}
 
@@ -66,13 +70,14 @@ class Checkpoint:
     def open(cls, path: Path | str) -> Checkpoint:
         """Maps a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`."""
         path = Path(path)
-        if path.is_dir():
+        if os.path.isdir(path):  # Path.is_dir raises where a name is too long
             path = _within(path, _weights_of(path))
         if path.suffix == ".json":
             return cls._open_index(path)
         _refuse_other_format(path, [path])
         mapping = _mapped(path)
-        return cls([mapping], _read_header(mapping))
+        entries, metadata = _read_header(mapping)
+        return cls([mapping], entries, metadata)
 
     @classmethod
     def _open_index(cls, path: Path) -> Checkpoint:
@@ -80,9 +85,11 @@ class Checkpoint:
         shards = {name: _within(path.parent, name) for name in sorted(set(weight_map.values()))}
         mappings: list[FileMapping] = []
         entries: dict[str, TensorEntry] = {}
+        metadata: dict[str, str] = {}
         for shard in shards.values():
             mapping = _mapped(shard)
-            held = _read_header(mapping)
+            held, more = _read_header(mapping)
+            metadata |= more
             for key in held.keys() & entries.keys():
                 raise CheckpointError(f"{path}: {key!r} is in two shards, {entries[key].path} and {shard}")
             entries.update(held)
@@ -90,7 +97,7 @@ class Checkpoint:
         for key, name in weight_map.items():
             if key not in entries or entries[key].path != shards[name]:
                 raise CheckpointError(f"{path}: lists {key!r} in {name!r}, and that shard does not hold it")
-        return cls(mappings, entries)
+        return cls(mappings, entries, metadata)
 
     @property
     def nbytes(self) -> int:
@@ -103,9 +110,11 @@ class Checkpoint:
         if entry is None:
             near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0)
             raise CheckpointError(f"no tensor {name!r} in the checkpoint; the nearest names are {near}")
-        data = self._by_path[entry.path].bytes(entry.begin, entry.end)
+        mapping = self._by_path[entry.path]
+        data = mapping.bytes(entry.begin, entry.end)
         dtype = _torch_dtype(entry.dtype)
         if entry.begin % dtype.itemsize:
+            mapping.populate(entry.begin, entry.end)  # else a file that shrank kills the process here
             data = data.clone()
         return data.view(dtype).view(entry.shape)
 
@@ -120,7 +129,10 @@ class Checkpoint:
 
 
 def _weights_of(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error}") from error
     found = [name for name in names if name.endswith(".safetensors")]
     for name in ("model.safetensors", "model.safetensors.index.json"):
         if name in names:
@@ -148,7 +160,7 @@ def _within(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files outside the folder are refused")
     try:
         root, target = folder.resolve(), (folder / name).resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: {name!r} is missing; download the model again ({error})") from error
     homes = [root]
     if root.parent.name == "snapshots":
@@ -165,6 +177,14 @@ def _mapped(path: Path) -> FileMapping:
         raise CheckpointError(str(error)) from error
 
 
+def _read(mapping: FileMapping, begin: int, end: int) -> bytes:
+    try:
+        mapping.populate(begin, end)
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+    return mapping.bytes(begin, end).numpy().tobytes()
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -177,12 +197,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_json(mapping: FileMapping, begin: int, end: int) -> dict[str, Any]:
     if end - begin > _HEADER_LIMIT:
         raise CheckpointError(f"{mapping.path}: {end - begin} bytes of JSON, over the limit of {_HEADER_LIMIT}")
+    text = _read(mapping, begin, end)
     try:
-        mapping.populate(begin, end)
-        text = mapping.bytes(begin, end).numpy().tobytes().decode("utf-8")
-        found = json.loads(text, object_pairs_hook=_unique)
-        "".join(found).encode()  # an escaped lone surrogate is no text
-    except (StoreError, ValueError, RecursionError) as error:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        if rb"\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()  # an escaped lone surrogate is no text
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{mapping.path}: bytes [{begin}, {end}) are not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{mapping.path}: JSON holds a {type(found).__name__}, not an object")
@@ -200,20 +220,22 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(mapping: FileMapping) -> dict[str, TensorEntry]:
+def _read_header(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     if mapping.nbytes < 8:
         raise CheckpointError(f"{mapping.path}: {mapping.nbytes} bytes, a safetensors file has at least 8")
-    length = int.from_bytes(mapping.bytes(0, 8).numpy().tobytes(), "little")
+    length = int.from_bytes(_read(mapping, 0, 8), "little")
     data_begin = 8 + length
     if data_begin > mapping.nbytes:
         raise CheckpointError(
             f"{mapping.path}: header length {length} + 8 > {mapping.nbytes} bytes of file: truncated or not safetensors"
         )
     header = _read_json(mapping, 8, data_begin)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{mapping.path}: __metadata__ must hold texts, is {str(metadata)[:80]}")
     entries = {name: _entry(mapping, name, facts, data_begin) for name, facts in header.items()}
     _check_layout(mapping, entries, data_begin)
-    return entries
+    return entries, metadata
 
 
 def _check_layout(mapping: FileMapping, entries: Mapping[str, TensorEntry], data_begin: int) -> None:
@@ -234,17 +256,17 @@ def _entry(mapping: FileMapping, name: str, facts: Any, data_begin: int) -> Tens
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: needs exactly dtype, shape and data_offsets, has {str(facts)[:80]}")
     code, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if not isinstance(code, str) or code not in _DTYPES or not hasattr(torch, _DTYPES[code]):
-        raise CheckpointError(f"{where}: dtype {str(code)[:40]!r} is not supported; known: {', '.join(_DTYPES)}")
+    if not isinstance(code, str) or code not in DTYPES or not hasattr(torch, DTYPES[code]):
+        raise CheckpointError(f"{where}: dtype {str(code)[:40]!r} is not supported; known: {', '.join(DTYPES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where}: shape {str(shape)[:80]}, offsets {str(offsets)[:80]}: need integers >= 0")
     begin, end = data_begin + offsets[0], data_begin + offsets[1]
     if not begin <= end <= mapping.nbytes:
         raise CheckpointError(f"{where}: bytes [{begin}, {end}) of a file of {mapping.nbytes} bytes; truncated?")
-    nbytes = _nbytes(shape, _torch_dtype(_DTYPES[code]).itemsize)
+    nbytes = _nbytes(shape, _torch_dtype(DTYPES[code]).itemsize)
     if nbytes != end - begin:
         raise CheckpointError(f"{where}: {code} {str(shape)[:80]} is {nbytes} bytes, the header gives {end - begin}")
-    return TensorEntry(name=name, path=mapping.path, dtype=_DTYPES[code], shape=tuple(shape), begin=begin, end=end)
+    return TensorEntry(name=name, path=mapping.path, dtype=DTYPES[code], shape=tuple(shape), begin=begin, end=end)
 
 
 def _are_sizes(values: Any) -> bool:

@@ -1,7 +1,9 @@
 """FileMapping: one file mapped copy-on-write, as bytes. It knows nothing of formats, tensors' names or devices.
 
 The map is private and writable: a write into a tensor that views it stays in this process and never reaches the
-file. Pages that were only read belong to the page cache, so a mapped model costs no memory of its own.
+file. Pages that were only read belong to the page cache, so a mapped model costs no memory of its own. A window is a
+second map of a part of the file, shared and read-only: a device can copy from its pages where they are, and pages that
+were written to in this process are not in it.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from weightstream.errors import StoreError
+from weightstream.store.pagemap import written_ranges
 
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
 _MADV_POPULATE_READ = 22
@@ -29,10 +35,11 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _map(descriptor: int, nbytes: int, path: Path) -> ctypes.Array[ctypes.c_ubyte]:
+def _map(descriptor: int, nbytes: int, path: Path, *, shared: bool = False, offset: int = 0) -> Any:
     # Not mmap.mmap: before Python 3.13 it keeps a descriptor per file, and folders hold thousands of files.
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    flags = _MAP_NORESERVE | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+    protection = mmap.PROT_READ if shared else mmap.PROT_READ | mmap.PROT_WRITE
+    address = _LIBC.mmap(None, nbytes, protection, flags, descriptor, offset)
     if address == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise StoreError(f"{path}: cannot map {nbytes} bytes: {reason}; see `ulimit -v` and vm.max_map_count")
@@ -42,29 +49,29 @@ def _map(descriptor: int, nbytes: int, path: Path) -> ctypes.Array[ctypes.c_ubyt
     return buffer
 
 
+def _populate(address: int, nbytes: int) -> int:
+    """Read pages of a map into memory; returns the error number, where a plain access would kill the process."""
+    while _LIBC.madvise(address, nbytes, _MADV_POPULATE_READ):
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            return 0 if code == errno.EINVAL else code  # EINVAL: a kernel before 5.14
+    return 0
+
+
 class FileMapping:
     """Maps the regular file at `path`; raises `StoreError` when it cannot be opened, is no regular file, or changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        try:  # O_NONBLOCK: opening a FIFO would wait for a writer
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.path}: cannot open: {error}") from error
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise StoreError(f"{self.path}: not a regular file (mode {stat.filemode(status.st_mode)})")
-            self.nbytes = status.st_size
-            self.identity = (status.st_size, status.st_mtime_ns, status.st_ino)
+        with opened(self.path) as descriptor:
+            self.identity = _identity(os.fstat(descriptor))
+            self.nbytes = self.identity[0]
             self._buffer = _map(descriptor, self.nbytes, self.path) if self.nbytes else None
-        finally:
-            os.close(descriptor)
         self._address = ctypes.addressof(self._buffer) if self._buffer is not None else 0
 
     def bytes(self, begin: int, end: int) -> torch.Tensor:
         """Returns bytes [begin, end) as a uint8 tensor that views the map; raises `StoreError` outside the file."""
-        self._check_range(begin, end)
+        self.check_range(begin, end)
         if begin == end or self._buffer is None:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._buffer, dtype=torch.uint8, count=end - begin, offset=begin)
@@ -76,10 +83,14 @@ class FileMapping:
     def check(self) -> None:
         """Raises `StoreError` when the file was replaced, truncated, written or removed since it was mapped."""
         try:
-            status = os.stat(self.path)
+            found = os.stat(self.path)
         except OSError as error:
             raise StoreError(f"{self.path}: mapped with {self.nbytes} bytes, now gone: {error}") from error
-        found = (status.st_size, status.st_mtime_ns, status.st_ino)
+        self.compare(found)
+
+    def compare(self, status: os.stat_result) -> None:
+        """Raises `StoreError` when this is not the state of the file that was mapped."""
+        found = _identity(status)
         if found != self.identity:
             raise StoreError(
                 f"{self.path}: changed since it was mapped: (bytes, mtime ns, inode) was {self.identity}, "
@@ -89,25 +100,78 @@ class FileMapping:
     def populate(self, begin: int, end: int) -> None:
         """Reads bytes [begin, end) into memory; raises `StoreError` where a plain access would kill the process."""
         self.check()
-        code = self._advise(begin, end, _MADV_POPULATE_READ)
-        if code not in (0, errno.EINVAL):  # EINVAL: a kernel before 5.14; the check above is all there is
-            size = os.stat(self.path).st_size
+        self.check_range(begin, end)
+        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self.raise_unread(_populate(self._address + start, end - start), begin, end)
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        """Copies bytes [begin, end) into `memory` and returns the view of these; raises as `populate` does."""
+        self.populate(begin, end)
+        ctypes.memmove(memory.data_ptr(), self._address + begin, end - begin)
+        return memory[: end - begin]
+
+    def raise_unread(self, code: int, begin: int, end: int) -> None:
+        """Raises `StoreError` for an error number of `populate`."""
+        if code:
             raise StoreError(
                 f"{self.path}: reading {end - begin} bytes at offset {begin} failed: {os.strerror(code)} "
-                f"({errno.errorcode.get(code, code)}); the file now holds {size} bytes"
+                f"({errno.errorcode.get(code, code)}); the file now holds {os.stat(self.path).st_size} bytes"
             )
 
-    def _advise(self, begin: int, end: int, advice: int) -> int:
-        self._check_range(begin, end)
-        if begin == end:
-            return 0
-        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        while _LIBC.madvise(self._address + start, end - start, advice):
-            code = ctypes.get_errno()
-            if code not in (errno.EINTR, errno.EAGAIN):
-                return code
-        return 0
+    def written(self) -> list[tuple[int, int]] | None:
+        """Returns the ranges of the file that this process holds bytes of its own for; None where nobody can tell."""
+        return written_ranges(self._address, self.nbytes) if self.nbytes else []
 
-    def _check_range(self, begin: int, end: int) -> None:
+    def window(self, begin: int, end: int) -> Window:
+        """Maps bytes [begin, end), in whole pages, shared and read-only; raises `StoreError` if the file changed."""
+        self.check_range(begin, end)
+        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        with opened(self.path) as descriptor:
+            self.compare(os.fstat(descriptor))
+            buffer = _map(descriptor, end - start, self.path, shared=True, offset=start)
+        return Window(self, start, torch.frombuffer(buffer, dtype=torch.uint8))
+
+    def check_range(self, begin: int, end: int) -> None:
+        """Raises `StoreError` unless bytes [begin, end) are in the file."""
         if not 0 <= begin <= end <= self.nbytes:
             raise StoreError(f"{self.path}: bytes [{begin}, {end}) are not inside its {self.nbytes} bytes")
+
+
+class Window:
+    """Pages of a file, shared with every process that reads it: `memory` holds the bytes from `begin` on."""
+
+    def __init__(self, mapping: FileMapping, begin: int, memory: torch.Tensor) -> None:
+        self.mapping, self.begin, self.memory = mapping, begin, memory
+
+    def bytes(self, begin: int, end: int) -> torch.Tensor:
+        """Returns bytes [begin, end) of the file; raises `IndexError` outside of the window."""
+        if not self.begin <= begin <= end <= self.begin + self.memory.numel():
+            raise IndexError(f"[{begin}, {end}) is not in a window of {self.memory.numel()} bytes from {self.begin}")
+        return self.memory[begin - self.begin : end - self.begin]
+
+    def populate(self, begin: int, end: int) -> None:
+        """As `FileMapping.populate`; `begin` is the start of a page."""
+        self.mapping.check()
+        code = _populate(self.memory.data_ptr() + begin - self.begin, end - begin)
+        self.mapping.raise_unread(code, begin, end)
+
+
+@contextmanager
+def opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """A descriptor of the regular file at `path`; raises `StoreError` where that cannot be."""
+    try:  # O_NONBLOCK: opening a FIFO would wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot open: {error}") from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise StoreError(f"{path}: not a regular file (mode {stat.filemode(mode)})")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino

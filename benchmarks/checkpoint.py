@@ -1,0 +1,135 @@
+"""A checkpoint of Llama-3.1-8B's shape with random weights: 16.06 GB of bf16 in shards of 5 GB. Made once, then reused.
+
+    python benchmarks/checkpoint.py [--smoke] [--folder FOLDER]
+
+Drawn on the GPU where there is one, a tensor at a time: the model is never in RAM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX = "model.safetensors.index.json"
+LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+TINY = LLAMA | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+}
+_ITEM_NBYTES = 2
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def default_folder(tiny: bool) -> Path:
+    return Path(tempfile.gettempdir()) / f"weightstream-llama-{'tiny' if tiny else '8b'}"
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of weights in a checkpoint."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def weights_nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def make(folder: Path, tiny: bool) -> None:
+    """Write the checkpoint, unless it is there; a run that is cut short leaves nothing that looks finished."""
+    if (folder / INDEX).exists():
+        print(f"{folder}: there already, {weights_nbytes(folder) / 1e9:.2f} GB", flush=True)
+        return
+    started, growing = time.perf_counter(), folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(growing, ignore_errors=True)
+    growing.mkdir(parents=True)
+    shards = _shards(_config(growing, tiny), limit_nbytes=16_000_000 if tiny else 5_000_000_000)
+    names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(_write, [growing / name for name in names], shards, range(len(shards))))
+    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(_nbytes(shape) for shard in shards for shape in shard.values())
+    (growing / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    growing.rename(folder)
+    print(f"{folder}: {total / 1e9:.2f} GB written in {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def _config(folder: Path, tiny: bool) -> Any:
+    from transformers import LlamaConfig
+
+    no_stop = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # generates as long as it is asked to
+    config = LlamaConfig(**(TINY if tiny else LLAMA), **no_stop, tie_word_embeddings=False, dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return config
+
+
+def _shards(config: Any, limit_nbytes: int) -> list[Shapes]:
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    shards: list[Shapes] = [{}]
+    for name, tensor in model.state_dict().items():
+        if sum(map(_nbytes, shards[-1].values())) + _nbytes(tensor.shape) > limit_nbytes:
+            shards.append({})
+        shards[-1][name] = tuple(tensor.shape)
+    return shards
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    return prod(shape) * _ITEM_NBYTES
+
+
+def _write(path: Path, shapes: Shapes, seed: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    with path.open("wb", buffering=0) as file:
+        file.write(_header(shapes))
+        for name, shape in shapes.items():
+            weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.02, generator=generator)
+            left = memoryview(weight.view(torch.uint8).cpu().numpy()).cast("B")
+            while left:  # one call writes 2 GiB at most
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())  # what is dirty cannot leave the page cache
+
+
+def _header(shapes: Shapes) -> bytes:
+    facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + _nbytes(shape)
+        facts[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(facts).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny shape")
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    make(args.folder or default_folder(args.smoke), args.smoke)

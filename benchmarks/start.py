@@ -1,0 +1,112 @@
+"""Loading a checkpoint of 16 GB: seconds from the call to the end of the first step, host memory, the steps after it.
+
+    python benchmarks/start.py [--only mapped,arena,cold,packed,accelerate] [--folder FOLDER] [--out FILE]
+
+Each case is a process that has imported everything and initialised nothing when its clock starts; initialising CUDA is
+inside of the clock, and `device_s` tells it. Warm: the checkpoint is in the page cache; cold: nothing of it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import host
+from alone import Process, Trials, main
+
+FIRST, AGAIN = "weightstream, mapped, warm", "weightstream, mapped, warm, again"
+
+
+def mapped(trials: Trials) -> None:
+    """From the page cache; and while that process holds its model, a second one."""
+    share = host.warm(trials.files)
+    with trials.guarded(FIRST), Process(trials.case("mapped", hold=True), timeout_s=120) as first:
+        trials.add(FIRST, settings=trials.settings, cached_share=share, **first.result())
+        alone = trials.measure("libraries alone", trials.case("no_model"), timeout_s=60)
+        base = alone["used_growth_nbytes"] if alone else 0
+        with trials.guarded("weightstream, second process"):
+            second(trials, base)
+
+
+def second(trials: Trials, base_nbytes: int) -> None:
+    """What the machine's memory grows by, beyond that of a process without a model, as a share of the weights."""
+    with Process(trials.case("mapped", steps=2), timeout_s=120) as process:
+        found = process.result()
+    share = (found["used_growth_nbytes"] - base_nbytes) / trials.nbytes
+    trials.add("weightstream, second process", base_nbytes=base_nbytes, used_share=round(share, 5), **found)
+
+
+def arena(trials: Trials) -> None:
+    """Loaded to RAM by transformers, then offloaded; and the mapped one again, for the clocks that drift meanwhile."""
+    share = host.warm(trials.files)
+    pinned = trials.measure("weightstream, arena", trials.case("arena"), cached_share=share)
+    with trials.guarded(AGAIN), Process(trials.case("mapped"), timeout_s=120) as process:
+        found = process.result()
+        trials.add(AGAIN, settings=trials.settings, **found, **_against(trials, pinned, found))
+
+
+def _against(trials: Trials, pinned: dict[str, Any] | None, again: dict[str, Any]) -> dict[str, float]:
+    first = next((row for row in trials.rows if row["system"] == FIRST and "ms" in row), again)
+    if pinned is None:
+        return {}
+    ms = statistics.median(first["steps_ms"] + again["steps_ms"])
+    return {
+        "x_arena": round(ms / pinned["ms"]["p50"], 4),
+        "x_drift": round(again["ms"]["p50"] / first["ms"]["p50"], 4),
+    }
+
+
+def cold(trials: Trials) -> None:
+    _cold(trials, "weightstream, mapped, cold", trials.folder)
+
+
+def _cold(trials: Trials, system: str, folder: Path) -> None:
+    """The weights' bytes over the time to the first step, over what direct reads reach right before and after."""
+    files = checkpoint.files(folder)
+    reads = host.DirectReads(files)
+    reads.measure()
+    share = host.evict(files)
+    with trials.guarded(system), Process(trials.case("mapped", folder=str(folder)), timeout_s=120) as process:
+        found = process.result()
+        reads.measure()
+        gbps = trials.nbytes / found["total_s"] / 1e9
+        x_direct = round(gbps / statistics.mean(reads.medians), 4)
+        fields = {
+            "cached_share": share,
+            "read_gbps": round(gbps, 3),
+            "floors_gbps": reads.medians,
+            "x_direct": x_direct,
+        }
+        trials.add(system, settings=trials.settings, **found, **fields)
+
+
+def packed(trials: Trials) -> None:
+    """The same from a copy that `weightstream pack` writes, which goes afterwards."""
+    out = trials.folder.with_name(f"{trials.folder.name}-packed")
+    shutil.rmtree(out, ignore_errors=True)
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "weightstream", "pack", str(trials.folder), str(out)]
+    subprocess.run(command, check=True, timeout=240)
+    seconds = time.perf_counter() - started
+    trials.add("weightstream pack", seconds=round(seconds, 2), pack_gbps=round(trials.nbytes / seconds / 1e9, 3))
+    share = host.warm(checkpoint.files(out))
+    trials.measure("weightstream, packed, warm", trials.case("mapped", folder=str(out)), cached_share=share)
+    _cold(trials, "weightstream, packed, cold", out)
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def accelerate(trials: Trials) -> None:
+    share = host.warm(trials.files)
+    trials.measure("accelerate, weights in RAM", trials.case("accelerate", steps=2), cached_share=share)
+
+
+GROUPS = {"mapped": mapped, "arena": arena, "cold": cold, "packed": packed, "accelerate": accelerate}
+
+if __name__ == "__main__":
+    main("start", __doc__, GROUPS)

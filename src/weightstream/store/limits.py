@@ -1,0 +1,144 @@
+"""Limit: what caps the host memory of this process, and how much is left below it. It knows no weights and no device.
+
+Cgroups are found in /proc/self/cgroup and /proc/self/mountinfo, of version 1, 2 or both. A container may see its own
+group as the root of the mount, under a path that does not exist there: then the mount's root is the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+
+import psutil
+from pydantic import ByteSize
+
+_NO_LIMIT = 1 << 62  # version 1 writes the largest multiple of a page below 2**63, version 2 "max"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    controller: str  # in the second field of /proc/self/cgroup
+    kind: str  # of the file system
+    limits: tuple[str, ...]
+    usage: str
+    page_cache: tuple[str, ...]  # of memory.stat: what the kernel takes back before it refuses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    name: str
+    limit_nbytes: int
+    free_nbytes: int
+
+
+_V1 = _Version(
+    controller="memory",
+    kind="cgroup",
+    limits=("memory.limit_in_bytes",),
+    usage="memory.usage_in_bytes",
+    page_cache=("total_inactive_file", "total_active_file"),
+)
+_V2 = _Version(
+    controller="",
+    kind="cgroup2",
+    limits=("memory.max", "memory.high"),
+    usage="memory.current",
+    page_cache=("inactive_file", "active_file"),
+)
+_RLIMITS = MappingProxyType({"vms": ("ulimit -v", resource.RLIMIT_AS), "data": ("ulimit -d", resource.RLIMIT_DATA)})
+
+
+def available_nbytes(root: Path = Path("/")) -> int:
+    """Returns the bytes of host memory that this process may still take; `root` holds proc and sys."""
+    return max(0, min([_ram_nbytes(), *(limit.free_nbytes for limit in _limits(root))]))
+
+
+def describe_limits(root: Path = Path("/")) -> str:
+    """Returns one line for a warning: the memlock limit, the tightest other limit if there is one, and free RAM."""
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    parts = [f"memlock {'unlimited' if memlock == resource.RLIM_INFINITY else _human(memlock)}"]
+    if tightest := min(_limits(root), key=lambda limit: limit.free_nbytes, default=None):
+        free = _human(max(0, tightest.free_nbytes))
+        parts.append(f"{tightest.name} {_human(tightest.limit_nbytes)} of which {free} are free")
+    return ", ".join([*parts, f"{_human(_ram_nbytes())} of RAM available"])
+
+
+def _human(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable()
+
+
+def _ram_nbytes() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+def _limits(root: Path) -> Iterator[_Limit]:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for version in (_V1, _V2):
+            if version.controller in controllers.split(","):
+                yield from filter(None, (_limit(version, *group) for group in _groups(root, version, path)))
+    for field, (name, kind) in _RLIMITS.items():
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            free = limit - getattr(psutil.Process().memory_info(), field)
+            yield _Limit(name=name, limit_nbytes=limit, free_nbytes=free)
+
+
+def _limit(version: _Version, path: PurePosixPath, folder: Path) -> _Limit | None:
+    limit = min(_number(folder / name, _NO_LIMIT) for name in version.limits)
+    if limit >= _NO_LIMIT:
+        return None
+    held = _statistics(folder / "memory.stat")
+    # The statistics of version 2 may be older than the usage by seconds: never more than the whole limit is free.
+    used = _number(folder / version.usage, 0) - sum(held.get(name, 0) for name in version.page_cache)
+    title = os.fsencode(path).decode(errors="replace")
+    return _Limit(name=f"cgroup {title}", limit_nbytes=limit, free_nbytes=limit - max(0, used))
+
+
+def _groups(root: Path, version: _Version, path: str) -> list[tuple[PurePosixPath, Path]]:
+    """Returns the group at `path` and its ancestors as far as they are mounted, as (path, folder)."""
+    mounts = list(_mounts(root, version))
+    for top, point in mounts:
+        inner = PurePosixPath(path)
+        if inner.is_relative_to(top) and ".." not in inner.parts:
+            inner = inner.relative_to(top)
+            if os.path.isdir(point / inner):  # Path.is_dir raises where a name is too long
+                return [(top / level, point / level) for level in (inner, *inner.parents)]
+    return mounts
+
+
+def _mounts(root: Path, version: _Version) -> Iterator[tuple[PurePosixPath, Path]]:
+    """Yields (path of the group at its root, mount point) of every mount of the memory controller."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, file_system = line.partition(" - ")
+        fields, facts = mount.split(), file_system.split()
+        if len(fields) < 5 or len(facts) < 3 or facts[0] != version.kind:
+            continue
+        if version.controller in ("", *facts[2].split(",")):
+            top, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5])
+            yield PurePosixPath(top), root / point.lstrip("/")
+
+
+def _lines(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):  # a file that cannot be read limits nothing
+        return path.read_text(errors="surrogateescape").splitlines()
+    return []
+
+
+def _number(path: Path, default: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        number = int(path.read_text())
+        return number if number >= 0 else default
+    return default
+
+
+def _statistics(path: Path) -> Mapping[str, int]:
+    pairs = (line.split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and re.fullmatch(r"[0-9]{1,20}", pair[1])}
