@@ -29,6 +29,7 @@ from rows import RESULTS, append, environment
 
 HERE = Path(__file__).parent
 DEVICE_BUDGET, TINY_BUDGET = "1200MiB", "12MiB"  # room for the head, which is the largest matrix
+RESIDENT = "resident, transformers"
 _LEAVING_S = 30
 
 
@@ -93,7 +94,7 @@ class Trials:
         self.rows: list[dict[str, Any]] = []
         self._reference = self._reference_path()
         if not self._reference.exists():
-            self.measure("resident, transformers", self.case("resident"))
+            self.measure(RESIDENT, self.case("resident"))
 
     def _reference_path(self) -> Path:
         """Of these weights, this device and these versions: other ones may round otherwise."""

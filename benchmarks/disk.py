@@ -8,7 +8,6 @@ one or two in flight, whichever is faster. Each case generates eight tokens, gre
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ import host
 from alone import HERE, Process, Trials, main
 
 SHARE = 1.5  # the model is this many times what it may use
-_BF16_NBYTES = 2
 
 
 def disk(trials: Trials) -> None:

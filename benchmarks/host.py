@@ -96,6 +96,15 @@ def evict(files: list[Path]) -> float:
     return round(share, 4)
 
 
+def buffered_gbps(files: list[Path]) -> float:
+    """What one process reaches that reads files, which are not in memory, into the page cache, in order."""
+    evict(files)
+    started = time.perf_counter()
+    for path in files:
+        _read_all(path)
+    return sum(path.stat().st_size for path in files) / (time.perf_counter() - started) / 1e9
+
+
 def cached_share(files: list[Path]) -> float:
     """The share of files' pages that the page cache holds."""
     found = [flags & 1 for flags in map(_residency, files)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import checkpoint
 import host
-from alone import Process, Trials, main
+from alone import RESIDENT, Process, Trials, main
 
 FIRST, AGAIN = "weightstream, mapped, warm", "weightstream, mapped, warm, again"
 
@@ -28,18 +28,23 @@ def mapped(trials: Trials) -> None:
     share = host.warm(trials.files)
     with trials.guarded(FIRST), Process(trials.case("mapped", hold=True), timeout_s=120) as first:
         trials.add(FIRST, settings=trials.settings, cached_share=share, **first.result())
-        alone = trials.measure("libraries alone", trials.case("no_model"), timeout_s=60)
-        base = alone["used_growth_nbytes"] if alone else 0
+        trials.measure("libraries alone", trials.case("no_model"), timeout_s=60)
         with trials.guarded("weightstream, second process"):
-            second(trials, base)
+            second(trials)
 
 
-def second(trials: Trials, base_nbytes: int) -> None:
-    """What the machine's memory grows by, beyond that of a process without a model, as a share of the weights."""
+def second(trials: Trials) -> None:
+    """What the machine's memory grows by, beyond what the process of the resident model takes for code and kernels, as
+    a share of the weights; `all_share` counts that too."""
     with Process(trials.case("mapped", steps=2), timeout_s=120) as process:
         found = process.result()
-    share = (found["used_growth_nbytes"] - base_nbytes) / trials.nbytes
-    trials.add("weightstream, second process", base_nbytes=base_nbytes, used_share=round(share, 5), **found)
+    resident = next((row for row in trials.rows if row["system"] == RESIDENT), None)
+    resident = resident or trials.measure(RESIDENT, trials.case("resident")) or {"used_growth_nbytes": 0}
+    shares = {
+        "used_share": round((found["used_growth_nbytes"] - resident["used_growth_nbytes"]) / trials.nbytes, 5),
+        "all_share": round(found["used_growth_nbytes"] / trials.nbytes, 5),
+    }
+    trials.add("weightstream, second process", base_nbytes=resident["used_growth_nbytes"], **shares, **found)
 
 
 def arena(trials: Trials) -> None:
@@ -71,6 +76,7 @@ def _cold(trials: Trials, system: str, folder: Path) -> None:
     files = checkpoint.files(folder)
     reads = host.DirectReads(files)
     reads.measure()
+    buffered_gbps = host.buffered_gbps(files)
     share = host.evict(files)
     with trials.guarded(system), Process(trials.case("mapped", folder=str(folder)), timeout_s=120) as process:
         found = process.result()
@@ -82,6 +88,8 @@ def _cold(trials: Trials, system: str, folder: Path) -> None:
             "read_gbps": round(gbps, 3),
             "floors_gbps": reads.medians,
             "x_direct": x_direct,
+            "buffered_gbps": round(buffered_gbps, 3),
+            "x_buffered": round(gbps / buffered_gbps, 4),
         }
         trials.add(system, settings=trials.settings, **found, **fields)
 

@@ -306,3 +306,14 @@ def test_a_model_without_units_or_positions_is_right() -> None:
     prove(Plan.build(Manifest(units=()), frozenset(), 0))
     prove(Plan.build(Manifest(units=(UnitSpec(name="", tensors=()),), order=(0,)), frozenset(), 0))
     prove(Plan.build(Manifest(units=(unit_of(0, 512),), order=()), frozenset(), 512))
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "resident", "mapped"])
+def test_what_does_not_stream_is_not_on_disk(wrong: str) -> None:
+    manifest = Manifest(units=tuple(unit_of(i, GRAIN, GRAIN) for i in range(3)), order=(0, 1, 2))
+    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 2 * GRAIN, mapped=frozenset({"blocks.1.0"}))
+    alias = {"unknown": "blocks.9.0", "resident": "blocks.0.0", "mapped": "blocks.1.0"}[wrong]
+    assert list(violations(replace(plan, disk=frozenset({"blocks.0.1", "blocks.2.0"})))) == []
+    reported(replace(plan, disk=frozenset({"blocks.0.1", alias})), "alias groups on disk that no unit has")
+    found = next(v for v in violations(replace(plan, disk=frozenset({alias}))) if "on disk" in v)
+    assert alias in found

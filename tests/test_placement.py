@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
-from weightstream.plan.placement import place, place_host_bytes, place_layers
+from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan, human
 
 # One grain takes a second on the link, and computing takes nothing: the predicted time counts streamed bytes.
@@ -504,3 +505,120 @@ def test_a_huge_model_is_planned_in_a_second(skeleton: Callable[[], Manifest], n
     assert plan.device_nbytes <= budget
     assert plan.step_nbytes == plan.host_nbytes
     assert plan.host_nbytes - (manifest.nbytes - budget) <= 4 * max(u.nbytes for u in manifest.units)
+
+
+# -- homes within a host budget ----------------------------------------------------------------------------------------
+
+REMEDY = "Do something about it."
+
+
+@st.composite
+def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profile]:
+    """Plans of odd models with ties, units read twice or never, a part resident, a part read by kernels on the host."""
+    sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=9))
+    groups = {f"group {i}": nbytes for i, nbytes in enumerate(sizes)}
+    units = tuple(
+        UnitSpec(
+            name=f"unit {index}",
+            layer=draw(st.none() | st.just(index)),
+            tensors=tuple(
+                tensor(f"unit {index}.{alias}", groups[alias], alias)
+                for alias in draw(st.lists(st.sampled_from(sorted(groups)), max_size=4, unique=True))
+            ),
+        )
+        for index in range(draw(st.integers(1, 6)))
+    )
+    manifest = Manifest(units=units, order=tuple(draw(st.lists(st.integers(0, len(units) - 1), max_size=9))))
+    aliases = st.sampled_from(sorted(manifest.aliases) or ["none"])
+    mapped = frozenset(draw(st.sets(aliases, max_size=2))) & manifest.aliases.keys()
+    rest = manifest.without(mapped)
+    resident = frozenset(draw(st.sets(aliases, max_size=3))) & rest.aliases.keys()
+    slots = [sum(-(-n // GRAIN) * GRAIN for a, n in u.aliases().items() if a not in resident) for u in rest.units]
+    plan = Plan.build(rest, resident, max(slots) + draw(st.integers(0, 6)) * GRAIN)
+    profile = replace(draw(profiles_of(len(units))), disk_bytes_per_s=draw(st.sampled_from([0.125, 1.0, 8.0])) * GRAIN)
+    plan = replace(plan, step_s=cost.simulate_s(plan, profile))
+    return map_to_host(plan, manifest, 0, profile), profile
+
+
+@settings(max_examples=400, deadline=None)
+@given(drawn=unplaced(), data=st.data())
+def test_homes_keep_the_host_budget_or_are_refused(drawn: tuple[Plan, Profile], data: st.DataObject) -> None:
+    plan, profile = drawn
+    aliases = plan.manifest.aliases
+    movable = frozenset(data.draw(st.sets(st.sampled_from(sorted(aliases) or ["none"]))) | {"not in the plan"})
+    budget = data.draw(st.integers(0, plan.offloaded_nbytes + 10))
+    stuck = sum(n for a, n in aliases.items() if a not in plan.resident and (a not in movable or a in plan.mapped))
+    if budget < min(stuck, plan.offloaded_nbytes):
+        with pytest.raises(PlanError) as refused:
+            place_homes(plan, host_budget=budget, movable=movable, remedy=REMEDY, profile=profile)
+        numbers = [int(n) for n in re.findall(r"\((\d+) bytes\)", str(refused.value))]
+        assert numbers == [budget, stuck]
+        for part in (f"host budget {human(budget)}", f"of {human(plan.offloaded_nbytes)} outside", REMEDY):
+            assert part in str(refused.value)
+        return
+    placed = place_homes(plan, host_budget=budget, movable=movable, remedy=REMEDY, profile=profile)
+    prove(placed)
+    assert placed.host_nbytes <= budget
+    assert placed.disk <= movable - plan.resident - plan.mapped
+    assert placed.disk <= aliases.keys()
+    assert replace(placed, disk=frozenset(), step_s=plan.step_s) == plan
+    assert all(placed.host_nbytes + aliases[a] > budget for a in placed.disk if aliases[a]), "it had room"
+    if budget >= plan.offloaded_nbytes:
+        assert placed is plan
+    assert placed.disk_nbytes + placed.host_nbytes == plan.offloaded_nbytes
+    assert placed.step_s >= plan.step_s
+    assert placed.step_s >= cost.disk_s(placed, profile)
+    assert placed.step_s <= plan.step_s + cost.disk_s(placed, profile) + cost.copy_s(placed, profile)
+    order = data.draw(st.permutations(plan.manifest.order))
+    again = placed.reordered(tuple(order))
+    assert (again.disk, again.resident, again.mapped) == (placed.disk, placed.resident, placed.mapped)
+    assert Plan.from_json(placed.to_json()) == placed
+
+
+@pytest.mark.parametrize("sizes", [(512,), (1024, 512), (2048, 1024, 512), (1536, 1024), (4096, 512)])
+@pytest.mark.parametrize("num_blocks", [2, 3, 5, 8])
+def test_equal_blocks_read_about_the_same_share_from_disk(sizes: tuple[int, ...], num_blocks: int) -> None:
+    """No two blocks differ by more than the largest tensor, and none is far from its share."""
+    manifest = model(*[sizes] * num_blocks)
+    plan = Plan.build(manifest, frozenset(), 2 * manifest.units[0].nbytes)
+    movable = frozenset(manifest.aliases)
+    for budget in range(0, manifest.nbytes + GRAIN, GRAIN):
+        placed = place_homes(plan, host_budget=budget, movable=movable, remedy=REMEDY)
+        read = placed.unit_disk_nbytes
+        assert max(read) - min(read) <= max(sizes), f"budget {budget}: {read}"
+        assert max(read) <= placed.disk_nbytes / num_blocks + max(sizes)
+
+
+def test_a_decoder_on_disk_is_read_evenly_and_takes_what_the_disk_takes() -> None:
+    manifest = decoder(32, 4096, 14336, 1024, 128256)
+    plan = place(manifest, budget=manifest.nbytes // 5)
+    profile = Profile(disk_bytes_per_s=2e9)
+    placed = place_homes(
+        plan, host_budget=manifest.nbytes // 4, movable=frozenset(manifest.aliases), remedy=REMEDY, profile=profile
+    )
+    read = [n for unit, n in zip(manifest.units, placed.unit_disk_nbytes, strict=True) if unit.layer is not None]
+    assert max(read) - min(read) <= 2 * 4096 * 14336
+    assert placed.disk_nbytes / 2e9 <= placed.step_s <= 1.15 * placed.disk_nbytes / 2e9
+    assert manifest.nbytes // 4 - placed.host_nbytes < min(manifest.aliases[a] for a in placed.disk)
+
+
+@settings(max_examples=200, deadline=None)
+@given(drawn=unplaced(), data=st.data())
+def test_with_a_disk_the_simulation_lies_between_its_bounds(drawn: tuple[Plan, Profile], data: st.DataObject) -> None:
+    plan, profile = drawn
+    free = sorted(plan.manifest.aliases.keys() - plan.resident - plan.mapped)
+    placed = replace(plan, disk=frozenset(data.draw(st.sets(st.sampled_from(free)))) if free else frozenset())
+    predicted = cost.simulate_s(placed, profile)
+    assert cost.lower_bound_s(placed, profile) <= predicted
+    assert cost.lower_bound_s(placed, profile) <= cost.closed_form_s(placed, profile)
+    most = cost.compute_s(placed, profile) + cost.copy_s(placed, profile) + cost.disk_s(placed, profile)
+    assert predicted <= most
+
+
+def test_a_disk_slower_than_the_link_sets_the_pace_and_one_that_is_faster_does_not() -> None:
+    plan = replace(equal_plan(6, 2), disk=frozenset(f"blocks.{i}.0" for i in range(6)))
+    for disk, wanted in [(GRAIN / 4, 24.0), (GRAIN * 1000.0, 6.0)]:
+        profile = replace(LINK_BOUND, disk_bytes_per_s=disk)
+        assert cost.simulate_s(plan, profile) == pytest.approx(wanted, rel=0.01)
+    assert cost.disk_s(plan, replace(LINK_BOUND, disk_bytes_per_s=GRAIN / 4)) == 24.0
+    assert cost.disk_s(equal_plan(6, 2), LINK_BOUND) == 0.0

@@ -48,7 +48,9 @@ def plans(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Plan:
     ring = max(slots) + draw(st.integers(0, 8)) * GRAIN
     plan = Plan.build(manifest, frozenset(resident), ring)
     budget = draw(st.none() | st.integers(plan.device_nbytes, 1 << 50))
-    return replace(plan, budget=budget, step_s=draw(st.floats(0, 1e6)))
+    streamed = sorted(manifest.aliases.keys() - resident)
+    disk = frozenset(draw(st.sets(st.sampled_from(streamed)))) if streamed else frozenset()
+    return replace(plan, budget=budget, step_s=draw(st.floats(0, 1e6)), disk=disk)
 
 
 @settings(max_examples=150, deadline=None)
@@ -211,6 +213,10 @@ def printed(plan: Plan) -> list[str]:
     return lines
 
 
+def cells(lines: list[str]) -> list[list[str]]:
+    return [[c.strip() for c in line.strip("│┃").replace("┃", "│").split("│")] for line in lines if line[0] in "│┃"]
+
+
 def test_the_table_has_a_row_for_each_run_of_equal_units() -> None:
     units = (
         UnitSpec(name="", tensors=(replace(unit_of(90, MIB).tensors[0]),)),
@@ -222,8 +228,7 @@ def test_the_table_has_a_row_for_each_run_of_equal_units() -> None:
     resident = frozenset({"blocks.90.0", "blocks.0.1", "blocks.1.1", "blocks.2.1"})
     plan = Plan.build(manifest, resident, 4 * MIB)
     lines = printed(plan)
-    cells = [[c.strip() for c in line.strip("│┃").replace("┃", "│").split("│")] for line in lines if line[0] in "│┃"]
-    assert cells == [
+    assert cells(lines) == [
         ["unit", "tensors", "resident", "streams"],
         ["(root)", "1", "1.0MiB", "0B"],
         ["blocks.0 … blocks.2 (3 units)", "2", "1.0MiB", "2.0MiB"],
@@ -269,3 +274,42 @@ def test_bytes_for_a_person() -> None:
         "5.0GiB",
         "1.0TiB",
     ]
+
+
+def from_disk() -> Plan:
+    """Four blocks of 1 and 2 MiB: the larger tensors of the last three are on disk, and block 0 is read twice."""
+    manifest = Manifest(units=tuple(unit_of(i, MIB, 2 * MIB) for i in range(4)), order=(0, 1, 2, 3, 0))
+    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 6 * MIB)
+    return replace(plan, disk=frozenset(f"blocks.{i}.1" for i in (1, 2, 3)), step_s=0.0125)
+
+
+def test_what_is_read_from_disk_is_printed_beside_what_streams() -> None:
+    lines = printed(from_disk())
+    assert cells(lines) == [
+        ["unit", "tensors", "resident", "streams", "from disk"],
+        ["blocks.0", "2", "1.0MiB", "2.0MiB", "0B"],
+        ["blocks.1 … blocks.3 (3 units)", "2", "0B", "3.0MiB", "2.0MiB"],
+    ]
+    assert lines[0].endswith(", 6.0MiB of it from disk")
+    assert lines[-1] == "predicted: 12.5 ms per step"
+    without = printed(replace(from_disk(), disk=frozenset()))
+    assert not any("disk" in line for line in without)
+
+
+def test_bytes_on_disk_are_not_on_the_host() -> None:
+    plan = from_disk()
+    assert plan.disk_nbytes == 6 * MIB
+    assert plan.offloaded_nbytes == 11 * MIB
+    assert plan.host_nbytes == 5 * MIB
+    assert plan.unit_disk_nbytes == (0, 2 * MIB, 2 * MIB, 2 * MIB)
+
+
+def test_another_order_keeps_what_is_on_disk() -> None:
+    plan = from_disk()
+    again = plan.reordered((3, 1, 0, 2))
+    assert (again.disk, again.step_s, again.ring_nbytes) == (plan.disk, plan.step_s, plan.ring_nbytes)
+    prove(again)
+    text = json.loads(plan.to_json())
+    assert text["disk"] == ["blocks.1.1", "blocks.2.1", "blocks.3.1"]
+    del text["disk"]
+    assert Plan.from_json(json.dumps(text)) == replace(plan, disk=frozenset()), "a plan written before there was one"

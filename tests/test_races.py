@@ -65,8 +65,8 @@ MUTATIONS = {
     "filled is recorded before the copy": [
         ("self._backend.record(Side.COPY, fence.filled)", "pass"),
         (
-            "self._backend.copy(self.copies[unit])",
-            "self._backend.record(Side.COPY, fence.filled); self._backend.copy(self.copies[unit])",
+            "self._backend.copy(copies)",
+            "self._backend.record(Side.COPY, fence.filled); self._backend.copy(copies)",
         ),
     ],
     "drained is not recorded": [("self._backend.record(Side.COMPUTE, fence.drained)", "pass")],

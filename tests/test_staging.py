@@ -492,7 +492,7 @@ def test_cancelling_wakes_the_consumer() -> None:
     with closing(Staging(buffers(1))) as staging:
         reading = staging.start(source, 0, 2 * PAGE)
         threading.Timer(0.02, reading.cancel).start()
-        with pytest.raises(StoreError, match=r"bytes \[0, 8192\): the reading has ended or was cancelled"):
+        with pytest.raises(StoreError, match=r"bytes \[0, 4096\): the reading has ended or was cancelled"):
             finishes(pages, reading)
         source.open()
         assert all_come_back(staging, 1)
@@ -523,33 +523,10 @@ def test_a_file_that_changes_under_a_reading(tmp_path: Path) -> None:
 # -- memory as a source ----------------------------------------------------------------------------------------------
 
 
-def test_memory_is_prepared_before_it_is_read() -> None:
-    memory, prepared = torch.zeros(3 * PAGE, dtype=torch.uint8), []
-
-    def prepare(begin: int, end: int) -> None:
-        prepared.append((begin, end))
-        memory[begin:end] = noise(3 * PAGE)[begin:end]
-
+def test_memory_comes_whole() -> None:
+    memory = noise(3 * PAGE)
     with closing(Staging(buffers(2), num_threads=1)) as staging:
-        assert torch.equal(joined(staging.start(MemorySource(memory, prepare), 10, 9000)), noise(3 * PAGE)[10:9000])
-    assert prepared == [(10, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, 9000)]
-
-
-def test_memory_that_cannot_be_prepared_is_an_error() -> None:
-    def prepare(begin: int, end: int) -> None:
-        raise StoreError(f"{begin} to {end} is gone")
-
-    with (
-        closing(Staging(buffers(1))) as staging,
-        pytest.raises(StoreError, match="5 to 7 is gone"),
-    ):
-        joined(staging.start(MemorySource(noise(PAGE), prepare), 5, 7))
-
-
-@pytest.mark.parametrize(("begin", "end"), [(-1, 5), (6, 5), (0, PAGE + 1), (0, 101)])
-def test_memory_outside_the_source_or_the_buffer_is_not_touched(begin: int, end: int) -> None:
-    with pytest.raises(InvariantError, match=rf"\[{begin}, {end}\) of 4096 bytes do not go into 100"):
-        MemorySource(noise(PAGE)).read(begin, end, torch.zeros(100, dtype=torch.uint8))
+        assert torch.equal(joined(staging.start(MemorySource(memory), 10, 9000)), memory[10:9000])
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import sys
 import tomllib
 import warnings
@@ -24,7 +25,16 @@ class ConfigWarning(UserWarning):
 
 
 # A description is what an error tells the user to give. Strict: else pydantic reads `true` as 1, one byte.
-_Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize, config={"strict": True}).validate_python)]
+_BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
+
+
+def _checked_size(value: Any) -> int:
+    if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
+        raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
+    return _BYTE_SIZE.validate_python(value)
+
+
+_Bytes = Annotated[int, BeforeValidator(_checked_size)]
 _Size = Field(description='bytes, or a size such as "12GiB"')
 _Gib = Annotated[float, Field(strict=True, ge=0, description="GiB (2**30 bytes) as a finite number >= 0")]
 _Count = Annotated[int, Field(strict=True, ge=0, description="a whole number >= 0")]

@@ -264,7 +264,9 @@ def _within_host_budget(config: OffloadConfig, backend: Backend, homes: Homes, k
     """Plans that keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
     in_ram = sum(h.group.nbytes for h in homes.homes.values() if h.mapping is None and h.origin.type == "cpu")
     free, on_cpu = cpu.free_nbytes() + in_ram, backend.device.type == "cpu"
-    remedy = "Raise host_budget, name an offload_folder to keep the rest on disk, or raise device_budget."
+    default = " (the default, 80 % of what this process may still take)" if config.host_budget is None else ""
+    folder = ", name an offload_folder to keep the rest on disk" if config.offload_folder is None else ""
+    remedy = f"Raise host_budget{default}{folder}, or raise device_budget."
     planners = [_planner(config, backend, homes, kept, by_row=by_row) for by_row in (True, False)]
 
     def within(manifest: Manifest, planner: Planner) -> Plan:
@@ -315,6 +317,8 @@ def _planner(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozen
     read_nbytes = sum(by_alias[alias].nbytes for alias in named - homes.by_row)
 
     def planner(manifest: Manifest) -> Plan:
+        if not homes.can_map:
+            return plan_rest(manifest)
         plan = map_to_host(plan_rest(manifest.without(named)), manifest, read_nbytes, backend.profile)
         fits = plan.offloaded_nbytes == plan.mapped_nbytes
         if not by_row or fits or config.backend != "none" or backend.device.type == "cpu":
@@ -346,7 +350,7 @@ def _streaming_planner(config: OffloadConfig, backend: Backend, homes: Homes, ke
             manifest,
             host_nbytes=int(uva.cpu_offload_gb * 2**30),
             eligible=_eligible(uva.cpu_offload_params, kept),
-            zero_copy=backend.device.type == "cuda" and _maps_host_memory(backend, config),
+            zero_copy=backend.device.type == "cuda" and homes.can_map and _maps_host_memory(backend, config),
             profile=profile,
         )
     budget = config.device_budget

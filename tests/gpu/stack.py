@@ -154,10 +154,16 @@ class Slow(CudaBackend):
     most_cycles = 2_000_000
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        with torch.cuda.stream(self._copies):
-            for c in copies:
-                c.dst.fill_(0xFF)
-            self.spin()
+        def poison() -> None:
+            with torch.cuda.stream(self._copies):
+                for c in copies:
+                    c.dst.fill_(0xFF)
+                self.spin()
+
+        if self._feeder is None:
+            poison()
+        else:
+            self._feeder.submit(poison)
         super().copy(copies)
 
     def wait(self, side: Side, event: Event) -> None:

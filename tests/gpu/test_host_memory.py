@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import logging
 import os
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from stack import slow
 
 import weightstream
 from weightstream.errors import OffloadError, StoreError
 from weightstream.runtime import cuda
+from weightstream.runtime.backend import Side
 
 transformers = pytest.importorskip("transformers")
 
@@ -238,8 +243,27 @@ def test_kernels_read_an_aligned_file_where_it_is(checkpoint: Path, plain: Any, 
         assert streamer._homes._arena.nbytes == 0
         weight = model.model.layers[0].mlp.down_proj.weight
         assert weight.is_cuda
-        with pytest.raises(OffloadError, match="in place"):
-            model.load_state_dict(plain.state_dict())
+        original = {name: tensor.cpu().clone() for name, tensor in plain.state_dict().items()}
+        with torch.no_grad():
+            assert torch.equal(weight, plain.model.layers[0].mlp.down_proj.weight)
+            assert streamer._homes._arena.nbytes == 0
+            for update in _in_place, _data:  # the first gets it memory of its own
+                update(weight)
+                update(plain.model.layers[0].mlp.down_proj.weight)
+                assert weight.is_cuda
+                assert streamer._homes._arena.nbytes == weight.nbytes
+                assert_equal(model, plain)
+        graph, x = torch.cuda.CUDAGraph(), tokens()
+        with torch.no_grad(), streamer.capture(graph):
+            logits = model(x, use_cache=False).logits
+        streamer.replay(graph)
+        assert torch.equal(logits, plain(x, use_cache=False).logits)
+        copied = copy.deepcopy(model)
+        assert type(copied.model.layers[1].mlp.down_proj.weight) is torch.nn.Parameter
+        model.load_state_dict(original)
+        plain.load_state_dict(original)
+        with pytest.raises(OffloadError, match="an update of a weight"):
+            streamer.replay(graph)
         assert_equal(model, plain)
     assert model.model.layers[0].mlp.down_proj.weight.device.type == "cpu"
     model.load_state_dict(plain.state_dict())
@@ -316,15 +340,21 @@ def test_a_read_that_fails_is_an_error_and_the_next_step_works(
 def test_slow_reads_and_slow_copies_change_no_bit(
     checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import random
-    import time
-
     real, pause = os.preadv, random.Random(5)
 
-    def slow(*args: Any) -> int:
+    def late(*args: Any) -> int:
         time.sleep(pause.uniform(0, 0.004))
         return real(*args)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(os, "preadv", late)
+    slow(monkeypatch)
     with streamed(checkpoint, 0.25, host_budget=0) as model:
-        assert_equal(model, plain, 6)
+        assert_equal(model, plain, 8)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_a_dropped_wait_is_caught(checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, side: Side) -> None:
+    """The harness of the test above sees the races that it looks for."""
+    slow(monkeypatch, side, most_cycles=20_000_000)  # compute must be slower than the disk for one of them
+    with streamed(checkpoint, 0.25, host_budget=0) as model, pytest.raises(AssertionError):
+        assert_equal(model, plain, 8)

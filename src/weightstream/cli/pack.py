@@ -83,6 +83,8 @@ def _place(out: Path, folder: Path) -> Path:
         raise ConfigError(f"{out} is a link to {out.readlink()}: name the folder itself")
     if out.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{out} is in the model's folder {folder}: name a folder outside of it")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise ConfigError(f"{out} is or holds the folder that this runs in: name a new one")
     return out.resolve()
 
 

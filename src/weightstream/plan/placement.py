@@ -107,7 +107,7 @@ def place_homes(
     aliases = plan.manifest.aliases
     if plan.offloaded_nbytes <= host_budget:
         return plan
-    movable -= plan.resident | plan.mapped
+    movable &= aliases.keys() - plan.resident - plan.mapped
     held = sum(n for alias, n in aliases.items() if alias not in plan.resident | movable)
     if held > host_budget:
         raise PlanError(

@@ -37,7 +37,6 @@ class Binding:
         self.plan = plan
         self.openings: list[Opening] = []
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
-        self.sources_changed = False  # graphs that were captured before read old ones
         self._homes = homes
         self._backend = backend
         self._counters = counters
@@ -62,16 +61,18 @@ class Binding:
 
     def wake(self) -> None:
         """See updates that were made since `rest`."""
+        self._homes.unguard()
         self._backend.wait(Side.COMPUTE, self._step_end)
         for face in self.faces():
             face.unwatch()
-        self._leave(self._homes.leave_written())
+        self._leave_written()
         self._stale([face for face in self.faces() if face.adopt() or face.changed()])
         self.engine.forget(unit for unit in self.engine.held() if self._faces[unit].home_was_written())
 
     def rest(self, units: Iterable[int] | None = None) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._backend.record(Side.COMPUTE, self._step_end)
+        self._homes.guard()
         for unit in self.engine.held():
             self._faces[unit].sample()
         for unit in range(len(self._faces)) if units is None else units:
@@ -125,8 +126,7 @@ class Binding:
             self._backend.wait(Side.COMPUTE, self._step_end)
             for face in faces.faces:
                 face.unwatch()
-        if alone:
-            self._leave(self._homes.leave_written())
+            self._leave_written()
         if alone and faces.home_was_written():
             self.engine.forget([unit])
         if not again:  # whoever ran before this unit may have updated what was filled ahead
@@ -179,11 +179,12 @@ class Binding:
 
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
+        self._homes.unguard()
         for face in self.faces():
             face.unwatch()
         self._faces.clear()
         self.engine.close()
-        del self._copies
+        self._copies = UnitCopies(self._homes, self.plan, torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def shows(self, tensor: torch.Tensor) -> bool:
@@ -221,8 +222,16 @@ class Binding:
     def _leave(self, aliases: set[str]) -> None:
         """The files of these no longer hold their bytes: from now on their copies come from where the bytes are."""
         if aliases:
-            self.sources_changed = True
+            self._homes.sources_changed = True
             self.engine.forget(self._copies.forget(aliases))
+
+    def _leave_written(self) -> None:
+        """What was written past every counter of versions may be again, by whoever holds the memory."""
+        left = self._homes.leave_written()
+        for face in self.faces() if left else ():
+            if face.member.spec.alias in left and not face.changed():
+                face.lend()
+        self._leave(left)
 
     def _stale(self, updated: list[Face]) -> None:
         """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weightstream.errors import ConfigError, OffloadError, StoreError
+from weightstream.errors import ConfigError, OffloadError, PinError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.cpu import Worker, ending, staging
@@ -28,6 +28,11 @@ _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _TIMED = 11  # one wait in so many is timed: two events around each cost a prefill of 7 matrices a layer 1 %
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _PORTABLE = 1  # pinned for every device, not for the current one alone
+_FED = (
+    "this model copies weights that are read from disk, that could not be pinned, or that were updated since they were "
+    "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
+    "save the updated model and load that"
+)
 _HEADROOM_NBYTES = 1 << 30  # for activations, workspaces and a short cache when no budget was given
 
 
@@ -66,14 +71,14 @@ def recording(graph: Any, **options: Any) -> Iterator[None]:
 
 
 def register(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
-    """Pin host memory in place; raises `StoreError` when the system refuses. Any thread may call it."""
+    """Pin host memory in place; raises `PinError` when the system refuses. Any thread may call it."""
     with torch.cuda.device(device):
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         code: object = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags)
         if number := int(getattr(code, "value", code)):  # type: ignore[call-overload]
             with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
                 torch.zeros(1, device="cuda")
-            raise StoreError(
+            raise PinError(
                 f"the system refused to pin {memory.numel()} bytes of host memory (CUDA error {number}; "
                 f"{describe_limits()}). Raise the memlock limit (ulimit -l) or the container's memory, or set "
                 "pin_memory=False (slower)."
@@ -141,6 +146,8 @@ class CudaBackend:
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        if self._feeder is not None:
+            raise OffloadError(_FED)
         if self.capturing():
             yield
             return
@@ -161,12 +168,16 @@ class CudaBackend:
     def record(self, side: Side, event: Event) -> None:
         if side is Side.COMPUTE or self._feeder is None:
             event.record(self._stream(side))
+        elif self.capturing():
+            raise OffloadError(_FED)
         else:
             self._feeder.submit(lambda: event.record(self._copies))
             self._feeder.record(event)
 
     def wait(self, side: Side, event: Event) -> None:
         if side is Side.COPY and self._feeder is not None:
+            if self.capturing():  # the thread knows nothing of it
+                raise OffloadError(_FED)
             self._feeder.submit(lambda: self._copies.wait_event(event))
             return
         if side is Side.COMPUTE and (mark := getattr(event, "mark", None)) is not None:
@@ -197,10 +208,7 @@ class CudaBackend:
             self._queue(copies)
             return
         if self.capturing():
-            raise OffloadError(
-                "weights that are read from disk, or that could not be pinned, cannot be copied inside of a captured "
-                f"graph: run eager, raise host_budget, or see what limits pinning ({describe_limits()})"
-            )
+            raise OffloadError(_FED)
         if self._feeder is None:
             self._feeder = Worker("weightstream-feed")
             self._stop = weakref.finalize(self, self._feeder.stop)

@@ -11,7 +11,7 @@ elements.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 
 from weightstream.errors import OffloadError, StoreError
 from weightstream.runtime.homes import Home
+from weightstream.runtime.readonly import plainly
 from weightstream.runtime.weights import Member, span
 
 _SAMPLES = 64
@@ -48,23 +49,10 @@ def _watched(base: type) -> type:
         self.__dict__[_HANDED_OUT] = True
         return _DATA.__get__(self)
 
-    def plainly(call: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that does what the plain class does: copies and pickles are of it."""
-
-        def method(self: torch.Tensor, *args: Any) -> Any:
-            watched = type(self)
-            self.__class__ = base
-            try:
-                return call(self, *args)
-            finally:
-                self.__class__ = watched
-
-        return method
-
     members: dict[str, Any] = {name: _door(base, name) for name in _DOORS}
     members["data"] = property(get, lambda self, value: _DATA.__set__(self, value))
-    members["__deepcopy__"] = plainly(copy.deepcopy)
-    members["__reduce_ex__"] = plainly(lambda tensor, protocol: tensor.__reduce_ex__(protocol))
+    members["__deepcopy__"] = plainly(base, copy.deepcopy)
+    members["__reduce_ex__"] = plainly(base, lambda tensor, protocol: tensor.__reduce_ex__(protocol))
     members["__torch_function__"] = torch._C._disabled_torch_function_impl
     members["__module__"] = base.__module__
     return type(base.__name__, (base,), members)
@@ -107,6 +95,10 @@ class Face:
     def handed_out(self) -> bool:
         """Whether somebody may hold the memory: for good, as nobody can tell when they write to it."""
         return _HANDED_OUT in self.member.tensor.__dict__
+
+    def lend(self) -> None:
+        """Somebody holds the memory."""
+        self.member.tensor.__dict__[_HANDED_OUT] = True
 
     def forget_holders(self) -> None:
         """The model is let go: whoever holds the memory is no concern any more."""
@@ -152,7 +144,7 @@ class UnitFaces:
 
     def __init__(self, faces: list[Face], homes: list[Home]) -> None:
         self.faces = faces
-        self._words = [_words(home.group.home) for home in homes]
+        self._words = [(home, _words(home.group.home)) for home in homes]
         self._mappings = {home.mapping for home in homes if home.mapping is not None}
         self._samples: list[bytes] | None = None
         for face in faces:
@@ -189,7 +181,8 @@ class UnitFaces:
     def _read(self) -> list[bytes]:
         for mapping in self._mappings:
             mapping.check()  # reading what a file no longer has would kill the process
-        return [words.tobytes() for words in self._words]
+        # What copies take from a file is left alone: the kernel tells of writes, and reading would bring in the pages.
+        return [words.tobytes() for home, words in self._words if not home.is_copied_from_file]
 
 
 def _words(home: torch.Tensor) -> npt.NDArray[np.uint8]:

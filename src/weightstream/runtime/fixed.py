@@ -22,6 +22,7 @@ from weightstream.runtime import guards, ops
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.engine import Counters
+from weightstream.runtime.homes import Homes
 from weightstream.runtime.recording import Recording
 from weightstream.runtime.weights import UnitModule
 
@@ -36,6 +37,7 @@ class FixedAddresses:
     _model: nn.Module
     _units: list[UnitModule]
     _backend: Backend
+    _homes: Homes
     _binding: Binding
     _counters: Counters
     _turn: threading.RLock
@@ -91,9 +93,9 @@ class FixedAddresses:
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
-            if self._binding.sources_changed or any(face.relaid for face in self._binding.faces()):
+            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces()):
                 self._graphs.clear()
-                self._binding.sources_changed = False
+                self._homes.sources_changed = False
             self._primed()  # now, as a capture by hand may be under way later
             self._binding.fix()
             self._session.fixed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops
-from weightstream.runtime.weights import own_tensors
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -180,23 +179,6 @@ def refuse_moves(model: nn.Module) -> Callable[[], None]:
             module.__dict__.pop("_apply", None)
 
     return undo
-
-
-def refuse_loads(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Refuse `load_state_dict` into these, which the device may not write to; returns what undoes it."""
-    ids = {id(tensor) for tensor in tensors}
-
-    def refuse(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, tensor in own_tensors(module):
-            if id(tensor) in ids and f"{prefix}{name}" in state_dict:
-                raise OffloadError(
-                    f"{prefix}{name} is read from its checkpoint file in place (zero-copy), where nobody can write to "
-                    "it: call remove(), load, and offload again"
-                )
-
-    owners = [m for m in model.modules() if any(id(tensor) in ids for _, tensor in own_tensors(m))]
-    handles = [module.register_load_state_dict_pre_hook(refuse) for module in owners]
-    return lambda: [handle.remove() for handle in handles].clear()
 
 
 def refuse_backward(unit: str) -> AbstractContextManager[None]:

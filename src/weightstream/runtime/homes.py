@@ -21,18 +21,20 @@ import torch
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
 from weightstream.plan.ring import ALIGN_NBYTES, aligned
-from weightstream.runtime import cpu
+from weightstream.runtime import cpu, readonly
 from weightstream.runtime.backend import Backend, Copy
-from weightstream.runtime.weights import Group
+from weightstream.runtime.weights import Group, Member
 from weightstream.store.arena import Arena
 from weightstream.store.file import DirectFile
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
-from weightstream.store.pages import STAGED, PageCache, Pages
+from weightstream.store.pages import PageCache, Pages
 
 logger = logging.getLogger("weightstream")
 
+_STAGED = "Copies go through a small staging ring instead: the CPU copies each byte once more."
 _MEASURED_NBYTES = 256 << 20
+_CPU_ALIGNMENT = 64  # what PyTorch gives tensors on the CPU
 
 
 class Tier(Enum):
@@ -89,7 +91,13 @@ class Home:
     @property
     def is_copied_from_file(self) -> bool:
         """Whether copies take the bytes from the file itself, where updates made in this process are not."""
-        return self.file is not None or (self.pages is not None and self.pages.window is not None)
+        on_its_way = self.pages is not None and not self.pages.done.is_set()
+        return self.file is not None or on_its_way or (self.pages is not None and self.pages.window is not None)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether kernels read it from pages of a file: a write would be an error of the device."""
+        return self.host is not None and self.pages is not None
 
     def leave_file(self) -> bool:
         """The bytes in the file are not the true ones any more; whether copies took them from there."""
@@ -115,8 +123,12 @@ class Homes:
     ) -> None:
         self._backend = backend
         self.by_row = by_row  # alias groups of which a step reads a few rows
+        self.can_map = True  # until pinning is refused
+        self._told = False
+        self.sources_changed = False  # graphs that were captured before read old ones
         self._empty = [(tensor, tensor.device) for tensor in empty]
-        self._mappings = list(mappings)
+        self._mappings = tuple(mappings)
+        self._spilled: list[FileMapping] = []
         self._arena = arena
         self._pinnable = arena is not None
         self._pages = pages
@@ -126,12 +138,6 @@ class Homes:
         }
         for home in self.homes.values():
             self._locate(home)
-
-    @property
-    def read_only(self) -> list[torch.Tensor]:
-        """Tensors that kernels read from pages of a file: writing to them would be an error of the device."""
-        mapped = [home for home in self.homes.values() if home.host is not None and home.pages is not None]
-        return [member.tensor for home in mapped for member in home.group.members]
 
     @property
     def movable(self) -> frozenset[str]:
@@ -171,7 +177,12 @@ class Homes:
             raise
 
     def restore(self) -> None:
-        """Bring every group back to the device it came from, into memory of its own."""
+        """Bring every group back to the device it came from, into memory of its own.
+
+        Raises `StoreError` where a file with weights cannot be read any more, once all others are back.
+        """
+        self.unguard()
+        errors: list[StoreError] = []
         if self._pages is not None:
             self._pages.close()
         for home in self.homes.values():
@@ -189,9 +200,15 @@ class Homes:
         for home in self.homes.values():
             bytes_left = home.pinned or home.group.home.device != home.origin or home.mapping is not None
             if home.moved and bytes_left:
-                self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
+                try:
+                    self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
+                except StoreError as error:
+                    errors.append(error)
             self._locate(home)
             home.moved = home.pinned = False
+        self._spilled = [m for m in self._spilled if any(home.mapping is m for home in self.homes.values())]
+        if errors:
+            raise errors[0]
 
     def copies(self, plan: Plan, unit: int, ring: torch.Tensor) -> list[Copy]:
         """What a fill of the unit moves into the ring, as few copies as possible. Waits for pages on their way."""
@@ -211,7 +228,8 @@ class Homes:
 
     def leave_written(self) -> set[str]:
         """The same for whatever was written to in this process, by whom and how ever: the kernel knows."""
-        return self.leave_files(self._written(a for a, home in self.homes.items() if home.is_copied_from_file))
+        copied = [a for a, home in self.homes.items() if home.host is None and home.is_copied_from_file]
+        return self.leave_files(self._written(copied))
 
     def _written(self, aliases: Iterable[str]) -> set[str]:
         """Those whose file does not hold their bytes, or may not: loading may update them too."""
@@ -227,6 +245,13 @@ class Homes:
                 found.add(alias)
         return found
 
+    def read(self, alias: str, member: Member) -> torch.Tensor:
+        """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""
+        self.homes[alias].check()
+        data = self.homes[alias].group.home.to(self._backend.device)
+        # kernels choose their way by alignment, and with it the last bits
+        return member.view(data.clone() if data.data_ptr() % _CPU_ALIGNMENT else data, 0)
+
     def held_nbytes(self) -> dict[str, int]:
         """Bytes of weights whose home is on each tier."""
         held = dict.fromkeys((tier.value for tier in Tier), 0)
@@ -239,19 +264,22 @@ class Homes:
         if self._pages is None:
             return
         streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.streamed(unit))
-        everything = dict.fromkeys([*streamed, *plan.manifest.aliases])
+        everything = dict.fromkeys([*plan.mapped, *streamed, *plan.manifest.aliases])
         kept = [a for a in everything if a not in plan.resident | plan.disk | written and self.homes[a].mapping]
         if plan.mapped:  # kernels choose their way by alignment, and with it the last bits
             computed = plan.mapped - self.by_row
             kept = [a for a in kept if a not in computed or self.homes[a].extent[0] % ALIGN_NBYTES == 0]
         ranges = [(mapping, *self.homes[a].extent) for a in kept if (mapping := self.homes[a].mapping) is not None]
-        for alias, pages in zip(kept, self._pages.hold(ranges), strict=True):
+        for alias, pages in zip(kept, self._pages.hold(ranges, self._tell), strict=True):
             self.homes[alias].pages, self.homes[alias].tier = pages, Tier.HOST
 
     def _map(self, homes: list[Home]) -> None:
         """Let kernels read these from host memory: of exact size and pinned; where the host is the device, in place."""
         for home in homes:
             home.tier = Tier.HOST
+            # as in `read`
+            if self._backend.device.type == "cpu" and home.mapping and home.group.home.data_ptr() % _CPU_ALIGNMENT:
+                self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device="cpu"), Tier.HOST)
         if not homes or self._backend.device.type == "cpu":
             return
         assert self._arena is not None
@@ -267,9 +295,38 @@ class Homes:
         parts = [block[start : start + home.group.nbytes] for start, home in zip(starts, homes, strict=False)]
         for home, part in zip(homes, parts, strict=True):
             self._move(home, part, Tier.HOST)
-        self._arena.pin(block)
+        try:
+            self._arena.pin(block)
+        except StoreError as error:
+            self.can_map = False
+            self._tell(error)
+            raise
         for home, part in zip(homes, parts, strict=True):
             self._show_mapped(home, part)
+
+    def guard(self) -> None:
+        """Between steps nobody writes to pages of a file, which the device may not: they get memory of their own."""
+        for home in self.homes.values():
+            for member in home.group.members if home.is_read_only else ():
+                readonly.guard(member.tensor, partial(self._make_writable, home))
+
+    def unguard(self) -> None:
+        for home in self.homes.values():
+            for member in home.group.members if home.is_read_only else ():
+                readonly.unguard(member.tensor)
+
+    def _make_writable(self, home: Home) -> None:
+        assert self._arena is not None
+        assert home.host is not None
+        with torch.inference_mode(False), torch.no_grad():
+            block = self._arena.take(home.group.nbytes)
+            part = block[: home.group.nbytes].copy_(home.host)
+            self._arena.pin(block)
+            for member in home.group.members:
+                readonly.unguard(member.tensor)
+            home.group.home, home.mapping, home.pages, home.moved = part, None, None, True
+            self._show_mapped(home, part)
+            self.sources_changed = True
 
     def _show_mapped(self, home: Home, memory: torch.Tensor) -> None:
         view = self._backend.device_view(memory)
@@ -315,15 +372,21 @@ class Homes:
         try:
             self._arena.pin(block)
         except StoreError as error:
-            logger.warning("%s %s", error, STAGED)
+            self._tell(error)
             self._pinnable = False
             return False
         return block.is_pinned()
 
+    def _tell(self, error: Exception) -> None:
+        """Pinning was refused, or pages could not be brought in: said once."""
+        if not self._told:
+            logger.warning("%s %s", str(error), _STAGED)  # text alone: a record must not hold the error's frames
+        self._told = True
+
     def _spill(self, home: Home, alias: str) -> None:
         assert self._spill_folder is not None  # the planner moves to disk what can be there
         mapped = self._spill_folder.write(alias, home.group.home.cpu())
-        self._mappings.append(self._spill_folder.mappings[-1])
+        self._spilled.append(self._spill_folder.mappings[-1])
         home.group.home = mapped
         self._point(home)
         self._locate(home)
@@ -359,7 +422,7 @@ class Homes:
         """Tell the tier of the bytes from where they are."""
         data = home.group.home
         on_host = data.device.type == "cpu"
-        inside = (m for m in self._mappings if on_host and m.locate(data.data_ptr()) is not None)
+        inside = (m for m in (*self._mappings, *self._spilled) if on_host and m.locate(data.data_ptr()) is not None)
         home.mapping = next(inside, None)
         home.tier = Tier.DISK if home.mapping else Tier.HOST if on_host else Tier.DEVICE
 

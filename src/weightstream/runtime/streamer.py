@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.errors import OffloadError, PlanError
+from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
@@ -43,8 +43,8 @@ class Stats:
 
     `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
     repeated or out of order. `stall_s` is the time that compute waited for copies; on CUDA an estimate from every 11th
-    wait. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM) and "disk" (mapped
-    files); `model_nbytes` counts them once.
+    wait. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM, pages of mapped files
+    included) and "disk" (read in every step); `model_nbytes` counts them once.
     """
 
     steps: int
@@ -90,7 +90,12 @@ class Streamer(FixedAddresses):
         self._strays: dict[str, set[str]] = {}  # reading module -> alias groups that it reads outside of their units
         FixedAddresses.__init__(self, blocks)
         try:
-            self._attach(self._plan_units())
+            try:
+                self._attach(self._plan_units())
+            except StoreError:
+                if self._homes.can_map:
+                    raise
+                self._attach(self._plan_units())  # what kernels were to read from pinned memory streams
         except BaseException:
             self._close()
             raise
@@ -126,8 +131,10 @@ class Streamer(FixedAddresses):
             if not self._removed:
                 for face in self._binding.faces():
                     face.forget_holders()
-                self._detach()
-                self._close()
+                try:
+                    self._detach()
+                finally:
+                    self._close()
 
     def __enter__(self) -> Streamer:
         return self
@@ -171,7 +178,6 @@ class Streamer(FixedAddresses):
                     self._undo.append(guards.surround(module, run, self._session, index))
         self._undo.append(guards.surround(self._model, self._run_step, self._session))
         self._undo.append(guards.refuse_moves(self._model))
-        self._undo.append(guards.refuse_loads(self._model, self._homes.read_only))
         self._known_ids = self._tensor_ids()
         setattr(self._model, guards.ATTRIBUTE, self)
         self._undo.append(lambda: self._model.__dict__.pop(guards.ATTRIBUTE, None))
@@ -293,8 +299,7 @@ class Streamer(FixedAddresses):
             reader = reading_module(self._names)
             self._strays.setdefault(reader or "", set()).add(alias)
             shown[id(tensor)] = face.home
-            self._homes.homes[alias].check()
-            face.show(face.home.to(self._backend.device))  # on the CPU itself: a read, and no bytes move
+            face.show(self._homes.read(alias, face.member))
             self._counters.fills += 1
             self._counters.unplanned_fills += 1
             self._counters.filled_nbytes += face.home.nbytes

@@ -230,7 +230,8 @@ def _read_header(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str
             f"{mapping.path}: header length {length} + 8 > {mapping.nbytes} bytes of file: truncated or not safetensors"
         )
     header = _read_json(mapping, 8, data_begin)
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CheckpointError(f"{mapping.path}: __metadata__ must hold texts, is {str(metadata)[:80]}")
     entries = {name: _entry(mapping, name, facts, data_begin) for name, facts in header.items()}

@@ -109,7 +109,9 @@ class OffloadFolder:
         """Returns the tensor written as `name`, mapped; raises `CheckpointError` when it is absent or damaged."""
         checkpoint = Checkpoint.open(self.path / file_name(name))
         tensor = checkpoint.tensor(name)
-        self._mappings.update({mapping.path: mapping for mapping in checkpoint.mappings})
+        for mapping in checkpoint.mappings:
+            self._mappings.pop(mapping.path, None)  # the one read last stands last
+            self._mappings[mapping.path] = mapping
         return tensor
 
     def save_index(self, key: str, payload: dict[str, Any]) -> None:

@@ -119,9 +119,12 @@ def is_packed(out: Path, source: str) -> bool:
 def growing(out: Path) -> Iterator[Path]:
     """The folder that the pack `out` grows in, held against other processes; it goes unless a shard is finished."""
     folder = out.with_name(f".{out.name}.partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be made: {error}") from error
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,24 +7,19 @@ fastest, while the first steps run: whoever needs a range waits for that alone.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from weightstream.errors import StoreError
 from weightstream.store.mapping import FileMapping, Window
-
-logger = logging.getLogger("weightstream")
 
 _PINNED_NBYTES = 512 << 20  # of one registration: the first range is ready soon, and their number stays small
 _PIECE_NBYTES = 64 << 20  # close() waits for one
-
-STAGED = "Copies go through a small staging ring instead: the CPU copies each byte once more."
 
 Range = tuple[FileMapping, int, int]
 
@@ -36,16 +31,13 @@ class Pages:
         self.mapping, self.begin, self.end = mapping, begin, end
         self.window: Window | None = None
         self.done = threading.Event()
-        self.error: StoreError | None = None
 
     def source(self, begin: int, end: int) -> torch.Tensor | None:
         """Waits for the range; returns its bytes [begin, end) in pinned memory, or None where they are not pinned.
 
-        Raises `StoreError` where the file could not be read.
+        None, too, where they could not be read ahead: who reads them then is told why, or has more luck.
         """
         self.done.wait()
-        if self.error is not None:
-            raise self.error
         return self.window.bytes(begin, end) if self.window is not None else None
 
 
@@ -68,15 +60,19 @@ class PageCache:
         """Bytes pinned so far."""
         return sum(memory.numel() for memory in self._pinned)
 
-    def hold(self, ranges: Sequence[Range]) -> list[Pages]:
-        """Starts to bring in these ranges, in this order; returns the pages that each is in."""
+    def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
+        """Starts to bring in these ranges, in this order; returns the pages that each is in.
+
+        `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
+        """
         self.close()
         self._closed.clear()
         pages, of_range = _merged(ranges)
         for each in pages if self._pin is None else ():
             each.done.set()  # nobody has to wait: who reads a page first brings it in
-        job = _Job(self._pin, self._pinned, self._closed)
-        self._thread = threading.Thread(target=job.run, args=(pages,), name="weightstream-pages", daemon=True)
+        job = _Job(self._pin, self._unpin, self._pinned, self._closed, on_refusal)
+        # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
+        self._thread = threading.Thread(target=job.run, args=(pages,), name="weightstream-pages", daemon=False)
         self._thread.start()
         return of_range
 
@@ -92,40 +88,38 @@ class PageCache:
 class _Job:
     """What the thread does: it holds no PageCache, so that one that is forgotten can go."""
 
-    def __init__(self, pin: Any, pinned: list[torch.Tensor], closed: threading.Event) -> None:
-        self._pin, self._pinned, self._closed = pin, pinned, closed
+    def __init__(
+        self, pin: Any, unpin: Any, pinned: list[torch.Tensor], closed: threading.Event, on_refusal: Any
+    ) -> None:
+        self._pin, self._unpin, self._pinned, self._closed = pin, unpin, pinned, closed
+        self._on_refusal = on_refusal
 
     def run(self, pages: list[Pages]) -> None:
         for each in pages:
-            if self._closed.is_set() and self._pin is None:
-                return
             try:
                 self._bring_in(each)
-            except StoreError as error:
-                each.error = error
-            except BaseException as error:  # told to whoever waits
-                each.error = StoreError(f"{each.mapping.path}: cannot be read ahead: {error}")
+            except Exception as error:
+                if self._pin is not None:
+                    self._on_refusal(error)
+                self._pin = None
             finally:
-                each.done.set()
+                each.done.set()  # whatever happened: somebody may wait for it
 
     def _bring_in(self, each: Pages) -> None:
         window = each.mapping.window(each.begin, each.end) if self._pin is not None else None
         where: FileMapping | Window = window or each.mapping
         start = each.begin // mmap.PAGESIZE * mmap.PAGESIZE
         for begin in range(start, each.end, _PIECE_NBYTES):
-            if self._closed.is_set():  # somebody may wait for it all the same
-                raise StoreError(f"{each.mapping.path}: closed while it was read")
+            if self._closed.is_set() or not threading.main_thread().is_alive():
+                return
             where.populate(begin, min(each.end, begin + _PIECE_NBYTES))
         if window is None:
             return
-        try:
-            self._pin(window.memory)
-        except StoreError as error:
-            self._pin = None
-            logger.warning("%s %s", error, STAGED)
-        else:
-            self._pinned.append(window.memory)
-            each.window = window
+        self._pin(window.memory)
+        self._pinned.append(window.memory)
+        each.window = window
+        if self._closed.is_set():  # forgotten meanwhile: nobody else will unpin it
+            _release(self._closed, self._pinned, self._unpin)
 
 
 def _merged(ranges: Sequence[Range]) -> tuple[list[Pages], list[Pages]]:
@@ -146,7 +140,8 @@ def _merged(ranges: Sequence[Range]) -> tuple[list[Pages], list[Pages]]:
 
 def _release(closed: threading.Event, pinned: list[torch.Tensor], unpin: Callable[[torch.Tensor], None] | None) -> None:
     closed.set()
-    while pinned:
-        memory = pinned.pop()
-        if unpin is not None:
-            unpin(memory)
+    with suppress(IndexError):  # two threads may be here
+        while True:
+            memory = pinned.pop()
+            if unpin is not None:
+                unpin(memory)

@@ -1,9 +1,9 @@
-"""Staging: a ring of equal buffers that threads fill from sources, ahead of the consumer. It knows no device.
+"""Staging: a ring of equal buffers that threads fill with what is read from a source, ahead of its consumer.
 
-A thread takes the next piece and the next free buffer together, under one lock, so a later reading cannot hold a
-buffer that an earlier one waits for: readings end if they are consumed in the order of their start, or side by side.
-Threads know neither Staging nor Reading, so both can be forgotten. Finalizers run wherever Python allocates, under
-any lock, so all they do is to put into a SimpleQueue, which allows that.
+A thread takes the next piece together with the next free buffer, under one lock: a later piece cannot hold a buffer
+that an earlier one waits for. So readings are to be consumed in the order in which they were started, or side by side.
+A piece that nobody holds any more gives its buffer back. That may happen wherever memory is allocated, so it only puts
+into a SimpleQueue, which allows it.
 """
 
 from __future__ import annotations
@@ -11,149 +11,138 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from itertools import pairwise
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 
 from weightstream.errors import InvariantError, StoreError
 
-_Drained = Callable[[], None] | None  # blocks until the last use of a buffer is over
-_Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None only wakes
+_Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
+_Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end
 
 
 class Source(Protocol):
-    """Bytes by position, such as a file's. Several threads read at once."""
+    """Bytes with positions, such as a file; several threads read at once."""
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor: ...
 
 
 class MemorySource:
-    """Pageable memory as a source; `prepare` is called with the range before it is read, and may raise."""
+    """Pageable memory as a source."""
 
-    def __init__(self, memory: torch.Tensor, prepare: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._prepare = prepare
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Copies bytes [begin, end) to the start of `memory`, flat uint8; returns the view of exactly these."""
-        if not 0 <= begin <= end <= self._memory.numel() or end - begin > memory.numel():
-            raise InvariantError(f"[{begin}, {end}) of {self._memory.numel()} bytes do not go into {memory.numel()}")
-        if self._prepare is not None:
-            self._prepare(begin, end)
-        # memmove, not Tensor.copy_: one thread, so that copying leaves the other cores to compute; drops the GIL.
-        ctypes.memmove(memory.data_ptr(), self._memory.data_ptr() + begin, end - begin)
+        # memmove, not Tensor.copy_: one thread, which leaves the other cores to compute; drops the GIL.
+        ctypes.memmove(memory.data_ptr(), self._memory[begin:end].data_ptr(), end - begin)
         return memory[: end - begin]
 
 
 class Piece:
-    """Bytes [begin, end) of a reading. `memory` is theirs until `release`, or until nobody holds the piece."""
+    """Bytes [begin, end) of a reading in `memory`, until it is released or nobody holds it."""
 
-    def __init__(self, begin: int, memory: torch.Tensor, buffer: torch.Tensor, free: _Free) -> None:
-        self.begin = begin
-        self.end = begin + memory.numel()
-        self.memory = memory
-        self._buffer = buffer
-        self._free = free
-        self._lent = weakref.finalize(self, free.put, (buffer, None))
+    memory: torch.Tensor
+
+    def __init__(self, source: Source, origin: int, begin: int, end: int, free: _Free) -> None:
+        self.begin, self.end = begin - origin, end - origin
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.dropped = False
+        self._source, self._begin, self._end, self._free = source, begin, end, free
+        self._lent: list[torch.Tensor] = []
+
+    def fill(self, buffer: torch.Tensor, drained: _Drained) -> None:
+        try:
+            if drained is not None:
+                drained()
+            self.memory = self._source.read(self._begin, self._end, buffer)
+            self._lent.append(buffer)
+        except BaseException as error:  # carried to the consumer, whatever it is
+            self._free.put((buffer, drained))  # it may be what failed
+            self.error = error
+        self.done.set()
+
+    def drop(self, reason: str) -> None:
+        self.dropped = True
+        if not self.done.is_set():
+            self.error = StoreError(f"bytes [{self._begin}, {self._end}): the reading {reason}")
+            self.done.set()
 
     def release(self, drained: _Drained = None) -> None:
         """Gives the buffer back, to be written once `drained` has returned. Only the first call counts."""
-        if self._lent.detach() is not None:
-            self._free.put((self._buffer, drained))
+        if self._lent:
+            self._free.put((self._lent.pop(), drained))
 
-
-class _Request:
-    """What a reading shares with the threads: what is to be read and what was."""
-
-    def __init__(self, source: Source, begin: int, end: int, step: int) -> None:
-        self.source = source
-        self.begin = begin
-        self.end = end
-        self._step = step
-        self._position = begin
-        self._done: SimpleQueue[tuple[int, Piece | BaseException] | None] = SimpleQueue()  # None: dropped
-        self._early: dict[int, Piece | BaseException] = {}
-        self._dropped = ""
-
-    def next_range(self) -> tuple[int, int] | None:
-        """Cuts at multiples of a buffer in the source's own positions, so that a piece fits one when aligned."""
-        begin = self._position
-        if self._dropped or begin >= self.end:
-            return None
-        self._position = min(self.end, (begin // self._step + 1) * self._step)
-        return begin, self._position
-
-    def deliver(self, begin: int, result: Piece | BaseException) -> None:
-        self._done.put((begin - self.begin, result))
-        if self._dropped:
-            self.drop()
-
-    def receive(self, begin: int) -> Piece:
-        """Blocks until the piece that begins there was read; raises its error."""
-        while (result := self._early.pop(begin, None)) is None:
-            if (arrived := self._done.get()) is None:
-                raise StoreError(f"bytes [{self.begin}, {self.end}): the reading {self._dropped}")
-            self._early.update([arrived])
-            del arrived
-        try:
-            if isinstance(result, Piece):
-                return result
-            raise result
-        finally:
-            del result  # an error holds the frame that raised it, which must not hold the error
-
-    def drop(self, reason: str = "has ended or was cancelled") -> None:
-        """Forgets what was read, reads no more and wakes the consumer; again for every piece that comes late."""
-        self._dropped = self._dropped or reason
-        self._early.clear()
-        with suppress(Empty):
-            while True:
-                self._done.get_nowait()
-        self._done.put(None)
+    def __del__(self) -> None:
+        self.release()
 
 
 class Reading:
     """The pieces of one range, in order, each as soon as it was read. They can be iterated over once."""
 
-    def __init__(self, request: _Request, staging: Staging) -> None:
-        self._request = request
+    def __init__(self, pieces: Sequence[Piece], staging: Staging) -> None:
+        self._num, self._pieces = len(pieces), deque(pieces)
         self._staging = staging  # whoever reads keeps it open
-        weakref.finalize(self, request.drop)
+        weakref.finalize(self, _forget, self._pieces)
 
     def __iter__(self) -> Iterator[Piece]:
-        position, nbytes = 0, self._request.end - self._request.begin
         try:
-            while position < nbytes:
-                piece = self._request.receive(position)
-                position = piece.end
-                yield piece
+            for _ in range(self._num):
+                yield self._next()
         finally:
             self.cancel()
 
+    def _next(self) -> Piece:
+        try:
+            piece = self._pieces[0]
+        except IndexError:
+            raise StoreError("the reading has ended or was cancelled") from None
+        piece.done.wait()
+        error, piece.error = piece.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, piece  # its traceback holds this frame, which must not hold it
+        with suppress(IndexError):  # cancelled meanwhile; this one is whole all the same
+            self._pieces.popleft()
+        return piece
+
     def cancel(self) -> None:
         """Drops what is not yet handed out: its buffers go back. A thread that waits for a piece gets `StoreError`."""
-        self._request.drop()
+        with suppress(IndexError):  # the last first: a buffer that comes back is not for those that follow
+            while True:
+                self._pieces.pop().drop("has ended or was cancelled")
+
+
+def _forget(pieces: deque[Piece]) -> None:
+    """Nobody can wait for these. A finalizer may run in the middle of an event's own lock, so it sets no event."""
+    for piece in pieces:
+        piece.dropped = True
+    pieces.clear()
 
 
 class _Desk:
     """Where the threads take work and buffers."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self.requests: SimpleQueue[_Request | None] = SimpleQueue()  # None: closed
-        self._request: _Request | None = None
-        self._free: _Free = SimpleQueue()
+        self.pieces: SimpleQueue[Piece | None] = SimpleQueue()  # None: closed
+        self.free: _Free = SimpleQueue()
         for buffer in buffers:
-            self._free.put((buffer, None))
-        self._lock = threading.Lock()
+            self.free.put((buffer, None))
+        self._turn = threading.Lock()
         self._closed = False
 
     def close(self) -> None:
         self._closed = True
-        self._free.put(None)
-        self.requests.put(None)
+        self.free.put(None)
+        self.pieces.put(None)
 
     def run(self) -> None:
         while self._serve():
@@ -161,36 +150,20 @@ class _Desk:
 
     def _serve(self) -> bool:
         """Reads one piece; False when closed. A call of its own: a thread that waits for work holds no tensor."""
-        with self._lock:
-            taken = self._take()
-        if taken is None:
-            return False
-        request, begin, end, buffer, drained = taken
-        try:
-            if drained is not None:
-                drained()
-            piece = Piece(begin - request.begin, request.source.read(begin, end, buffer), buffer, self._free)
-        except BaseException as error:  # carried to the consumer, whatever it is
-            self._free.put((buffer, drained))  # it may be what failed
-            request.deliver(begin, error)
+        with self._turn:
+            piece = self.pieces.get()
+            if piece is None:
+                self.pieces.put(None)  # for the other threads
+                return False
+            if piece.dropped:
+                return True
+            lent = self.free.get()
+        if lent is None or self._closed:
+            self.free.put(lent)
+            piece.drop("ended early: its staging ring was closed")
         else:
-            request.deliver(begin, piece)
+            piece.fill(*lent)
         return True
-
-    def _take(self) -> tuple[_Request, int, int, torch.Tensor, _Drained] | None:
-        while True:
-            if self._request is None or (span := self._request.next_range()) is None:
-                self._request = None  # before the wait
-                self._request = self.requests.get()
-                if self._request is None:
-                    self.requests.put(None)  # for the other threads
-                    return None
-                continue
-            lent = self._free.get()
-            if lent is not None and not self._closed:
-                return self._request, *span, *lent
-            self._free.put(lent)
-            self._request.drop("ended early: its staging ring was closed")
 
 
 class Staging:
@@ -205,8 +178,10 @@ class Staging:
         self._close = weakref.finalize(self, self._desk.close)
 
     def start(self, source: Source, begin: int, end: int) -> Reading:
-        """Begins to read bytes [begin, end) of `source` and returns at once."""
-        request = _Request(source, begin, end, self._step)
+        """Begins to read bytes [begin, end) of `source` and returns at once. Consume readings in this order."""
+        cuts = [begin, *range((begin // self._step + 1) * self._step, end, self._step), end]  # aligned inside
+        ranges = pairwise(cuts) if begin < end else ()
+        pieces = [Piece(source, begin, first, last, self._desk.free) for first, last in ranges]
         with self._lock:
             if not self._close.alive:
                 raise InvariantError(f"bytes [{begin}, {end}) are asked of a staging ring that was closed")
@@ -214,8 +189,9 @@ class Staging:
                 thread = threading.Thread(target=self._desk.run, name="weightstream-read", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            self._desk.requests.put(request)
-        return Reading(request, self)
+            for piece in pieces:
+                self._desk.pieces.put(piece)
+        return Reading(pieces, self)
 
     def close(self) -> None:
         """Ends the threads, waiting for the requests under way; readings that are not done raise `StoreError`."""
