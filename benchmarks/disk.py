@@ -1,6 +1,6 @@
 """A model bigger than the RAM it may use: step time, and what it reads from disk against sequential direct reads.
 
-    python benchmarks/disk.py [--only disk,budget,cgroup,accelerate_disk] [--folder FOLDER] [--out FILE]
+    python benchmarks/disk.py [--only disk,budget,cgroup,half,accelerate_disk] [--folder FOLDER] [--out FILE]
 
 The floor is measured before, between and after the cases, on the same files: requests of 8 MiB past the page cache,
 one or two in flight, whichever is faster. Each case generates eight tokens, greedily.
@@ -30,11 +30,15 @@ def budget(trials: Trials) -> None:
     _generation(trials, f"weightstream, {SHARE} x the host budget", host_budget=int(trials.nbytes / SHARE))
 
 
-def cgroup(trials: Trials) -> None:
+def cgroup(trials: Trials, share: float = SHARE) -> None:
     """No budget is given: the limit is the kernel's, and holds for the whole process, its libraries included."""
     libraries_nbytes = 2**30 if trials.smoke else 0
-    with _limited(int(trials.nbytes / SHARE) + libraries_nbytes) as prefix:
-        _generation(trials, f"weightstream, {SHARE} x a cgroup's memory", prefix, Path(prefix[-1]))
+    with _limited(int(trials.nbytes / share) + libraries_nbytes) as prefix:
+        _generation(trials, f"weightstream, {share} x a cgroup's memory", prefix, Path(prefix[-1]))
+
+
+def half(trials: Trials) -> None:
+    cgroup(trials, 2.0)
 
 
 def accelerate_disk(trials: Trials) -> None:
@@ -104,7 +108,7 @@ def _group_memory(folder: Path) -> dict[str, float]:
     return {}
 
 
-GROUPS = {"disk": disk, "budget": budget, "cgroup": cgroup, "accelerate_disk": accelerate_disk}
+GROUPS = {"disk": disk, "budget": budget, "cgroup": cgroup, "half": half, "accelerate_disk": accelerate_disk}
 
 if __name__ == "__main__":
     main("disk", __doc__, GROUPS)

@@ -8,6 +8,8 @@ import gc
 import logging
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,6 +183,25 @@ def test_pinning_that_is_refused_costs_one_warning_and_no_bit(
     assert len(told) == 1
     assert "refused to pin" in told[0]
     assert "staging" in told[0]
+
+
+def test_with_a_memlock_limit_of_64_kib(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
+    """A driver that does not count what it pins goes on as always; one that does is staged, with a warning."""
+    with torch.no_grad():
+        torch.save(plain(tokens()).logits.cpu(), tmp_path / "want.pt")
+    code = f"""
+import resource, sys, torch, weightstream
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+model = weightstream.from_pretrained({str(checkpoint)!r}, device="cuda", device_budget={int(size(checkpoint) * 0.4)})
+x = torch.randint(0, 2048, (1, 9), generator=torch.Generator().manual_seed(0)).cuda()
+want = torch.load({str(tmp_path / "want.pt")!r})
+with torch.no_grad():
+    assert all(torch.equal(model(x).logits.cpu(), want) for _ in range(3))
+model.weightstream.remove()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_pinned_memory(checkpoint: Path, plain: Any) -> None:
