@@ -386,6 +386,7 @@ def test_remove_leaves_no_thread_file_or_folder(tmp_path: Path, monkeypatch: pyt
     for _ in range(3):
         assert torch.equal(model(x), wanted)
     assert set(threading.enumerate()) > threads
+    streamer._backend.synchronize()  # a read that is under way has its file open
     assert open_paths() == files
     streamer.remove()
     assert set(threading.enumerate()) == threads
