@@ -261,13 +261,14 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"weightstream {__version__}\n"
 
 
-def test_help_loads_no_torch() -> None:
+@pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify")])
+def test_help_loads_no_torch(command: str, option: str) -> None:
     code = "import sys, weightstream.__main__"
     ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", code, "run", "--help"], capture_output=True, text=True
+        [sys.executable, "-X", "importtime", "-c", code, command, "--help"], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    assert "--device-budget" in ran.stdout
+    assert option in ran.stdout
     loaded = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert "typer" in loaded
-    assert not loaded & {"torch", "transformers"}
+    assert not loaded & {"torch", "transformers", "numpy"}

@@ -23,10 +23,6 @@ class StoreError(WeightstreamError, OSError):
     """Reading a weight from its home failed; the message names file, offset and sizes."""
 
 
-class PinError(StoreError):
-    """The system refused to pin host memory; the message names the limits."""
-
-
 class OffloadError(WeightstreamError, RuntimeError):
     """An operation that a model cannot do while it is offloaded."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weightstream.errors import ConfigError, OffloadError, PinError
+from weightstream.errors import ConfigError, OffloadError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.cpu import Worker, ending, staging
@@ -71,14 +71,14 @@ def recording(graph: Any, **options: Any) -> Iterator[None]:
 
 
 def register(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
-    """Pin host memory in place; raises `PinError` when the system refuses. Any thread may call it."""
+    """Pin host memory in place; raises `StoreError` when the system refuses. Any thread may call it."""
     with torch.cuda.device(device):
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         code: object = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags)
         if number := int(getattr(code, "value", code)):  # type: ignore[call-overload]
             with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
                 torch.zeros(1, device="cuda")
-            raise PinError(
+            raise StoreError(
                 f"the system refused to pin {memory.numel()} bytes of host memory (CUDA error {number}; "
                 f"{describe_limits()}). Raise the memlock limit (ulimit -l) or the container's memory, or set "
                 "pin_memory=False (slower)."
