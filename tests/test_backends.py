@@ -203,18 +203,37 @@ def test_an_error_that_nobody_waits_for_does_not_stop_the_copies(backend: Any) -
     assert torch.equal(ring, host(3))
 
 
-def test_stall_time_grows_only_while_compute_waits(backend: Any) -> None:
-    assert backend.stall_s() == 0
+def test_stamps_tell_the_time_of_each_stream_once_it_has_passed_them(backend: Any) -> None:
     ring, gate = backend.alloc(NBYTES), Gate(backend)
+    begin = backend.stamp(Side.COPY)
     event = filled_event(backend, [gate.copy(ring, host(1))])
+    end = backend.stamp(Side.COPY)
+    is_held = backend.device.type == "cpu"
+    if is_held:
+        assert backend.seconds(begin, end) is None
     threading.Timer(0.1, gate.open).start()
+    before = backend.stamp(Side.COMPUTE)
     backend.wait(Side.COMPUTE, event)
+    after = backend.stamp(Side.COMPUTE)
     backend.synchronize()
-    if backend.device.type == "cpu":
-        assert 0.001 < backend.stall_s() < 30
-    waited = backend.stall_s()
-    time.sleep(0.02)
-    assert backend.stall_s() == waited
+    assert 0.01 * is_held < backend.seconds(begin, end) < 30
+    assert 0.001 * is_held <= backend.seconds(before, after) < 30
+    assert backend.seconds(begin, begin) == 0
+    assert backend.seconds(begin, after) >= backend.seconds(begin, end) - 1e-4  # one clock
+
+
+def test_a_stamp_does_not_carry_the_error_of_a_copy_away(backend: Any) -> None:
+    if backend.device.type == "cuda":
+        pytest.skip("raises at once")
+    ring = backend.alloc(NBYTES)
+    backend.copy([Copy(dst=ring, src=host(2), prepare=fails)])
+    stamp = backend.stamp(Side.COPY)
+    event = backend.event()
+    backend.record(Side.COPY, event)
+    with pytest.raises(StoreError):
+        backend.wait(Side.COMPUTE, event)
+        backend.synchronize()
+    assert backend.seconds(stamp, stamp) == 0
 
 
 def test_close_ends_every_thread_and_may_be_called_twice() -> None:

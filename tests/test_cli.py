@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from weightstream import __version__
 from weightstream.cli import app
 from weightstream.cli.run import Session
+from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,7 +26,6 @@ NUM_TOKENS = 8
 BUDGET = "512KiB"  # of a model of about 1 MiB
 PROMPT = "w5 w9 w23"
 EAGER = "graphs are captured on CUDA, and the model is on cpu"
-CHAT = "{% for m in messages %}w7 {{ m['content'] }} w8{% endfor %}{% if add_generation_prompt %} w11{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=0,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
-    save_tokenizer(path, CHAT)
+    tokenizer().save_pretrained(path)
     return path
-
-
-def save_tokenizer(path: Path, chat_template: str | None) -> None:
-    """One word per id: `w17` is 17; the first three are special."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, 128))]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=chat_template
-    )
-    tokenizer.save_pretrained(path)
 
 
 def plain_tokens(folder: Path, prompt: list[int]) -> list[int]:
@@ -118,7 +105,7 @@ def test_shows_text_then_summary(folder: Path) -> None:
     text, *summary = result.stdout.splitlines()
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
-    assert labels == ["plan", "speed", "decode", "device", "streamed", "waited", "identical"]
+    assert labels == ["plan", "speed", "decode", "device", "streamed", "waited", "predicted", "identical"]
     assert f"   decode: eager ({EAGER})" in summary
     assert summary[-1] == "identical: yes"
     assert max(map(len, summary)) <= 100
@@ -240,7 +227,7 @@ def test_tokenizer_missing(folder: Path, tmp_path: Path) -> None:
 
 def test_chat_without_a_template(folder: Path, tmp_path: Path) -> None:
     copy_weights(folder, tmp_path)
-    save_tokenizer(tmp_path, None)
+    tokenizer(None).save_pretrained(tmp_path)
     assert "leave out --chat" in refused(run(tmp_path, "--device-budget", BUDGET, "--chat", "--prompt", PROMPT))
 
 
@@ -261,7 +248,7 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"weightstream {__version__}\n"
 
 
-@pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify")])
+@pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify"), ("plan", "--sweep")])
 def test_help_loads_no_torch(command: str, option: str) -> None:
     code = "import sys, weightstream.__main__"
     ran = subprocess.run(

@@ -86,6 +86,11 @@ def test_defaults() -> None:
         },
         "device_budget": None,
         "host_budget": None,
+        "max_memory": {},
+        "batch": 1,
+        "context": None,
+        "tokens": 1,
+        "plan_file": None,
         "offload_folder": None,
         "pin_memory": True,
         "use_uva": True,
@@ -120,6 +125,97 @@ def test_host_budget_may_be_zero_and_device_budget_may_not() -> None:
     assert "greater than 0" in text
 
 
+# --- shares, and a map of budgets
+
+
+@pytest.mark.parametrize("given", ["80%", " 80 %", "80.0%"])
+@pytest.mark.parametrize("field", ["device_budget", "host_budget"])
+def test_a_share_is_kept_as_one_and_counts_of_the_memory_that_is_there(field: str, given: str) -> None:
+    config = OffloadConfig(**{field: given})
+    assert getattr(config, field) == "80%"
+    resolve = config.device_nbytes if field == "device_budget" else config.host_nbytes
+    assert [resolve(total) for total in (1000, 999, 0)] == [800, 799, 0]
+    assert config.compute_hash() == OffloadConfig(**{field: "80%"}).compute_hash()
+
+
+def test_a_share_is_exact() -> None:
+    assert OffloadConfig(device_budget="12.5%").device_nbytes(8 * GIB) == GIB
+    assert OffloadConfig(device_budget="100%").device_nbytes(141 * GIB + 1) == 141 * GIB + 1
+    assert OffloadConfig(device_budget="0.1%").device_nbytes(1000) == 1
+
+
+def test_a_budget_in_bytes_is_the_same_on_every_machine() -> None:
+    config = OffloadConfig(device_budget="6GiB", host_budget=0)
+    assert config.device_nbytes(GIB) == 6 * GIB
+    assert config.host_nbytes(GIB) == 0
+    assert OffloadConfig().device_nbytes(GIB) is None
+    assert OffloadConfig().host_nbytes(GIB) is None
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("key", [1, "1", "cuda:1"])
+def test_max_memory_is_both_budgets(builder: str, key: object) -> None:
+    config = BUILDERS[builder](max_memory={key: "10GB", "cpu": "50%"})
+    assert config.device_nbytes(GIB) == 10 * 10**9
+    assert config.host_nbytes(1000) == 500
+    assert config.device_for(None) == config.device_for("cuda") == config.device_for("cuda:1") == "cuda:1"
+    assert hash(config) == hash(OffloadConfig(max_memory={1: "10GB", "cpu": "50%"}))
+    assert config == OffloadConfig(max_memory=config.model_dump()["max_memory"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:11"])
+def test_max_memory_is_for_the_device_that_computes(device: str) -> None:
+    text = refusal(OffloadConfig(max_memory={1: "10GiB"}).device_for, device)
+    assert text == f"max_memory is for cuda:1, and device = {device!r}: name the same in both"
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:3"])
+def test_without_a_device_in_max_memory_any_is_right(device: str | None) -> None:
+    assert OffloadConfig().device_for(device) == device
+    assert OffloadConfig(max_memory={"cpu": 5}).device_for(device) == device
+
+
+def test_cpu_alone_bounds_what_a_model_on_the_cpu_takes_in_all() -> None:
+    config = OffloadConfig(max_memory={"cpu": "4GiB"})
+    assert (config.device_nbytes(GIB), config.host_nbytes(GIB)) == (None, 4 * GIB)
+    assert (config.device_nbytes(GIB, on_cpu=True), config.host_nbytes(GIB, on_cpu=True)) == (4 * GIB, 0)
+    both = config.merged(device_budget=7)
+    assert (both.device_nbytes(GIB, on_cpu=True), both.host_nbytes(GIB, on_cpu=True)) == (7, 4 * GIB)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (
+            {"max_memory": {0: "1GiB"}, "device_budget": 5},
+            ("device_budget = 5", "{0: 1073741824}", "remove device_budget"),
+        ),
+        ({"max_memory": {"cpu": 7}, "host_budget": "50%"}, ("host_budget = '50%'", "cpu: 7", "cpu from max_memory")),
+    ],
+)
+def test_two_budgets_for_one_memory(builder: str, values: dict[str, Any], names: tuple[str, ...]) -> None:
+    text = refusal(BUILDERS[builder], **values)
+    assert all(name in text for name in names)
+
+
+def test_budgets_for_two_memories_may_be_given_either_way() -> None:
+    config = OffloadConfig(max_memory={"cpu": 7}, device_budget=5)
+    assert (config.device_nbytes(GIB), config.host_nbytes(GIB)) == (5, 7)
+
+
+def test_a_later_map_replaces_an_earlier_one(tmp_path: Path) -> None:
+    path = write(tmp_path, '[max_memory]\n0 = "10GiB"\ncpu = "30GiB"\n')
+    config = OffloadConfig.from_toml(path)
+    assert (config.device_nbytes(0), config.host_nbytes(0)) == (10 * GIB, 30 * GIB)
+    for over in OffloadConfig.from_toml(path, max_memory={1: 5}), config.merged(max_memory={1: 5}):
+        assert over == OffloadConfig(max_memory={1: 5})
+    assert "remove device_budget" in refusal(OffloadConfig.from_toml, path, device_budget=5)
+
+
+# --- values as they are
+
+
 def test_values_are_coerced_to_their_types() -> None:
     config = OffloadConfig.from_kwargs(cpu_offload_gb=3, cpu_offload_params=["b", "a", "b"], offload_folder="/tmp/x")
     assert type(config.uva.cpu_offload_gb) is float
@@ -152,6 +248,29 @@ def test_configurations_are_frozen_hashable_and_survive_copies() -> None:
         ("device_budget", "0.2B", '"12GiB"'),
         ("host_budget", -1, '"12GiB"'),
         ("host_budget", "lots", '"12GiB"'),
+        ("device_budget", "0%", '"80%"'),
+        ("device_budget", "100.5%", '"80%"'),
+        ("device_budget", "-5%", '"80%"'),
+        ("host_budget", "0 %", "up to 100 %"),
+        ("host_budget", "8 of 10%", '"80%"'),
+        ("device_budget", "%", '"80%"'),
+        ("batch", 0, ">= 1"),
+        ("batch", True, ">= 1"),
+        ("context", 0, ">= 1"),
+        ("context", 1.5, ">= 1"),
+        ("tokens", 0, ">= 1"),
+        ("tokens", "many", ">= 1"),
+        ("plan_file", 3, "path"),
+        ("max_memory", "10GiB", '"cpu": "30GiB"'),
+        ("max_memory", {"disk": "1GiB"}, "name an offload_folder"),
+        ("max_memory", {0: "1GiB", 1: "1GiB"}, "weightstream computes on one"),
+        ("max_memory", {0: "1GiB", "cuda:0": "1GiB"}, "more than one device"),
+        ("max_memory", {"mps": "1GiB"}, "'mps' is no memory"),
+        ("max_memory", {True: "1GiB"}, "True is no memory"),
+        ("max_memory", {-1: "1GiB"}, "-1 is no memory"),
+        ("max_memory", {0: "1 parsec"}, "0: '1 parsec'"),
+        ("max_memory", {0: 0}, "0: 0: not greater than 0"),
+        ("max_memory", {"cpu": "101%"}, "'cpu': '101%'"),
         ("offload_backend", "none", "'auto', 'uva' or 'prefetch'"),
         ("offload_backend", 1, "'auto', 'uva' or 'prefetch'"),
         ("offload_folder", 3, "path"),
@@ -299,6 +418,9 @@ def test_backend(values: dict[str, Any], backend: str) -> None:
         ({"offload_num_in_group": 2}, ["prefetch.offload_num_in_group = 2", "prefetch.offload_group_size > 0"]),
         ({"device_budget": 5, "cpu_offload_gb": 1}, ["device_budget = 5", "'uva'"]),
         ({"device_budget": 5, "offload_group_size": 1}, ["device_budget = 5", "'prefetch'"]),
+        ({"device_budget": "8%", "offload_group_size": 1}, ["device_budget = 8%", "'prefetch'"]),
+        ({"max_memory": {0: 5, "cpu": 7}, "cpu_offload_gb": 1}, ["max_memory[0] = 5", "'uva'"]),
+        ({"plan_file": "p.json", "offload_group_size": 1}, ["'offload_group_size': 1", "remove plan_file"]),
     ],
 )
 def test_an_ignored_setting_warns_once_and_says_how_to_silence_it(values: dict[str, Any], named: list[str]) -> None:
@@ -321,6 +443,16 @@ def test_a_budget_and_both_backends_give_a_warning_each() -> None:
         {"cpu_offload_gb": 1, "cpu_offload_params": ["a"]},
         {"offload_backend": "uva"},
         {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 2, "offload_params": ["a"]},
+        {"offload_group_size": 4, "batch": 8, "context": 100, "tokens": 2},
+        {"max_memory": {"cpu": 7}, "offload_group_size": 4},
+        {
+            "plan_file": "p.json",
+            "device_budget": 5,
+            "host_budget": 6,
+            "offload_folder": "/tmp",
+            "batch": 8,
+            "pin_memory": False,
+        },
         {"device_budget": GIB, "host_budget": 0, "offload_folder": "/tmp", "pin_memory": False, "use_uva": False},
     ],
 )
@@ -499,6 +631,11 @@ OTHER_VALUES: dict[str, Any] = {
     "offload_params": {"a"},
     "device_budget": 5,
     "host_budget": 5,
+    "max_memory": {0: 5},
+    "batch": 2,
+    "context": 5,
+    "tokens": 2,
+    "plan_file": "/tmp/plan.json",
     "offload_folder": "/tmp/x",
     "pin_memory": False,
     "use_uva": False,
@@ -533,7 +670,7 @@ def test_the_hash_does_not_depend_on_process_or_set_order() -> None:
 
 
 def run_python(code: str, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter that sees only config.py and errors.py of the package."""
+    """What `code` prints in a fresh interpreter that sees only config.py and what it imports of the package."""
     folder = Path(config_module.__file__).parent
     stub = (
         "import sys, types; package = types.ModuleType('weightstream')\n"

@@ -24,9 +24,7 @@ MUTATIONS = {
             "if False:\n                    self._backend.wait(Side.COMPUTE",
         )
     ],
-    "a fill that the graph needs is not made": [
-        ("self._engine.counters.unplanned_fills += 1\n                self._engine.fill(unit)", "pass")
-    ],
+    "a fill that the graph needs is not made": [("self._engine.fill(unit, planned=False)", "pass")],
     "a graph does not tell what it needs": [("self.entry.add(unit)\n                if", "if")],
     "a fill on its way is not waited for by the launch": [
         (

@@ -18,25 +18,40 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # What a part may import beside itself. Not in the table: not a part of the design.
-LEAVES = {"errors", "config", "plan.manifest"}
+LEAVES = {"errors", "config", "plan.manifest", "trace"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "budget": set(),
+    "config": {"errors", "budget"},
     "plan.manifest": {"errors"},
+    "trace": set(),
     "plan": LEAVES,
     "store": LEAVES,
     "codec": LEAVES,
     "runtime": LEAVES | {"plan", "store", "codec"},
     "testing": LEAVES | {"plan", "store", "codec", "runtime"},
     "adapters": LEAVES | {"plan", "store", "codec", "runtime"},
-    "front": LEAVES | {"plan", "store", "codec", "runtime", "adapters"},
+    "prospects": LEAVES | {"plan", "store", "codec", "runtime", "adapters"},
+    "front": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "prospects"},
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "front"},
     "": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders", "front"},
     "cli": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "offloaders", "front", ""},
     "__main__": {"cli"},
 }
 
-PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "io", "itertools", "math"}
+PURE = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "math",
+    "statistics",
+}
 PURE |= {"operator", "re", "typing", "pydantic", "rich", PACKAGE}
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
 

@@ -17,12 +17,12 @@ from test_placement import model as manifest_of
 from test_placement import tensor
 from weightstream.adapters.module import find_blocks, find_units, row_tables
 from weightstream.errors import InvariantError, PlanError
-from weightstream.front import _best_grain
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.placement import map_to_host, place, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
-from weightstream.runtime.weights import groups, merge_tied
+from weightstream.plan.planner import Prospect
+from weightstream.runtime.weights import groups, manifest, merge_tied
 
 STREAMED = 10 << 10
 
@@ -157,7 +157,7 @@ def test_layers_of_leaf_units_have_a_ring_of_whole_layers(step: int) -> None:
 
 def test_leaf_units_carry_the_index_of_their_block() -> None:
     model = Stack()
-    leaves = find_units(model, leaves=True)
+    leaves = find_units(model, "matrix")
     assert [(u.name, u.layer) for u in leaves] == [
         ("head", None),
         *((f"blocks.{i}.{part}", i) for i in range(6) for part in ("up", "down")),
@@ -170,7 +170,7 @@ def test_leaf_units_carry_the_index_of_their_block() -> None:
 @pytest.mark.parametrize("name", ["Stack", "NestedLists", "SharedBlock", "TiedLinears", "FusedEncoder", "Recurrent"])
 def test_leaf_units_hold_every_weight_once(name: str) -> None:
     module = MODELS[name]().module
-    held = [id(t) for unit in find_units(module, leaves=True) for t in unit.tensors()]
+    held = [id(t) for unit in find_units(module, "matrix") for t in unit.tensors()]
     assert set(held) == {id(t) for t in [*module.parameters(), *module.buffers()]}
 
 
@@ -221,20 +221,23 @@ def test_tables_are_what_embeddings_alone_hold() -> None:
 def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
     model = randomise(Stack(), 1)
     by_alias = groups(model)
-    grains = [merge_tied(find_units(model, leaves=leaves), by_alias) for leaves in (False, True)]
+    grains = tuple(manifest(merge_tied(find_units(model, grain), by_alias), by_alias) for grain in ("block", "matrix"))
 
-    def planner(times: tuple[float | None, float | None]) -> Any:
-        def plan(manifest: Manifest) -> Plan:
-            step_s = times[len(manifest.units) > 8]
-            if step_s is None:
-                raise PlanError("does not fit")
-            return replace(place(manifest, budget=STREAMED * 2), step_s=step_s)
+    def chosen(*times: float | None) -> int:
+        def planner(step_s: float | None) -> Any:
+            def plan(manifest: Manifest) -> Plan:
+                if step_s is None:
+                    raise PlanError("does not fit")
+                return replace(place(manifest, budget=STREAMED * 2), step_s=step_s)
 
-        return plan
+            return plan
 
-    assert _best_grain(grains, by_alias, planner((1.0, 2.0))) is grains[0]
-    assert _best_grain(grains, by_alias, planner((2.0, 1.0))) is grains[1]
-    assert _best_grain(grains, by_alias, planner((None, 1.0))) is grains[1]
-    assert _best_grain(grains, by_alias, planner((1.0, None))) is grains[0]
+        return Prospect(grains=grains, planners=tuple(map(planner, times))).plan()[0]
+
+    assert chosen(1.0, 2.0) == 0
+    assert chosen(2.0, 1.0) == 1
+    assert chosen(None, 1.0) == 1
+    assert chosen(1.0, None) == 0
+    assert chosen(1.0, 1.0) == 1  # half of the ring
     with pytest.raises(PlanError, match="does not fit"):
-        _best_grain(grains, by_alias, planner((None, None)))
+        chosen(None, None)

@@ -17,7 +17,7 @@ from weightstream.errors import (
 from weightstream.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from weightstream.front import from_pretrained, generate, offload
+    from weightstream.front import from_pretrained, generate, offload, plan_model
     from weightstream.offloaders import (
         BaseOffloader,
         NoopOffloader,
@@ -56,6 +56,7 @@ __all__ = [
     "generate",
     "get_offloader",
     "offload",
+    "plan_model",
     "set_offloader",
 ]
 
@@ -63,7 +64,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
     if name in ("Stats", "Streamer"):
         return getattr(import_module("weightstream.runtime.streamer"), name)
-    if name in ("from_pretrained", "generate", "offload"):
+    if name in ("from_pretrained", "generate", "offload", "plan_model"):
         return getattr(import_module("weightstream.front"), name)
     if name in __all__:
         return getattr(import_module("weightstream.offloaders"), name)

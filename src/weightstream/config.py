@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import os
-import re
 import sys
 import tomllib
 import warnings
@@ -14,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 from pydantic_core import ErrorDetails
 
+from weightstream.budget import Budget, BudgetOverZero, MaxMemory, nbytes_of
 from weightstream.errors import ConfigError
 
 
@@ -24,21 +24,11 @@ class ConfigWarning(UserWarning):
     """A setting that is given but ignored."""
 
 
-# A description is what an error tells the user to give. Strict: else pydantic reads `true` as 1, one byte.
-_BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
-
-
-def _checked_size(value: Any) -> int:
-    if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
-        raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
-    return _BYTE_SIZE.validate_python(value)
-
-
-_Bytes = Annotated[int, BeforeValidator(_checked_size)]
-_Size = Field(description='bytes, or a size such as "12GiB"')
+# A description is what an error tells the user to give.
 _Gib = Annotated[float, Field(strict=True, ge=0, description="GiB (2**30 bytes) as a finite number >= 0")]
 _Count = Annotated[int, Field(strict=True, ge=0, description="a whole number >= 0")]
 _Positive = Annotated[int, Field(strict=True, ge=1, description="a whole number >= 1")]
+_OptionalPositive = Annotated[_Positive | None, Field(description="a whole number >= 1")]
 _Switch = Annotated[bool, Field(description="true or false")]
 _Names = Annotated[
     frozenset[str],
@@ -99,6 +89,8 @@ class OffloadConfig(_Settings):
 
     >>> OffloadConfig(device_budget="96MiB").device_budget
     100663296
+    >>> OffloadConfig(max_memory={0: "80%", "cpu": "30GiB"}).device_nbytes(total_nbytes=1000)
+    800
     >>> OffloadConfig.from_kwargs(offload_group_size=8, offload_num_in_group=2).backend
     'prefetch'
     """
@@ -106,8 +98,13 @@ class OffloadConfig(_Settings):
     offload_backend: Literal["auto", "uva", "prefetch"] = "auto"
     uva: UVAOffloadConfig = UVAOffloadConfig()
     prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()
-    device_budget: Annotated[Annotated[_Bytes, Field(gt=0)] | None, _Size] = None
-    host_budget: Annotated[_Bytes | None, _Size] = None
+    device_budget: BudgetOverZero = None
+    host_budget: Budget = None
+    max_memory: MaxMemory = ()
+    batch: _Positive = 1
+    context: _OptionalPositive = None
+    tokens: _Positive = 1
+    plan_file: Path | None = None
     offload_folder: Path | None = None
     pin_memory: _Switch = True
     use_uva: _Switch = True
@@ -149,6 +146,35 @@ class OffloadConfig(_Settings):
             return "prefetch"
         return "uva" if self.uva.cpu_offload_gb > 0 else "none"
 
+    def device_for(self, device: object | None) -> str | None:
+        """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
+        given = None if device is None else str(device)
+        if self._of_map is None:
+            return given
+        named = f"cuda:{self._of_map[0]}"
+        if given not in (None, "cuda", named):
+            raise ConfigError(f"max_memory is for {named}, and device = {given!r}: name the same in both")
+        return named
+
+    def device_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
+        """Bytes that weights may take of a device with `total_nbytes` of memory; None: whatever is free.
+
+        `on_cpu`: the device is the host. A `max_memory` of "cpu" alone then bounds what both budgets bound together.
+        """
+        budget = self._of_map[1] if self._of_map else self.device_budget
+        return nbytes_of(dict(self.max_memory).get("cpu") if on_cpu and budget is None else budget, total_nbytes)
+
+    def host_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
+        """Bytes of a host with `total_nbytes` of memory that weights may take beside the device's; None: no bound."""
+        budget = dict(self.max_memory).get("cpu")
+        if on_cpu and budget is not None and self.device_budget is None and self._of_map is None:
+            return 0
+        return nbytes_of(self.host_budget if budget is None else budget, total_nbytes)
+
+    @property
+    def _of_map(self) -> tuple[str, int | str] | None:
+        return next((entry for entry in self.max_memory if entry[0] != "cpu"), None)
+
     def resolved(self) -> Self:
         """A copy with `pin_memory` and `use_uva` as the environment leaves them now."""
         pinned = self.pin_memory and not _switched_on("WEIGHTSTREAM_DISABLE_PIN_MEMORY")
@@ -167,10 +193,20 @@ class OffloadConfig(_Settings):
                 f"prefetch.offload_num_in_group = {num} > prefetch.offload_group_size = 0, with offload_backend = "
                 f"'prefetch': set prefetch.offload_group_size to {num} or more"
             )
+        for key, given in self.max_memory:
+            name = "host_budget" if key == "cpu" else "device_budget"
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"max_memory = {{{key}: {given!r}}} and {name} = {getattr(self, name)!r} are budgets for the same "
+                    f"memory: remove {name}, or {key} from max_memory"
+                )
         for text in self._ignored():
             warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
 
     def _ignored(self) -> Iterable[str]:
+        if self.plan_file is not None:
+            yield from self._ignored_for_a_plan()
+            return
         why = f"offload_backend = {self.offload_backend!r} selects {self.backend!r}"
         for section, switch in ("uva", "cpu_offload_gb"), ("prefetch", "offload_group_size"):
             given = getattr(self, section).model_dump(mode="json", exclude_defaults=True)
@@ -179,10 +215,23 @@ class OffloadConfig(_Settings):
                     f"{', '.join(f'{section}.{k} = {v!r}' for k, v in given.items())} ignored: {why}. Remove to "
                     f"silence this; to use, set offload_backend = {section!r} and {section}.{switch} > 0"
                 )
-        if self.device_budget is not None and self.backend != "none":
+        budget = f"max_memory[{self._of_map[0]}] = {self._of_map[1]}" if self._of_map else None
+        if self.device_budget is not None:
+            budget = f"device_budget = {self.device_budget}"
+        if budget is not None and self.backend != "none":
             yield (
-                f"device_budget = {self.device_budget} ignored: {why}, which places weights by its own settings. "
+                f"{budget} ignored: {why}, which places weights by its own settings. "
                 f"Remove it to silence this; to use it, remove the settings of {self.backend!r}"
+            )
+
+    def _ignored_for_a_plan(self) -> Iterable[str]:
+        placing = {"offload_backend", "uva", "prefetch", "zero_copy_params"}
+        given = self.model_dump(mode="json", exclude_defaults=True, include=placing)
+        if given:
+            yield (
+                f"{', '.join(f'{k} = {v!r}' for k, v in given.items())} ignored where plan_file = "
+                f"{str(self.plan_file)!r} holds a plan, which places every weight. Remove to silence this; to use, "
+                "remove plan_file"
             )
 
 
@@ -231,6 +280,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _laid_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     tables = [key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)]
+    tables = [key for key in tables if key != "max_memory"]  # a map of budgets is one setting
     return base | over | {key: base[key] | over[key] for key in tables}
 
 

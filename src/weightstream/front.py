@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightstream.adapters.module import find_blocks, find_units, row_tables
-from weightstream.config import OffloadConfig, name_matches, unmatched_patterns
-from weightstream.errors import ConfigError, PlanError, UnsupportedError
-from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
+from weightstream.adapters import device_map
+from weightstream.adapters.module import find_blocks
+from weightstream.config import OffloadConfig, unmatched_patterns
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
-from weightstream.runtime import cpu, cuda, guards
+from weightstream.plan.planner import Planner, Prospect
+from weightstream.prospects import (
+    given_plan,
+    machine_elsewhere,
+    machine_of,
+    machine_of_device,
+    prospect_of,
+    prospect_of_checkpoint,
+    save_plan,
+    tables_of,
+    weights_of,
+)
+from weightstream.runtime import cuda, guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import Group, UnitModule, empty_tensors, groups, leave_inference, manifest, merge_tied
+from weightstream.runtime.weights import UnitModule, empty_tensors, groups, leave_inference, manifest
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
 
 logger = logging.getLogger("weightstream")
-
-Planner = Callable[[Manifest], Plan]
-
-_TABLE_NBYTES = 1 << 20
 
 
 def offload(
@@ -73,7 +80,7 @@ def offload(
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
     with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
-        backend = _backend(device, config)
+        backend = _backend(config.device_for(device), config)
         on_failure.callback(backend.close)
         streamer = _offload(model, backend, config)
         on_failure.pop_all()
@@ -119,7 +126,7 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
     with ExitStack() as on_failure, torch.inference_mode(False):
-        backend = _backend(device, config)  # first: a wrong device is told before gigabytes are read
+        backend = _backend(config.device_for(device), config)  # first: a wrong device is told before gigabytes are read
         on_failure.callback(backend.close)
         loaded = load_pretrained(
             path_or_repo_id, dtype=dtype, offload_folder=config.offload_folder, progress=progress, **kwargs
@@ -130,6 +137,65 @@ def from_pretrained(
             _offload(loaded.model, backend, config, loaded.mappings, loaded.folder)
         on_failure.pop_all()
     return loaded.model
+
+
+def plan_model(
+    path_or_repo_id: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    device_budget: int | str | None = None,
+    dtype: str | torch.dtype = "auto",
+    profile: Profile | None = None,
+    config: OffloadConfig | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> Plan:
+    """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
+
+    Needs config.json, and the headers of the shards if there are any.
+
+    Args:
+        path_or_repo_id, device, device_budget, dtype, config: as for `from_pretrained`; its other settings may be given
+            too, such as `host_budget`, `batch`, `context` and `tokens`.
+        profile: of another machine (`Profile.from_json`), to plan for that; default: this one's GPU, or where there is
+            none a GPU with assumed bandwidths.
+
+    Raises:
+        CheckpointError, PlanError, ConfigError: as for `from_pretrained`.
+
+    Example:
+        >>> import weightstream
+        >>> plan = weightstream.plan_model("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
+        >>> print(plan)  # doctest: +SKIP
+    """
+    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    return prospect(
+        path_or_repo_id, config, device=device, dtype=dtype, profile=profile, trust_remote_code=trust_remote_code
+    ).plan()[1]
+
+
+def prospect(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | None = None,
+    **options: Any,
+) -> Prospect:
+    """What `plan_model` plans with, for several budgets; `options` are `dtype` and `trust_remote_code`."""
+    device = config.device_for(device)
+    if profile is None and (device is not None or cuda.available()):
+        with closing(_backend(device, config)) as backend:
+            machine = machine_of_device(backend, config)
+    else:
+        machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
+        given = config.device_nbytes(machine.total_nbytes or -1)
+        if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
+            raise ConfigError(
+                "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
+                "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
+            )
+    return prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
 
 
 def generate(model: Any, inputs: Any = None, **kwargs: Any) -> Any:
@@ -196,35 +262,34 @@ def _offload(
         arena=_arena(backend, config),
         pages=_pages(backend, config) if mappings else None,
         spill=spill,
-        by_row=_tables(model, by_alias),
+        by_row=tables_of(model, by_alias),
     )
-    planner = _within_host_budget(config, backend, homes, shared)
+    weights = weights_of(
+        by_alias, by_row=homes.by_row, movable=homes.movable, kept=shared, can_map=lambda: homes.can_map
+    )
+    planner = Planner(config=config, machine=machine_of(config, backend, homes), weights=weights)
     if whole_layers:
-        units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(model.named_children())]
+        grains = [[UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(model.named_children())]]
+        prospect = Prospect(grains=(manifest(grains[0], by_alias),), planners=(planner,))
     else:
-        grains = [merge_tied(find_units(model, leaves=leaves), by_alias) for leaves in (False, True)]
-        units = _best_grain(grains, by_alias, planner)
+        grains, prospect = prospect_of(model, by_alias, planner)
+    index, plan = given_plan(config, prospect) or prospect.plan()
+    if short := prospect.shortage(plan):
+        logger.warning("device memory may run out: %s", short)
     closing = ExitStack()
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
-    streamer = Streamer(model, units, homes, backend, planner, find_blocks(model), on_close=closing.close)
+    streamer = Streamer(
+        *(model, grains[index], homes, backend, prospect.planners[index]),
+        find_blocks(model),
+        on_close=closing.close,
+        plan=plan,
+        on_plan=partial(save_plan, config.plan_file),
+    )
+    closing.callback(device_map.attach(model, backend.device))
     _report(streamer.plan, config)
     return streamer
-
-
-def _best_grain(grains: list[list[UnitModule]], by_alias: dict[str, Group], planner: Planner) -> list[UnitModule]:
-    """Blocks, or single matrices, which need less ring but cost more launches: whichever is predicted to be faster."""
-    plans: list[tuple[float, int, int]] = []
-    for index, units in enumerate(grains):
-        try:
-            plan = planner(manifest(units, by_alias))
-        except PlanError:
-            if index == len(grains) - 1 and not plans:
-                raise
-        else:
-            plans.append((plan.step_s, plan.device_nbytes, index))
-    return grains[min(plans)[2]]
 
 
 def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backend:
@@ -255,42 +320,6 @@ def _pages(backend: Backend, config: OffloadConfig) -> PageCache | None:
     return PageCache(partial(cuda.register, device=backend.device, read_only=True), cuda.unregister)
 
 
-def _tables(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
-    rows = row_tables(model)
-    return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
-
-
-def _within_host_budget(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozenset[str]) -> Planner:
-    """Plans that keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
-    in_ram = sum(h.group.nbytes for h in homes.homes.values() if h.mapping is None and h.origin.type == "cpu")
-    free, on_cpu = cpu.free_nbytes() + in_ram, backend.device.type == "cpu"
-    default = " (the default, 80 % of what this process may still take)" if config.host_budget is None else ""
-    folder = ", name an offload_folder to keep the rest on disk" if config.offload_folder is None else ""
-    remedy = f"Raise host_budget{default}{folder}, or raise device_budget."
-    planners = [_planner(config, backend, homes, kept, by_row=by_row) for by_row in (True, False)]
-
-    def within(manifest: Manifest, planner: Planner) -> Plan:
-        plan = planner(manifest)
-        budget = config.host_budget
-        if budget is None:
-            budget = max(0, free - plan.device_nbytes if on_cpu else free)
-        placed = partial(place_homes, plan, host_budget=budget, movable=homes.movable, remedy=remedy)
-        return placed(profile=profile() if placed().disk else backend.profile)
-
-    @cache
-    def profile() -> Profile:
-        measured = homes.disk_bytes_per_s()
-        return backend.profile if measured is None else replace(backend.profile, disk_bytes_per_s=measured)
-
-    def plan(manifest: Manifest) -> Plan:
-        try:
-            return within(manifest, planners[0])
-        except PlanError:  # a table that kernels read by row cannot be on disk
-            return within(manifest, planners[1])
-
-    return plan
-
-
 def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
     """Names of tensors that have no fixed address of their own, and of those that a forward may write to."""
     holders = Counter(id(p) for layer in layers.children() for p in layer.parameters())
@@ -298,90 +327,13 @@ def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
     return frozenset(shared) | {name for name, _ in layers.named_buffers(remove_duplicate=False)}
 
 
-def _planner(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozenset[str], *, by_row: bool) -> Planner:
-    """What turns a manifest into a plan under this configuration. The classic settings leave `kept` where it is.
-
-    Kernels read from host memory what `zero_copy_params` names; and with `by_row`, where device memory is short, the
-    large tables of which a step reads a few rows.
-    """
-    plan_rest = _streaming_planner(config, backend, homes, kept)
-    by_alias = {alias: home.group for alias, home in homes.homes.items()}
-    named = frozenset(a for a, group in by_alias.items() if _named(group, config.zero_copy_params))
-    if not named and (backend.device.type == "cpu" or config.backend != "none"):
-        return plan_rest
-    if not _maps_host_memory(backend, config):
-        if named and by_row:
-            logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
-        return plan_rest
-    large = frozenset(alias for alias in homes.by_row if by_alias[alias].nbytes >= _TABLE_NBYTES)
-    read_nbytes = sum(by_alias[alias].nbytes for alias in named - homes.by_row)
-
-    def planner(manifest: Manifest) -> Plan:
-        if not homes.can_map:
-            return plan_rest(manifest)
-        plan = map_to_host(plan_rest(manifest.without(named)), manifest, read_nbytes, backend.profile)
-        fits = plan.offloaded_nbytes == plan.mapped_nbytes
-        if not by_row or fits or config.backend != "none" or backend.device.type == "cpu":
-            return plan
-        return map_to_host(plan_rest(manifest.without(named | large)), manifest, read_nbytes, backend.profile)
-
-    return planner
-
-
-def _named(group: Group, patterns: frozenset[str]) -> bool:
-    names = (name for member in group.members for name in member.names)
-    return bool(patterns) and any(map(_eligible(patterns), names))
-
-
-def _streaming_planner(config: OffloadConfig, backend: Backend, homes: Homes, kept: frozenset[str]) -> Planner:
-    profile: Profile = backend.profile
-    uva, prefetch = config.uva, config.prefetch
-    if config.backend == "prefetch":
-        return lambda manifest: place_layers(
-            manifest,
-            group_size=prefetch.offload_group_size,
-            num_in_group=prefetch.offload_num_in_group,
-            prefetch_step=prefetch.offload_prefetch_step,
-            eligible=_eligible(prefetch.offload_params, kept),
-            profile=profile,
-        )
-    if config.backend == "uva":
-        return lambda manifest: place_host_bytes(
-            manifest,
-            host_nbytes=int(uva.cpu_offload_gb * 2**30),
-            eligible=_eligible(uva.cpu_offload_params, kept),
-            zero_copy=backend.device.type == "cuda" and homes.can_map and _maps_host_memory(backend, config),
-            profile=profile,
-        )
-    budget = config.device_budget
-    if budget is None:
-        on_cpu = backend.device.type == "cpu"
-        free = cpu.free_nbytes() if on_cpu else cuda.free_nbytes(backend.device)
-        there = (h for h in homes.homes.values() if h.origin == backend.device and h.mapping is None)
-        budget = free + sum(home.group.nbytes for home in there)
-    return lambda manifest: place(manifest, budget=budget, profile=profile)
-
-
-def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:
-    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
-    if backend.device.type == "cpu":
-        return True
-    return (
-        config.pin_memory
-        and config.use_uva
-        and backend.device_view(torch.empty(1, device="cpu", pin_memory=True)) is not None
-    )
-
-
-def _eligible(patterns: frozenset[str], kept: frozenset[str] = frozenset()) -> Callable[[str], bool]:
-    return lambda name: name not in kept and (not patterns or any(name_matches(p, name) for p in patterns))
-
-
 def _report(plan: Plan, config: OffloadConfig) -> None:
     patterns = {"prefetch": config.prefetch.offload_params, "uva": config.uva.cpu_offload_params}.get(config.backend)
     names = [tensor.name for tensor in plan.manifest.tensors()]
     for pattern in unmatched_patterns((*(patterns or ()), *config.zero_copy_params), names):
         logger.warning("pattern %r matches no parameter of the model: it selects nothing", pattern)
+    if config.zero_copy_params and not plan.mapped:
+        logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
     if config.backend == "uva" and config.use_uva and not plan.mapped:
         logger.warning(
             "the device cannot read pinned host memory, so what cpu_offload_gb places there streams through a ring "

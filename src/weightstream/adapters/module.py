@@ -9,22 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from torch import nn
 
 from weightstream.runtime.weights import Scope, UnitModule, own_tensors
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+Grain = Literal["block", "half", "matrix"]
+GRAINS: tuple[Grain, ...] = ("block", "half", "matrix")
+
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward reads weights of their children
 
 
-def find_units(model: nn.Module, *, leaves: bool = False) -> list[UnitModule]:
-    """The units of a model in declared order; `leaves`: every module with tensors of its own, the finest grain.
+def find_units(model: nn.Module, grain: Grain = "block") -> list[UnitModule]:
+    """The units of a model in declared order: blocks; their children, such as attention and MLP ("half"); or every
+    module with tensors of its own ("matrix").
 
     A unit that is a block, or part of one, carries the block's index.
     """
     blocks = _blocks(model)
-    units = list(_units("", model, set() if leaves else blocks, whole=bool(blocks) and not leaves))
+    cut = {"block": blocks, "half": _halves(model, blocks), "matrix": set[int]()}[grain]
+    units = list(_units("", model, cut, whole=bool(cut)))
     seen: set[int] = set()
     unique = [u for u in units if not (id(u.module) in seen or seen.add(id(u.module)))]  # type: ignore[func-returns-value]
     layers: dict[int, int] = {}
@@ -33,6 +39,14 @@ def find_units(model: nn.Module, *, leaves: bool = False) -> list[UnitModule]:
     for unit in unique:
         unit.layer = layers.get(id(unit.module))
     return unique
+
+
+def _halves(model: nn.Module, blocks: set[int]) -> set[int]:
+    """The ids of the blocks' children, and of blocks that have none."""
+    found: set[int] = set()
+    for block in _in_order(model, blocks):
+        found |= {id(child) for child in block.children() if _holds_tensors(child)} or {id(block)}
+    return found
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -78,9 +78,7 @@ def load_pretrained(
     checkpoint = Checkpoint.open(path)
     offload = OffloadFolder(offload_folder)
     try:
-        config = _read_config(folder, trust_remote_code)
-        cls = _class_of(config, model_class, trust_remote_code)
-        config = config if isinstance(config, cls.config_class or object) else config.get_text_config()
+        config, cls = config_and_class(folder, model_class, trust_remote_code)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, offload.lock(), _progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options).run()
@@ -253,14 +251,17 @@ def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     return [name for name, place in placed.items() if place not in state and name not in state]
 
 
-def local_path(path_or_repo_id: str | Path, remote_code: bool, **hub: Any) -> Path:
-    """The folder or file of a checkpoint, got from the hub where it is no path; raises `CheckpointError`."""
+def local_path(path_or_repo_id: str | Path, remote_code: bool, *, weights: bool = True, **hub: Any) -> Path:
+    """The folder or file of a checkpoint, got from the hub where it is no path; raises `CheckpointError`.
+
+    Without `weights` only its JSON files are got.
+    """
     path = Path(path_or_repo_id).expanduser()
     if path.exists():
         return path
     if isinstance(path_or_repo_id, Path) or path.is_absolute() or str(path_or_repo_id).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
-    files = [*_HUB_FILES, *(["*.py"] if remote_code else [])]
+    files = [*(_HUB_FILES if weights else ["*.json"]), *(["*.py"] if remote_code else [])]
     try:
         found = huggingface_hub.snapshot_download(
             path_or_repo_id, allow_patterns=files, ignore_patterns=list(_HUB_SPARED), **hub
@@ -271,6 +272,13 @@ def local_path(path_or_repo_id: str | Path, remote_code: bool, **hub: Any) -> Pa
             "check the name, the network and `hf auth login`, or pass a folder"
         ) from error
     return Path(found)
+
+
+def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple[Any, Any]:
+    """The config of a folder and the class of the model that it describes; raises as `load_pretrained`."""
+    config = _read_config(folder, remote_code)
+    cls = _class_of(config, model_class, remote_code)
+    return config if isinstance(config, cls.config_class or object) else config.get_text_config(), cls
 
 
 def _read_config(folder: Path, remote_code: bool) -> Any:

@@ -9,8 +9,12 @@ import typer
 from typer.core import TyperGroup
 
 from weightstream import __version__
+from weightstream.cli.bench import bench
+from weightstream.cli.doctor import doctor
 from weightstream.cli.pack import pack
+from weightstream.cli.plan import plan
 from weightstream.cli.run import run
+from weightstream.cli.trace import trace
 from weightstream.errors import WeightstreamError
 
 __all__ = ["app"]
@@ -40,8 +44,12 @@ def _print_version(wanted: bool) -> None:
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(bench)
+app.command()(doctor)
 app.command()(pack)
+app.command()(plan)
 app.command()(run)
+app.command()(trace)
 
 
 @app.callback()

@@ -6,113 +6,75 @@ import dataclasses
 import itertools
 import json
 import sys
-import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightstream.cli.options import Chosen, switch, takes_model
+from weightstream.cli.screen import print_labelled
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
     from weightstream.adapters.decoder import Decoding
+    from weightstream.plan.plan import Plan
     from weightstream.runtime.streamer import Stats, Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
-COLUMNS = 100
-DType = Literal["auto", "bfloat16", "float16", "float32"]
-OffloadBackend = Literal["auto", "uva", "prefetch"]
 
 
-def _switch(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text)
-
-
-def _classic(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Classic flags, instead of a budget")
-
-
+@takes_model("context", "plan_file")
 def run(
-    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")],
+    chosen: Chosen,
+    *,
     prompt: Annotated[str | None, typer.Option(help="What to go on from. Read from a pipe if there is one.")] = None,
-    chat: Annotated[bool, _switch("--chat", "Give the prompt as a user's message in a chat.")] = False,
+    chat: Annotated[bool, switch("--chat", "Give the prompt as a user's message in a chat.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    verify: Annotated[bool, _switch("--verify", "Generate without offloading too, and compare the tokens.")] = False,
-    as_json: Annotated[bool, _switch("--json", "Print one JSON object, and nothing else.")] = False,
-    dtype: Annotated[DType, typer.Option(help="Of the weights; auto is the checkpoint's own.")] = "auto",
-    trust_remote_code: Annotated[bool, _switch("--trust-remote-code", "Run code that the checkpoint brings.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")] = None,
-    device_budget: Annotated[str | None, typer.Option(help="Device memory for weights, such as 96MiB.")] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Host memory for weights, such as 8GiB.")] = None,
-    offload_folder: Annotated[Path | None, typer.Option(help="Where to keep weights that need converting.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")] = None,
-    zero_copy_params: Annotated[list[str] | None, typer.Option(help="Read matching weights from host memory.")] = None,
-    offload_backend: Annotated[OffloadBackend | None, _classic("Default: by which flags are set.")] = None,
-    offload_group_size: Annotated[int | None, _classic("Layers in a group; 0 is off.")] = None,
-    offload_num_in_group: Annotated[int | None, _classic("How many of a group's last layers to offload.")] = None,
-    offload_prefetch_step: Annotated[int | None, _classic("How many offloaded layers ahead to copy.")] = None,
-    offload_params: Annotated[list[str] | None, _classic("Offload only parameters with this name segment.")] = None,
-    cpu_offload_gb: Annotated[float | None, _classic("GiB of weights to place on the host.")] = None,
-    cpu_offload_params: Annotated[list[str] | None, _classic("Place only parameters with this name segment.")] = None,
+    verify: Annotated[bool, switch("--verify", "Generate without offloading too, and compare the tokens.")] = False,
+    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Generate text with MODEL, greedily, while its weights stream through the device."""
-    from weightstream.config import OffloadConfig
-
-    flags: dict[str, Any] = {
-        "device_budget": device_budget,
-        "host_budget": host_budget,
-        "offload_folder": offload_folder,
-        "zero_copy_params": zero_copy_params or None,
-        "offload_backend": offload_backend,
-        "offload_group_size": offload_group_size,
-        "offload_num_in_group": offload_num_in_group,
-        "offload_prefetch_step": offload_prefetch_step,
-        "offload_params": offload_params or None,
-        "cpu_offload_gb": cpu_offload_gb,
-        "cpu_offload_params": cpu_offload_params or None,
-    }
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = OffloadConfig.from_toml(config, **given) if config else OffloadConfig.from_kwargs(**given)
-    session = Session.open(
-        model,
-        config=settings,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        progress=sys.stderr.isatty() and not as_json,
-    )
-    inputs = session.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
-    tokens = session.generate(inputs, max_new_tokens, show=not as_json)
+    words = Words.open(chosen.model, chosen.trust_remote_code)
+    inputs = words.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
+    config = chosen.config
+    if config.context is None:
+        config = config.model_copy(update={"context": inputs["input_ids"].shape[1] + max_new_tokens})
+    watched = sys.stderr.isatty() and not as_json
+    session = Session.open(words, progress=watched, **chosen.loading | {"config": config})
+    with _waiting(session.streamer.plan, watched) as on_token:
+        tokens = session.generate(inputs, max_new_tokens, show=not as_json, on_token=on_token)
     report = session.report(inputs, tokens)
     if not as_json:
-        _print(report.lines())
+        print_labelled(report.lines())
     difference = _first_difference(tokens.ids, session.plain(inputs, max_new_tokens)) if verify else None
     if as_json:
         verdict = {"identical": difference is None if verify else None, "first_difference": difference}
         typer.echo(json.dumps(dataclasses.asdict(report) | verdict))
     elif verify:
         found = "yes" if difference is None else f"no (first difference at token {difference})"
-        _print({"identical": found})
+        print_labelled({"identical": found})
     raise typer.Exit(0 if difference is None else 1)
 
 
 class Tokens:
     """The tokens that `generate` makes, and the time of each; `text`, a transformers streamer, gets them too."""
 
-    def __init__(self, text: Any = None) -> None:
+    def __init__(self, text: Any = None, on_token: Callable[[], None] = lambda: None) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
         self.decoding: Decoding | None = None  # set at the end
         self._text = text
+        self._on_token = on_token
 
     def put(self, ids: torch.Tensor) -> None:
         if self.times:  # the first call brings the prompt
             self.ids += ids.flatten().tolist()
+            self._on_token()
         self.times.append(time.perf_counter())
         if self._text:
             self._text.put(ids)
@@ -149,7 +111,7 @@ class Report:
     stats: Stats
 
     def lines(self) -> dict[str, str]:
-        from weightstream.plan.plan import human
+        from weightstream.plan.shown import human, milliseconds
 
         stats, num = self.stats, len(self.tokens)
         lines = {
@@ -161,39 +123,39 @@ class Report:
             "streamed": f"{human(stats.filled_nbytes / stats.steps)} per step ({stats.steps} steps)",
             "waited": f"{stats.stall_s:.2f} s of {self.seconds:.2f} s",
         }
+        if stats.step_s is not None and stats.predicted_step_s:
+            error = stats.predicted_step_s / stats.step_s - 1
+            lines["predicted"] = (
+                f"{milliseconds(stats.predicted_step_s)} per step; measured {milliseconds(stats.step_s)} ({error:+.0%})"
+            )
         if stats.unplanned_fills:
             lines["unplanned"] = f"{stats.unplanned_fills} of {stats.fills} fills"
         return lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """A model that streams, and its tokenizer."""
+class Words:
+    """A checkpoint's tokenizer."""
 
     name: str
-    model: Any
-    streamer: Streamer
     tokenizer: Any
 
     @classmethod
-    def open(cls, name: str, *, trust_remote_code: bool, **options: Any) -> Session:
-        """Load from the checkpoint `name`; `options` go to `from_pretrained`."""
+    def open(cls, name: str, trust_remote_code: bool) -> Words:
         try:
             import transformers
         except ModuleNotFoundError as error:
             remedy = "pip install 'weightstream[transformers]'"
             raise UnsupportedError(f"weightstream run needs the package {error.name}: {remedy}") from error
-        from weightstream import from_pretrained
+        from weightstream.adapters.transformers import local_path
 
-        model = from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-        transformers.logging.set_verbosity_error()  # no advice on generation settings: they are not the user's
-        if not model.can_generate():
-            raise UnsupportedError(f"{name}: {type(model).__name__} does not generate text")
+        path = local_path(name, trust_remote_code)
+        folder = path if path.is_dir() else path.parent
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever transformers makes of the files
             raise CheckpointError(f"{name}: no tokenizer that can be read: {error}") from error
-        return cls(name=name, model=model, streamer=model.weightstream, tokenizer=tokenizer)
+        return cls(name=name, tokenizer=tokenizer)
 
     def encode(self, prompt: str, *, chat: bool) -> dict[str, torch.Tensor]:
         """The model's inputs, each of shape (1, tokens)."""
@@ -210,13 +172,42 @@ class Session:
             raise ConfigError(f"the prompt {prompt!r} has no tokens: give one with --prompt")
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
 
-    def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, *, show: bool = False) -> Tokens:
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A model that streams, and its tokenizer."""
+
+    words: Words
+    model: Any
+    streamer: Streamer
+
+    @classmethod
+    def open(cls, words: Words, **options: Any) -> Session:
+        """Load the model of these words; `options` go to `from_pretrained`."""
+        import transformers
+
+        from weightstream import from_pretrained
+
+        model = from_pretrained(words.name, **options)
+        transformers.logging.set_verbosity_error()  # no advice on generation settings: they are not the user's
+        if not model.can_generate():
+            raise UnsupportedError(f"{words.name}: {type(model).__name__} does not generate text")
+        return cls(words=words, model=model, streamer=model.weightstream)
+
+    def generate(
+        self,
+        inputs: dict[str, torch.Tensor],
+        max_new_tokens: int,
+        *,
+        show: bool = False,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> Tokens:
         from transformers import TextStreamer
 
         from weightstream.adapters.generation import generate
 
-        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
-        tokens = Tokens(text)
+        text = TextStreamer(self.words.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
+        tokens = Tokens(text, on_token)
         placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "streamer": tokens}
         generate(self.model, **placed, **options, on_decoding=partial(setattr, tokens, "decoding"))
@@ -237,12 +228,12 @@ class Session:
 
     def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> Report:
         return Report(
-            model=self.name,
+            model=self.words.name,
             device=str(self.streamer.device),
             plan=self.streamer.plan.summary(),
             num_prompt_tokens=inputs["input_ids"].shape[1],
             tokens=tokens.ids,
-            text=self.tokenizer.decode(tokens.ids, skip_special_tokens=True),
+            text=self.words.tokenizer.decode(tokens.ids, skip_special_tokens=True),
             seconds=tokens.seconds,
             first_token_s=tokens.times[1] - tokens.times[0],
             tokens_per_s=tokens.per_second,
@@ -261,12 +252,16 @@ def _first_difference(streamed: Sequence[int], plain: Sequence[int]) -> int | No
     return next((place for place, (ours, theirs) in enumerate(pairs, 1) if ours != theirs), None)
 
 
-def _print(lines: dict[str, str]) -> None:
-    """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
+@contextmanager
+def _waiting(plan: Plan, shown: bool) -> Iterator[Callable[[], None]]:
+    """Says on stderr what is waited for, and for about how long, until what it gives is called."""
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    for label, value in lines.items():
-        folded = textwrap.fill(value, COLUMNS - 11, subsequent_indent=" " * 11)
-        console.print(Text.assemble((f"{label:>9}:", "bold"), " ", folded))
+    from weightstream.plan.shown import milliseconds
+
+    if not shown:
+        yield lambda: None
+        return
+    text = f"waiting for the first token; a step is predicted to take {milliseconds(plan.step_s)}"
+    with Console(stderr=True).status(text) as status:
+        yield status.stop

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 
-_STEPS = 4  # the wrap-around fills settle after the second
+_STEPS = 3  # the wrap-around fills settle in the second
+
+
+def predicted(plan: Plan, profile: Profile) -> Plan:
+    """The plan with its predicted times."""
+    return replace(
+        plan,
+        step_s=simulate_s(plan, profile),
+        compute_s=compute_s(plan, profile),
+        copy_s=copy_s(plan, profile),
+        disk_s=disk_s(plan, profile),
+        machine=profile.machine,
+    )
 
 
 def compute_s(plan: Plan, profile: Profile) -> float:
-    """Seconds that a step computes if every weight were resident."""
-    units = plan.manifest.units
-    return sum(profile.compute_s(u, units[u]) for u in plan.manifest.order)
+    """Seconds that a step computes if it never waits for a copy."""
+    seconds = _unit_s(plan, profile)
+    return sum(seconds[u] for u in plan.manifest.order)
+
+
+def _unit_s(plan: Plan, profile: Profile) -> list[float]:
+    units = enumerate(plan.manifest.units)
+    return [profile.compute_s(u, unit, streams=plan.streams(u)) for u, unit in units]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:
@@ -32,14 +51,11 @@ def lower_bound_s(plan: Plan, profile: Profile) -> float:
 def closed_form_s(plan: Plan, profile: Profile) -> float:
     """The lower bound plus the copies that nothing can hide: those whose unit follows the release they wait for."""
     exposed = 0.0
-    order = plan.manifest.order
+    computes, order = _unit_s(plan, profile), plan.manifest.order
     for position, fills in enumerate(plan.after):
         following = order[(position + 1) % len(order)]
         if following in fills:
-            exposed += min(
-                profile.copy_s(plan.unit_nbytes[following]),
-                profile.compute_s(order[position], plan.manifest.units[order[position]]),
-            )
+            exposed += min(profile.copy_s(plan.unit_nbytes[following]), computes[order[position]])
     return lower_bound_s(plan, profile) + exposed
 
 
@@ -48,14 +64,17 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
 
     What is on disk is read from when the copy is queued, after what was queued before.
     """
-    filled = [0.0] * len(plan.manifest.units)
+    computes = _unit_s(plan, profile)
+    copies = [profile.copy_s(nbytes) for nbytes in plan.unit_nbytes]
+    reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else []
+    filled = [0.0] * len(computes)
     copy_free = disk_free = now = started = 0.0
 
     def fill(unit: int) -> None:
         nonlocal copy_free, disk_free
-        copy_free = max(copy_free, now + profile.handover_s) + profile.copy_s(plan.unit_nbytes[unit])
-        if nbytes := plan.unit_disk_nbytes[unit]:
-            disk_free = max(disk_free, now) + nbytes / profile.disk_bytes_per_s
+        copy_free = max(copy_free, now + profile.handover_s) + copies[unit]
+        if reads and reads[unit]:
+            disk_free = max(disk_free, now) + reads[unit]
             copy_free = max(copy_free, disk_free)
         filled[unit] = copy_free
 
@@ -63,8 +82,8 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
         fill(unit)
     for _ in range(_STEPS):
         started = now
-        for position, unit in enumerate(plan.manifest.order):
-            now = max(now, filled[unit]) + profile.compute_s(unit, plan.manifest.units[unit])
-            for refill in plan.after[position]:
+        for unit, refills in zip(plan.manifest.order, plan.after, strict=True):
+            now = max(now, filled[unit]) + computes[unit]
+            for refill in refills:
                 fill(refill)
     return now - started

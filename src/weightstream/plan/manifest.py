@@ -85,25 +85,42 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What a machine can do, in bytes per second and seconds.
+    """What a machine can do, in bytes, operations and seconds; `machine` names the one that was measured.
 
-    `overhead_s` per unit and `launch_s` per tensor are the least time that a unit computes, whatever its bytes;
-    `handover_s` passes between a release and a copy that waits for it.
+    The link copies from pinned host memory. `half_flops_per_s` and `single_flops_per_s` are matrix products in 16-bit
+    floats and in float32, `attention_flops_per_s` fused attention. A kernel takes at least `op_s` of the device, and
+    its launch `op_launch_s` of the host. `workspace_nbytes` is what libraries keep on the device, `device_nbytes` all
+    of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
+
+    Where the work of the units is known, `unit_s` holds their seconds on the device, and `host_s` those that the host
+    takes to launch them, to which `overhead_s` comes for a unit that streams. Else a unit takes the time to read its
+    weights once, and at least `overhead_s`, and `launch_s` per tensor.
     """
 
+    machine: str = ""
     link_bytes_per_s: float = 50e9
     copy_latency_s: float = 13e-6
     device_bytes_per_s: float = 2e12
+    half_flops_per_s: float = 200e12
+    single_flops_per_s: float = 30e12
+    attention_flops_per_s: float = 150e12
+    op_s: float = 2e-6
+    op_launch_s: float = 10e-6
     overhead_s: float = 0.5e-3
     launch_s: float = 0.0
     handover_s: float = 0.0
     disk_bytes_per_s: float = 2e9
+    workspace_nbytes: int = 0
+    device_nbytes: int = 0
     unit_s: tuple[float, ...] = ()
+    host_s: tuple[float, ...] = ()
 
-    def compute_s(self, index: int, unit: UnitSpec) -> float:
-        """Measured seconds of a unit, else the time to read its weights once."""
-        if self.unit_s:
+    def compute_s(self, index: int, unit: UnitSpec, *, streams: bool = False) -> float:
+        """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both."""
+        if self.unit_s and not self.host_s:
             return self.unit_s[index]
+        if self.unit_s:
+            return max(self.unit_s[index], self.host_s[index] + self.overhead_s * streams)
         return max(self.overhead_s + self.launch_s * len(unit.tensors), unit.nbytes / self.device_bytes_per_s)
 
     def copy_s(self, nbytes: int) -> float:

@@ -21,8 +21,9 @@ from weightstream.plan.ring import aligned
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
 _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
-_DEPTHS = (1, 2, 3, 4)
+_DEPTHS = (1, 2, 3, 4, 6, 8)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
+_TIE_S = 1e-9  # plans that differ by less are equally fast
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
 
 Eligible = Callable[[str], bool]
@@ -35,15 +36,34 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
     """
     profile = profile or Profile()
     if budget is None or manifest.nbytes <= budget:
-        return _predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
+        return cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
     forced = always_resident(manifest)
-    choices = [
-        _predicted(Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget), profile)
-        for residents, ring, slot in _choices(manifest, forced, budget)
-    ]
+    choices = list(_choices(manifest, forced, budget))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    return min(choices, key=lambda plan: (plan.step_s, plan.device_nbytes))
+    best: tuple[float, int, Plan] | None = None
+    for bound_s, (residents, ring, slot) in _soonest_first(manifest, choices, profile):
+        if best is not None and bound_s > best[0] + _TIE_S:
+            break  # none behind is faster
+        plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
+        found = (round(cost.simulate_s(plan, profile) / _TIE_S) * _TIE_S, plan.device_nbytes, plan)
+        best = found if best is None or found[:2] < best[:2] else best
+    assert best is not None
+    return cost.predicted(best[2], profile)
+
+
+def _soonest_first(
+    manifest: Manifest, choices: Iterable[tuple[frozenset[str], int, int]], profile: Profile
+) -> list[tuple[float, tuple[frozenset[str], int, int]]]:
+    """The choices by the least time of a step: it computes, and copies what the ring cannot hold for good."""
+    aliases = manifest.aliases
+    compute_s = sum(profile.compute_s(u, manifest.units[u]) for u in manifest.order)
+
+    def bound_s(residents: frozenset[str], ring_nbytes: int) -> float:
+        streamed = sum(nbytes for alias, nbytes in aliases.items() if alias not in residents)
+        return max(compute_s, (streamed - ring_nbytes) / profile.link_bytes_per_s)
+
+    return sorted(((bound_s(*choice[:2]), choice) for choice in choices), key=lambda item: item[0])
 
 
 def place_layers(
@@ -93,7 +113,8 @@ def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profi
     """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
     mapped = frozenset(manifest.aliases.keys() - plan.manifest.aliases.keys())
     read_s = read_nbytes / (profile or Profile()).link_bytes_per_s
-    return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s)
+    times = {"step_s": plan.step_s + read_s, "copy_s": plan.copy_s + read_s}
+    return replace(plan, manifest=manifest, mapped=mapped | plan.mapped, **times)  # type: ignore[arg-type]
 
 
 def place_homes(
@@ -117,7 +138,8 @@ def place_homes(
     elsewhere = frozenset(aliases.keys() - movable)
     kept = _fitting(plan.manifest, elsewhere, _columns(plan.manifest, elsewhere), host_budget - held, exact=True)
     profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
-    return replace(placed, step_s=plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile))
+    step_s = plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile)
+    return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
 
 
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
@@ -129,15 +151,11 @@ def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Pro
     slot = max(sizes.values(), default=0)
     whole = all(unit.layer is None or sizes[unit.layer] == nbytes for unit, nbytes in _sized(manifest, resident))
     plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot if whole else 0)
-    return _predicted(plan, profile or Profile())
+    return cost.predicted(plan, profile or Profile())
 
 
 def _sized(manifest: Manifest, resident: frozenset[str]) -> Iterable[tuple[UnitSpec, int]]:
     return zip(manifest.units, streamed_nbytes(manifest, resident), strict=True)
-
-
-def _predicted(plan: Plan, profile: Profile) -> Plan:
-    return replace(plan, step_s=cost.simulate_s(plan, profile))
 
 
 def _enclosing(manifest: Manifest) -> frozenset[str]:
@@ -219,20 +237,17 @@ def _fitting(
     sizes = streamed_nbytes(manifest, residents)
     taken: set[str] = set()
     for column in columns:
-        spread = _spread(column)
-        for alias in sorted(spread, key=lambda alias: -sizes[unit_of[alias]]):
-            nbytes = manifest.aliases[alias] if exact else aligned(manifest.aliases[alias])
-            if nbytes <= spare:
+        nbytes = manifest.aliases[column[0]] if exact else aligned(manifest.aliases[column[0]])
+        alike: dict[int, list[str]] = {}
+        for alias in column:
+            alike.setdefault(-sizes[unit_of[alias]], []).append(alias)
+        for _, aliases in sorted(alike.items()):
+            num = min(len(aliases), spare // nbytes) if nbytes else 0
+            for alias in (aliases[(2 * i + 1) * len(aliases) // (2 * num)] for i in range(num)):  # evenly apart
                 taken.add(alias)
-                spare -= nbytes
                 sizes[unit_of[alias]] -= nbytes
+            spare -= num * nbytes
     return frozenset(taken)
-
-
-def _spread(column: Sequence[str]) -> list[str]:
-    """The column in bit-reversed order: any prefix of it is spread evenly over the depth."""
-    bits = max(1, (len(column) - 1).bit_length())
-    return [column[i] for i in sorted(range(len(column)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))]
 
 
 def _nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:

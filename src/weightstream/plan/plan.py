@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import ByteSize, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, UnitSpec
 from weightstream.plan.ring import Extent, aligned, allocate, first_fills, refills
-
-
-def human(nbytes: float) -> str:
-    """Bytes for a person: `96.0MiB`."""
-    return ByteSize(round(nbytes)).human_readable()
+from weightstream.plan.shown import human as human
+from weightstream.plan.shown import text
+from weightstream.plan.work import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +24,11 @@ class Plan:
     `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
     link (zero-copy). The others stream, from host memory or, those in `disk`, from files: unit u owns `extents[u]` of
     the ring; `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
-    `budget` is in bytes, None when a placement was asked for by other means; `step_s` is the predicted time of a step;
-    extents start at multiples of `slot_nbytes` unless that is 0.
+    `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
+    `slot_nbytes` unless that is 0.
+
+    Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, and those
+    that compute, link and disk are busy; and the bytes of activations, at most, and of the cache beside the weights.
     """
 
     manifest: Manifest
@@ -40,6 +40,13 @@ class Plan:
     budget: int | None = None
     slot_nbytes: int = 0
     step_s: float = 0.0
+    compute_s: float = 0.0
+    copy_s: float = 0.0
+    disk_s: float = 0.0
+    workload: Workload | None = None
+    activation_nbytes: int = 0
+    cache_nbytes: int = 0
+    machine: str = ""
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
@@ -71,10 +78,11 @@ class Plan:
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
+        sizes = streamed_nbytes(self.manifest, self.resident | self.mapped)
+        extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes)
         manifest = replace(self.manifest, order=order)
-        options = {"slot_nbytes": self.slot_nbytes, "budget": self.budget, "mapped": self.mapped}
-        plan = Plan.build(manifest, self.resident, self.ring_nbytes, **options)  # type: ignore[arg-type]
-        return replace(plan, ring_nbytes=self.ring_nbytes, step_s=self.step_s, disk=self.disk)
+        fills = {"first": first_fills(order, extents), "after": refills(order, extents)}
+        return replace(self, manifest=manifest, extents=extents, **fills)  # type: ignore[arg-type]
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
@@ -131,6 +139,13 @@ class Plan:
         """Bytes of these that are read from disk."""
         return sum(self.unit_disk_nbytes[u] for fills in self.after for u in fills)
 
+    @property
+    def limit(self) -> Literal["compute", "link", "disk"]:
+        """What is busy longest in a step."""
+        if self.disk_s > max(self.compute_s, self.copy_s):
+            return "disk"
+        return "link" if self.copy_s > self.compute_s else "compute"
+
     def summary(self) -> str:
         """The plan in one line."""
         total = human(self.manifest.nbytes)
@@ -156,42 +171,7 @@ class Plan:
             raise PlanError(f"not a plan: {error}") from error
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table()
-        shares = ("resident", *(["zero-copy"] if self.mapped else []), "streams", *(["from disk"] if self.disk else []))
-        for heading in ("unit", "tensors", *shares):
-            table.add_column(heading, justify="left" if heading == "unit" else "right")
-        for row in self._rows():
-            table.add_row(*row)
-        out = io.StringIO()
-        Console(file=out, width=100, color_system=None, markup=False, emoji=False).print(table)
-        predicted = f"predicted: {1e3 * self.step_s:.1f} ms per step"
-        return f"{self.summary()}\n{out.getvalue().rstrip()}\n{predicted}"
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        """One row per run of neighbouring units that look alike."""
-        run: list[str] = []
-        shown: tuple[str, ...] | None = None
-        for index, unit in enumerate(self.manifest.units):
-            streamed = self.unit_nbytes[index]
-            mapped = sum(nbytes for alias, nbytes in unit.aliases().items() if alias in self.mapped)
-            shares = [unit.nbytes - mapped - streamed, *([mapped] if self.mapped else []), streamed]
-            if self.disk:
-                shares.append(self.unit_disk_nbytes[index])
-            cells = (str(len(unit.tensors)), *map(human, shares))
-            if cells != shown and shown is not None:
-                yield (_span(run), *shown)
-                run = []
-            run.append(unit.name or "(root)")
-            shown = cells
-        if shown is not None:
-            yield (_span(run), *shown)
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} units)"
+        return text(self)
 
 
 def _layout(unit: UnitSpec, resident: frozenset[str]) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.store.staging import Source
 
 Event = Any  # made by a backend and understood by that backend alone
+Stamp = Any  # likewise
 
 
 class Side(Enum):
@@ -76,8 +77,11 @@ class Backend(Protocol):
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queue copies on the copy stream."""
 
-    def stall_s(self) -> float:
-        """Seconds that compute has waited for copies so far."""
+    def stamp(self, side: Side) -> Stamp:
+        """The time at which the device will have passed the present end of a stream; not inside of a capture."""
+
+    def seconds(self, begin: Stamp, end: Stamp) -> float | None:
+        """From one to the other; None while the device has not passed both. Does not wait."""
 
     def synchronize(self) -> None:
         """Block until both streams are idle."""

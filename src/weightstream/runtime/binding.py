@@ -19,6 +19,7 @@ from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.engine import Counters, Engine
 from weightstream.runtime.faces import Face, UnitFaces
 from weightstream.runtime.homes import Homes, UnitCopies
+from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.values import tensors_in
 
 
@@ -33,7 +34,9 @@ class Opening:
 class Binding:
     """One plan over one ring. Not thread-safe."""
 
-    def __init__(self, plan: Plan, ring: torch.Tensor, homes: Homes, backend: Backend, counters: Counters) -> None:
+    def __init__(
+        self, plan: Plan, ring: torch.Tensor, homes: Homes, backend: Backend, counters: Counters, timeline: Timeline
+    ) -> None:
         self.plan = plan
         self.openings: list[Opening] = []
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
@@ -46,7 +49,7 @@ class Binding:
         self._borrowed: dict[int, UnitFaces] = {}
         self._step_end = backend.event()
         self._copies = UnitCopies(homes, plan, ring)
-        self.engine = Engine(plan, backend, self._copies, counters)
+        self.engine = Engine(plan, backend, self._copies, counters, timeline)
         self.engine.prime()
         self.rest()
 

@@ -22,7 +22,17 @@ from weightstream.store.staging import Reading, Staging
 
 # Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
 CPU_PROFILE = Profile(
-    link_bytes_per_s=6e9, copy_latency_s=20e-6, device_bytes_per_s=8e9, overhead_s=50e-6, launch_s=20e-6
+    link_bytes_per_s=6e9,
+    copy_latency_s=20e-6,
+    device_bytes_per_s=8e9,
+    half_flops_per_s=100e9,
+    single_flops_per_s=20e9,
+    attention_flops_per_s=40e9,
+    op_s=2e-6,
+    op_launch_s=5e-6,
+    overhead_s=50e-6,
+    launch_s=20e-6,
+    handover_s=50e-6,
 )
 
 
@@ -57,6 +67,18 @@ class CpuEvent:
 
     def __init__(self) -> None:
         self.mark: _Mark | None = None
+
+
+class CpuStamp:
+    """A time, once it is `reached`."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+
+    def reach(self) -> None:
+        self.at_s = time.perf_counter()
 
 
 class Worker:
@@ -110,7 +132,6 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.profile = profile
         self._copies = Worker("weightstream-copy")
-        self._stall_s = 0.0
         self._staging: Staging | None = None
         self._close = weakref.finalize(self, self._copies.stop)
 
@@ -144,9 +165,7 @@ class CpuBackend:
             return
         if event.mark is None:
             return
-        started = time.perf_counter()
         event.mark.reached.wait()
-        self._stall_s += time.perf_counter() - started
         if event.mark.error is not None:
             raise event.mark.error
 
@@ -162,8 +181,16 @@ class CpuBackend:
             self._staging = staging(Arena().take)
         return self._staging.start(*copy.read)
 
-    def stall_s(self) -> float:
-        return self._stall_s
+    def stamp(self, side: Side) -> CpuStamp:
+        stamp = CpuStamp()
+        if side is Side.COPY:
+            self._copies.submit(stamp.reach)
+        else:
+            stamp.reach()
+        return stamp
+
+    def seconds(self, begin: CpuStamp, end: CpuStamp) -> float | None:
+        return None if begin.at_s is None or end.at_s is None else end.at_s - begin.at_s
 
     def synchronize(self) -> None:
         if self._close.alive:

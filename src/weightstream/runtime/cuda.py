@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ logger = logging.getLogger("weightstream")
 
 CUDA_PROFILE = Profile(copy_latency_s=3e-6, overhead_s=60e-6, launch_s=50e-6, handover_s=150e-6)
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
-_TIMED = 11  # one wait in so many is timed: two events around each cost a prefill of 7 matrices a layer 1 %
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _PORTABLE = 1  # pinned for every device, not for the current one alone
 _FED = (
@@ -33,17 +31,16 @@ _FED = (
     "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
     "save the updated model and load that"
 )
-_HEADROOM_NBYTES = 1 << 30  # for activations, workspaces and a short cache when no budget was given
 
 
 def available() -> bool:
     return torch.cuda.is_available()
 
 
-def free_nbytes(device: torch.device) -> int:
-    """Device memory to plan with when no budget was given: what is free, less headroom for activations."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(0, int(free * 0.9) - _HEADROOM_NBYTES)
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of device memory that are free, and all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
 
 
 def new_graph() -> Any:
@@ -109,6 +106,24 @@ class _Mapped:
         }
 
 
+class CudaStamp:
+    """An event that knows its time. One that is not recorded yet, as the feeder has not come to it, seems complete."""
+
+    __slots__ = ("_is_passed", "_is_recorded", "event")
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self._is_recorded = self._is_passed = False
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        self.event.record(stream)
+        self._is_recorded = True
+
+    def is_passed(self) -> bool:
+        self._is_passed = self._is_passed or (self._is_recorded and self.event.query())
+        return self._is_passed
+
+
 class CudaBackend:
     """One GPU: compute runs on the caller's current stream, copies on a stream of their own."""
 
@@ -124,9 +139,6 @@ class CudaBackend:
         self._copies = torch.cuda.Stream(self.device)
         self._staging: Staging | None = None
         self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._stall_ms = 0.0
-        self._num_waits = 0
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -182,24 +194,11 @@ class CudaBackend:
             return
         if side is Side.COMPUTE and (mark := getattr(event, "mark", None)) is not None:
             self._reach(mark)
-        stream = self._stream(side)
-        self._num_waits += side is Side.COMPUTE
-        if side is Side.COPY or self._num_waits % _TIMED or self.capturing():
-            stream.wait_event(event)
-            return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._waits.append((before, after))
-        if len(self._waits) > 1024:
-            self._harvest()
+        self._stream(side).wait_event(event)
 
     def _reach(self, mark: Any) -> None:
         """Block until the feeder has passed a point: what it queued before is then ahead of whoever waits."""
-        started = time.perf_counter()
         mark.reached.wait()
-        self._stall_ms += 1e3 * (time.perf_counter() - started)
         if mark.error is not None:
             raise mark.error
 
@@ -252,14 +251,16 @@ class CudaBackend:
                     drained.record(self._copies)
                     piece.release(drained.synchronize)
 
-    def _harvest(self) -> None:
-        while self._waits and self._waits[0][1].query():
-            before, after = self._waits.popleft()
-            self._stall_ms += _TIMED * before.elapsed_time(after)
+    def stamp(self, side: Side) -> CudaStamp:
+        stamp, stream = CudaStamp(), self._stream(side)
+        if side is Side.COPY and self._feeder is not None:
+            self._feeder.submit(lambda: stamp.record(stream))
+        else:
+            stamp.record(stream)
+        return stamp
 
-    def stall_s(self) -> float:
-        self._harvest()
-        return self._stall_ms / 1e3
+    def seconds(self, begin: CudaStamp, end: CudaStamp) -> float | None:
+        return begin.event.elapsed_time(end.event) / 1e3 if begin.is_passed() and end.is_passed() else None
 
     def synchronize(self) -> None:
         if self._feeder is not None and self._stop.alive:
@@ -272,4 +273,50 @@ class CudaBackend:
             self._stop()
         if self._staging is not None:
             self._staging.close()
-        self._waits.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the driver says about a device; `driver` is the newest CUDA that it can run."""
+
+    name: str
+    uuid: str
+    pci: str
+    capability: str
+    driver: str
+    total_nbytes: int
+
+
+def facts(device: torch.device) -> Facts:
+    found = torch.cuda.get_device_properties(device)
+    driver, pci, version = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(32), ctypes.c_int()
+    driver.cuDeviceGetPCIBusId(pci, len(pci), device.index)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return Facts(
+        name=found.name,
+        uuid=str(found.uuid),
+        pci=pci.value.decode(),
+        capability=f"{found.major}.{found.minor}",
+        driver=f"{version.value // 1000}.{version.value % 1000 // 10}",
+        total_nbytes=found.total_memory,
+    )
+
+
+def allocatable_nbytes(device: torch.device) -> int:
+    """What a tensor can be made of now: free memory, and what the allocator keeps for reuse."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def allocated_nbytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def give_back(*, workspaces: bool) -> None:
+    """Return what the allocator keeps of the current device to the driver; `workspaces`: of cuBLAS too.
+
+    These only while no captured graph is alive: it would go on using its own.
+    """
+    if workspaces:
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

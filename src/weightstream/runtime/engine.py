@@ -19,6 +19,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.ring import sharing
 from weightstream.runtime.backend import Backend, Copy, Event, Side
+from weightstream.runtime.timeline import Timeline, profiled
 
 
 class State(Enum):
@@ -87,9 +88,18 @@ class Copies(Protocol):
 class Engine:
     """Runs one plan on one backend. Not thread-safe: the streamer lets one step in at a time."""
 
-    def __init__(self, plan: Plan, backend: Backend, copies: Copies, counters: Counters | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        backend: Backend,
+        copies: Copies,
+        counters: Counters | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.plan = plan
         self.counters = counters or Counters()
+        self.timeline = timeline or Timeline(backend)
+        self.timeline.bind(plan)
         self._backend = backend
         self.copies: Copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
@@ -132,15 +142,16 @@ class Engine:
         """Make compute wait until the unit is in its extent; fill it now if nobody has."""
         self._advance(unit)
         fence = self.fences[unit]
+        self.timeline.arrives(unit)
         if fence.state is State.EMPTY:
-            self.counters.unplanned_fills += 1
-            self.fill(unit)
+            self.fill(unit, planned=False)
         if fence.state is State.FILLING:
             try:
                 self._backend.wait(Side.COMPUTE, fence.filled)
             except BaseException:
                 fence.move(State.EMPTY)  # the copy failed: the next wait tries again
                 raise
+            self.timeline.resumes()
             fence.in_flight = False
             fence.move(State.READY)
         elif fence.state is State.DRAINING:
@@ -158,6 +169,7 @@ class Engine:
         if fence.uses:
             return
         self._backend.record(Side.COMPUTE, fence.drained)
+        self.timeline.releases(unit)
         fence.last_read, fence.reads_pending = fence.drained, True
         fence.move(State.DRAINING)
         order = self.plan.manifest.order
@@ -212,7 +224,7 @@ class Engine:
                     self.fill(unit)
         self._cursor = end
 
-    def fill(self, unit: int, after: Event | None = None) -> None:
+    def fill(self, unit: int, after: Event | None = None, *, planned: bool = True) -> None:
         """Queue the unit's copy behind `after`, or behind the last read of every unit that shares bytes."""
         fence, copies = self.fences[unit], self.copies[unit]  # an error of the source changes nothing
         if after is not None:
@@ -224,9 +236,13 @@ class Engine:
                 held.reads_pending = False
             if other != unit and held.state is not State.EMPTY:
                 held.move(State.EMPTY)
-        self._backend.copy(copies)
+        timed = self.timeline.fills(unit, planned)
+        with profiled(self.plan.manifest.units[unit].name, "fill "):
+            self._backend.copy(copies)
+        self.timeline.filled(timed)
         self._backend.record(Side.COPY, fence.filled)
         fence.in_flight = True
         fence.move(State.FILLING)
         self.counters.fills += 1
+        self.counters.unplanned_fills += not planned
         self.counters.filled_nbytes += self.plan.unit_nbytes[unit]

@@ -24,6 +24,7 @@ from weightstream.runtime.binding import Binding
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.recording import Recording
+from weightstream.runtime.timeline import Kind, kind_of, profiled
 from weightstream.runtime.weights import UnitModule
 
 logger = logging.getLogger("weightstream")
@@ -169,9 +170,11 @@ class FixedAddresses:
                 )
             self._forget_unseen()
             self._counters.steps += recording.begins
-            recording.before_launch()
-            graph.replay()
-            recording.after_launch()
+            timeline, kind = self._binding.engine.timeline, Kind("graph", id(graph))
+            with timeline.step(kind, inside=False, whole=recording.is_whole):
+                recording.before_launch()
+                graph.replay()
+                recording.after_launch()
 
     def _primed(self) -> set[int]:
         """The units in the ring at the start of a step."""
@@ -237,7 +240,8 @@ class FixedAddresses:
         """A unit's forward at fixed addresses, eager or captured."""
         self.wait_unit(unit)
         try:
-            with guards.refuse_backward(self._units[unit].name):
+            name = self._units[unit].name
+            with guards.refuse_backward(name), profiled(name) if self._recording is None else nullcontext():
                 output = forward(*args, **kwargs)
             self._binding.own_outputs(output)
             return output
@@ -275,7 +279,7 @@ class FixedAddresses:
         """The model's forward at fixed addresses: compiled if that was asked for."""
         if self._compile is not None and self._entry is None:
             self._entry = self._compiled_entry(forward, **self._compile)
-        with self.step():
+        with self._binding.engine.timeline.step(kind_of(args, kwargs)), self.step():
             self._in_step = True
             try:
                 return (self._entry or forward)(*args, **kwargs)

@@ -9,7 +9,6 @@ bytes are no longer in the file, and it is copied from the map in which they are
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,7 +20,7 @@ import torch
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
 from weightstream.plan.ring import ALIGN_NBYTES, aligned
-from weightstream.runtime import cpu, readonly
+from weightstream.runtime import bench, readonly
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.weights import Group, Member
 from weightstream.store.arena import Arena
@@ -149,13 +148,7 @@ class Homes:
         mapping = max(self._mappings, key=lambda mapping: mapping.nbytes, default=None)
         if mapping is None or mapping.nbytes < _MEASURED_NBYTES:
             return None
-        ring, file = cpu.staging(Arena().take), DirectFile(mapping)
-        started = time.perf_counter()
-        for piece in ring.start(file, 0, _MEASURED_NBYTES):
-            piece.release()
-        elapsed_s = time.perf_counter() - started
-        ring.close()
-        return _MEASURED_NBYTES / elapsed_s
+        return bench.disk_bytes_per_s(DirectFile(mapping), _MEASURED_NBYTES)
 
     def settle(self, plan: Plan) -> None:
         """Move everything to where the plan wants it; on failure everything is moved back first."""

@@ -69,6 +69,12 @@ class Recording:
             left = left - set(self._engine.sharing[unit]) | {unit}
         return left
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that streams in a step is in here."""
+        after = () if self._cursor is None else self._order[self._cursor + 1 :]
+        return self.begins and not any(map(self._engine.plan.streams, after))
+
     def wait(self, unit: int) -> None:
         """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
         self._due.pop(unit, None)
@@ -117,8 +123,7 @@ class Recording:
         """Fill what the graph expects in the ring; nothing else may be on its way into bytes that the graph fills."""
         for unit in self.entry:
             if self._engine.fences[unit].state is State.EMPTY:
-                self._engine.counters.unplanned_fills += 1
-                self._engine.fill(unit)
+                self._engine.fill(unit, planned=False)
         self._engine.settle(self.entry)
 
     def after_launch(self) -> None:

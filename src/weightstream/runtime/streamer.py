@@ -24,6 +24,8 @@ from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Planner
+from weightstream.plan.refine import Times, refine
 from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding, Opening
@@ -31,10 +33,16 @@ from weightstream.runtime.engine import Counters
 from weightstream.runtime.fixed import CAPTURED, FixedAddresses
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
+from weightstream.runtime.timeline import Kind, Timeline, UnitTimes, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import Scope, UnitModule, manifest, own_tensors
+from weightstream.trace import Trace
 
 logger = logging.getLogger("weightstream")
+
+_REFINED_EVERY = 8  # steps; the first that are timed are the 2nd to the 5th
+_REFINED_FROM = 3  # timed steps of one kind
+_MOVES = 2  # to a better plan, at most: workloads that alternate must not move weights for ever
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +50,13 @@ class Stats:
     """What a streamer has done so far, and what it holds.
 
     `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
-    repeated or out of order. `stall_s` is the time that compute waited for copies; on CUDA an estimate from every 11th
-    wait. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM, pages of mapped files
-    included) and "disk" (read in every step); `model_nbytes` counts them once.
+    repeated or out of order. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM,
+    pages of mapped files included) and "disk" (read in every step); `model_nbytes` counts them once.
+
+    Times are of the device, from the steps that were timed: the 2nd to the 5th under a plan, then one in 17. `step_s`
+    and `units` are medians over the last of them that are of one kind (calls with as many elements in their first
+    tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is the time
+    that compute waited for copies in all steps, taking one that was not timed for the last that was.
     """
 
     steps: int
@@ -54,6 +66,9 @@ class Stats:
     stall_s: float
     held_nbytes: dict[str, int]
     model_nbytes: int
+    predicted_step_s: float
+    step_s: float | None
+    units: tuple[UnitTimes, ...]
 
 
 class Streamer(FixedAddresses):
@@ -68,6 +83,8 @@ class Streamer(FixedAddresses):
         planner: Callable[[Manifest], Plan],
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
+        plan: Plan | None = None,
+        on_plan: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._model = model
         self._units = units
@@ -75,11 +92,13 @@ class Streamer(FixedAddresses):
         self._backend = backend
         self._planner = planner
         self._on_close = on_close
+        self._on_plan = on_plan  # told of every plan whose weights are in place
         self._turn = threading.RLock()  # held for a whole step
         self._lock = threading.RLock()  # held while units open and close
         self._pid = os.getpid()
         self._in_step = False
         self._counters = Counters()
+        self._timeline = Timeline(backend)
         self._undo: list[Callable[[], None]] = []
         self._names = {id(m): name for name, m in model.named_modules()}
         self._removed = False
@@ -87,15 +106,18 @@ class Streamer(FixedAddresses):
         self._last_sequence: tuple[int, ...] | None = None
         self._watching = True  # for reads outside of units
         self._warned = False
+        self._refined: Kind | None = None  # the kind of steps that the plan was held against last
+        self._num_moves = 0
         self._strays: dict[str, set[str]] = {}  # reading module -> alias groups that it reads outside of their units
         FixedAddresses.__init__(self, blocks)
         try:
             try:
-                self._attach(self._plan_units())
+                self._attach(plan or self._plan_units())
             except StoreError:
                 if self._homes.can_map:
                     raise
                 self._attach(self._plan_units())  # what kernels were to read from pinned memory streams
+            self._on_plan(self.plan)
         except BaseException:
             self._close()
             raise
@@ -114,8 +136,43 @@ class Streamer(FixedAddresses):
         """Counters and bytes held, as of now. Cheap; does not wait for the device."""
         held = self._homes.held_nbytes()
         held["device"] += self._ring.numel()
-        stall_s, model_nbytes = self._backend.stall_s(), self.plan.manifest.nbytes
-        return Stats(**asdict(self._counters), stall_s=stall_s, held_nbytes=held, model_nbytes=model_nbytes)
+        measured = self._timeline.measured()
+        return Stats(
+            **asdict(self._counters),
+            stall_s=self._timeline.stall_s,
+            held_nbytes=held,
+            model_nbytes=self.plan.manifest.nbytes,
+            predicted_step_s=self.plan.step_s,
+            step_s=measured.step_s if measured else None,
+            units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
+        )
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record when every unit is waited for, computed and copied inside of the block; both its ends synchronise.
+
+        Example:
+            >>> import torch, weightstream
+            >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+            >>> with weightstream.offload(model, device="cpu", device_budget="48KiB") as streamer:
+            ...     with streamer.trace() as trace:
+            ...         y = model(torch.randn(1, 64))
+            >>> [span.name for span in trace.spans if span.kind == "step"]
+            ['forward 1', 'forward 1']
+            >>> trace.save("trace.json")  # for https://ui.perfetto.dev
+        """
+        if self._removed:
+            raise OffloadError("trace() after remove(): nothing streams any more")
+        trace = Trace(f"{type(self._model).__name__} on {self.device}")
+        with self._turn:
+            self._backend.synchronize()
+            self._timeline.begin_trace(trace)
+        try:
+            yield trace
+        finally:
+            with self._turn:
+                self._backend.synchronize()
+                self._timeline.end_trace()
 
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice.
@@ -158,7 +215,7 @@ class Streamer(FixedAddresses):
         try:
             self._homes.settle(plan)
             self._ring = self._backend.alloc(plan.ring_nbytes)
-            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
+            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters, self._timeline)
             self._surround()
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -198,6 +255,7 @@ class Streamer(FixedAddresses):
         self._removed = True
         self._graphs.clear()
         self._session.close()
+        self._timeline.close()
         self._backend.close()
         self._on_close()
 
@@ -217,29 +275,35 @@ class Streamer(FixedAddresses):
                 return forward(*args, **kwargs)
             guards.refuse_foreign({unit.name: unit.module for unit in self._units})
             self._sequence.clear()
-            try:
-                self._in_step = True
-                with self._lock:
-                    self._binding.begin_step()
-                self._counters.steps += 1
-                with self._watched() if self._watching else nullcontext():
-                    output = forward(*args, **kwargs)
-            except RuntimeError as error:
-                if re.search("device|weight type", str(error)):
-                    self._watching = True  # it may have read a weight outside of its unit: the next step will see it
-                if self._tensor_ids() != self._known_ids:
-                    raise OffloadError(
-                        "parameters or modules of the model were replaced while it is offloaded: call remove(), "
-                        "change it, and offload again"
-                    ) from error
-                raise
-            finally:
-                self._in_step = False
-                with self._lock:
-                    self._binding.rest()
+            with self._timeline.step(kind_of(args, kwargs)):
+                output = self._run_eager(forward, args, kwargs)
             with torch.inference_mode(False), torch.no_grad():
                 self._learn()
+                if self._counters.steps % _REFINED_EVERY == 0 and not (self._watching or self._graphs):
+                    self._refine()
             return output
+
+    def _run_eager(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            self._in_step = True
+            with self._lock:
+                self._binding.begin_step()
+            self._counters.steps += 1
+            with self._watched() if self._watching else nullcontext():
+                return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if re.search("device|weight type", str(error)):
+                self._watching = True  # it may have read a weight outside of its unit: the next step will see it
+            if self._tensor_ids() != self._known_ids:
+                raise OffloadError(
+                    "parameters or modules of the model were replaced while it is offloaded: call remove(), "
+                    "change it, and offload again"
+                ) from error
+            raise
+        finally:
+            self._in_step = False
+            with self._lock:
+                self._binding.rest()
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._refuse_forked()
@@ -257,7 +321,8 @@ class Streamer(FixedAddresses):
                     self._binding.open(opening, alone)
                     if not alone:
                         self._sequence.append(unit)
-                with guards.refuse_backward(self._units[unit].name):
+                name = self._units[unit].name
+                with guards.refuse_backward(name), profiled(name):
                     output = forward(*args, **kwargs)
                 if self._binding.own_outputs(output):
                     self._hide()
@@ -334,6 +399,40 @@ class Streamer(FixedAddresses):
             self._reorder(sequence)
         self._last_sequence = sequence
 
+    def _refine(self) -> None:
+        """Hold the plan against the measured times of the steps that run now, and move to a better one if there is."""
+        if not isinstance(self._planner, Planner) or self._timeline.kind in (None, self._refined):
+            return
+        measured = self._timeline.measured()
+        if measured is None or measured.num_steps < _REFINED_FROM:
+            return
+        streamed = {index: unit for index, unit in enumerate(measured.units) if unit.nbytes}
+        times = Times(
+            step_s=measured.step_s,
+            computes={index: unit.compute_s for index, unit in streamed.items()},
+            copies={index: (unit.nbytes, unit.copy_s) for index, unit in streamed.items() if unit.copy_s},
+        )
+        refined, self._refined = refine(self._planner, self.plan, times), measured.kind
+        told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * self.plan.step_s:.1f} predicted"
+        self._binding.plan = refined.plan
+        if refined.better is None or self._num_moves == _MOVES:
+            logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
+        else:
+            logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
+            self._num_moves += 1
+            self._move(refined.better)
+        self._on_plan(self.plan)
+
+    def _move(self, plan: Plan) -> None:
+        """Bring every weight home and settle again."""
+        prove(plan)
+        self._detach()
+        try:
+            self._attach(plan)
+        except BaseException:
+            self._close()
+            raise
+
     def _reorder(self, sequence: tuple[int, ...]) -> None:
         plan = self.plan.reordered(sequence)
         prove(plan)
@@ -341,7 +440,7 @@ class Streamer(FixedAddresses):
         self._backend.synchronize()
         self._binding.close_all()
         try:
-            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters)
+            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters, self._timeline)
         except BaseException:
             self._detach()
             self._close()
@@ -366,12 +465,7 @@ class Streamer(FixedAddresses):
             self._warned = True
             return
         logger.info("weights read outside of their module's forward: %s", self._strays)
-        self._detach()
-        try:
-            self._attach(plan)
-        except BaseException:
-            self._close()
-            raise
+        self._move(plan)
 
     def _with_strays(self) -> list[UnitModule]:
         modules = dict(self._model.named_modules())

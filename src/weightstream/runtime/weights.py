@@ -116,20 +116,21 @@ def leave_inference(model: nn.Module) -> None:
             torch.utils.swap_tensors(tensor, normal)
 
 
-def groups(model: nn.Module) -> dict[str, Group]:
-    """Every alias group of a model by name; tensors without bytes have none.
+def groups(model: nn.Module, *, allow_meta: bool = False) -> dict[str, Group]:
+    """Every alias group of a model by name; tensors without bytes have none, tensors on meta on request.
 
     Raises `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
     """
     objects: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in _named_tensors(model):
-        _check_supported(name, tensor)
+        _check_supported(name, tensor, allow_meta)
         if tensor.numel():
             objects.setdefault(id(tensor), (tensor, []))[1].append(name)
     by_storage: dict[tuple[object, ...], list[tuple[int, int, torch.Tensor, list[str]]]] = {}
     for tensor, names in objects.values():
         start = int(tensor.storage_offset()) * tensor.element_size()
-        key = (tensor.device, tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage._cdata if tensor.is_meta else storage.data_ptr())
         by_storage.setdefault(key, []).append(
             (start, start + span(tensor.shape, tensor.stride()) * tensor.element_size(), tensor, names)
         )
@@ -151,8 +152,10 @@ def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Gr
             runs.append((start, end, [(start, tensor, names)]))
     for begin, end, members in runs:
         alias = members[0][2][0]
-        home = torch.empty(0, dtype=torch.uint8, device=members[0][1].device)
-        home.set_(members[0][1].untyped_storage(), begin, (end - begin,), (1,))
+        device = members[0][1].device
+        home = torch.empty(end - begin if device.type == "meta" else 0, dtype=torch.uint8, device=device)
+        if device.type != "meta":
+            home.set_(members[0][1].untyped_storage(), begin, (end - begin,), (1,))
         group = Group(alias=alias, home=home)
         for start, tensor, names in members:
             if (start - begin) % tensor.element_size():
@@ -211,13 +214,13 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _check_supported(name: str, tensor: torch.Tensor) -> None:
+def _check_supported(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
     kind = type(tensor)
     if kind not in (torch.Tensor, nn.Parameter):
         raise UnsupportedError(
             f"{name} is a {kind.__module__}.{kind.__name__}: this kind of tensor is not supported yet"
         )
-    if tensor.is_meta:
+    if tensor.is_meta and not allow_meta:
         raise UnsupportedError(f"{name} is on the meta device: load the weights first, or use from_pretrained")
     if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(f"{name} is a conjugated or negated view: call resolve_conj().resolve_neg() on it first")

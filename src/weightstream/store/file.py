@@ -29,6 +29,11 @@ class DirectFile:
         self.path, self._mapping = mapping.path, mapping
         self._direct = os.O_DIRECT  # 0 once the file system has refused it
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether no read was refused yet, so that none went through the page cache."""
+        return self._direct != 0
+
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
         """Reads bytes [begin, end) into `memory` and returns the view of exactly these; several threads may call it.
 

@@ -30,7 +30,7 @@ RECORD = "weightstream.json"
 _PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".npz", ".pkl")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".npz", ".pkl")
 
 Advance = Callable[[int], None]  # told how many more bytes are done
 
@@ -209,7 +209,7 @@ def verify(folder: Path, shards: Sequence[Shard], mappings: Sequence[FileMapping
 def finish(folder: Path, out: Path, source: Path) -> None:
     """Copies what the folder `source` holds beside weights, and puts `folder` in its place."""
     for path in sorted(source.iterdir()):
-        is_ours = path.name == RECORD or path.name.endswith((*_WEIGHTS, ".index.json")) or path.name.startswith(".")
+        is_ours = path.name == RECORD or path.name.endswith((*SUFFIXES, ".index.json")) or path.name.startswith(".")
         if not is_ours and path.is_file() and path.stat().st_size <= _BESIDE_NBYTES:
             _replace(folder / path.name, [path.read_bytes()])
     shutil.rmtree(folder / CONVERTED, ignore_errors=True)

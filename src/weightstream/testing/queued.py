@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Event, Side
-from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend, Worker
+from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend, CpuStamp, Worker
 
 
 class QueueBackend(CpuBackend):
@@ -39,6 +38,11 @@ class QueueBackend(CpuBackend):
         elif (mark := event.mark) is not None:  # the mark of this moment: recording again does not move it
             self.launch(lambda: self._reach(mark))
 
+    def stamp(self, side: Side) -> CpuStamp:
+        stamp = CpuStamp()
+        (self._copies if side is Side.COPY else self._kernels).submit(stamp.reach)
+        return stamp
+
     def synchronize(self) -> None:
         if self._stop.alive:
             self._kernels.join()
@@ -52,9 +56,7 @@ class QueueBackend(CpuBackend):
         super().close()
 
     def _reach(self, mark: Any) -> None:
-        started = time.perf_counter()
         mark.reached.wait()
-        self._stall_s += time.perf_counter() - started
         if mark.error is not None:
             raise mark.error
 

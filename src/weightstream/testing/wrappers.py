@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightstream.errors import StoreError
-from weightstream.runtime.backend import Backend, Copy, Event, Side
+from weightstream.runtime.backend import Backend, Copy, Event, Side, Stamp
 
 
 class Wrapper:
@@ -55,8 +55,11 @@ class Wrapper:
         """Queue a kernel where compute has a queue (`QueueBackend`); otherwise run it now."""
         getattr(self.backend, "launch", lambda run: run())(kernel)
 
-    def stall_s(self) -> float:
-        return self.backend.stall_s()
+    def stamp(self, side: Side) -> Stamp:
+        return self.backend.stamp(side)
+
+    def seconds(self, begin: Stamp, end: Stamp) -> float | None:
+        return self.backend.seconds(begin, end)
 
     def synchronize(self) -> None:
         self.backend.synchronize()

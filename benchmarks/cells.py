@@ -1,0 +1,241 @@
+"""What a plan predicts against what its steps take: budgets from 5 % of a model's bytes to all, three workloads each.
+
+    python benchmarks/cells.py [--shapes 8b,32b] [--budgets 5,25,50,75,95,100] [--out benchmarks/results/cells.jsonl]
+
+Models of transformers with random weights, loaded as anybody's. Predicted before anything runs, from the profile of the
+machine and from shapes; then again by the streamer from the first steps that it timed. In the same run: the link alone
+with the plan's copies, the resident model, and the classic settings that are predicted to be best in the same memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import rows
+import torch
+import transformers
+
+import weightstream
+from weightstream import OffloadConfig, Plan, PlanError
+from weightstream.adapters.steps import Steps
+from weightstream.plan import cost
+from weightstream.plan.placement import place_layers
+from weightstream.plan.planner import Planner, Prospect
+from weightstream.plan.work import Workload
+from weightstream.prospects import machine_of_device, prospect_of, tables_of, weights_of
+from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.pace import copies_s, rounds_s
+from weightstream.runtime.weights import groups
+
+SHAPES = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40},
+}
+WORKLOADS = {
+    "decode, batch 1": Workload(batch=1, tokens=1, context=1024),
+    "decode, batch 32": Workload(batch=32, tokens=1, context=1024),
+    "prefill of 8192": Workload(batch=1, tokens=8192, context=8192),
+}
+CLASSIC = [(g, n, k) for g in (1, 2, 3, 4, 8) for n in (1, 2) for k in (1, 2, 3) if n <= g][:30]
+CLASSIC += [(6, 3, 2), (8, 4, 2), (16, 1, 1)]
+
+
+def build(shape: str, device: torch.device) -> Any:
+    """A causal language model with random weights on the device."""
+    config = transformers.LlamaConfig(
+        **SHAPES[shape],
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device=device)
+    with device:  # its buffers are computed
+        model.model.rotary_emb = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def prospects(model: Any, config: OffloadConfig, machine: Any) -> dict[str, Prospect]:
+    """What each workload is planned with."""
+    by_alias = groups(model)
+    weights = weights_of(by_alias, by_row=tables_of(model, by_alias), movable=frozenset())
+    found = {}
+    for name, workload in WORKLOADS.items():
+        over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
+        planner = Planner(config=config.merged(**over), machine=machine, weights=weights)
+        found[name] = prospect_of(model, by_alias, planner)[1]
+    return found
+
+
+def priced(plan: Plan, prospect: Prospect) -> Plan:
+    """The plan as it is predicted for another workload."""
+    planner = next(
+        p for grain, p in zip(prospect.grains, prospect.planners, strict=True) if grain.units == plan.manifest.units
+    )
+    demand = planner.demand
+    assert demand is not None
+    return replace(
+        cost.predicted(plan, planner.profile(plan.manifest)),
+        workload=demand.workload,
+        activation_nbytes=demand.activation_nbytes,
+        cache_nbytes=demand.cache_nbytes,
+    )
+
+
+def best_classic(prospect: Prospect, plan: Plan) -> tuple[tuple[int, int, int] | None, float | None, int]:
+    """The classic settings, of those that need no more device memory, that are predicted to be fastest."""
+    manifest, planner = prospect.grains[0], prospect.planners[0]
+    found = []
+    for group_size, num_in_group, step in CLASSIC:
+        settings = {"group_size": group_size, "num_in_group": num_in_group, "prefetch_step": step}
+        classic = place_layers(manifest, **settings, profile=planner.profile(manifest))
+        if classic.device_nbytes <= max(plan.device_nbytes, plan.budget or 0):
+            found.append((classic.step_s, (group_size, num_in_group, step)))
+    return (min(found)[1], min(found)[0], len(found)) if found else (None, None, 0)
+
+
+class Cells:
+    """The cells of one model."""
+
+    def __init__(self, shape: str, device: torch.device, seconds: float) -> None:
+        self.shape, self.device, self.seconds = shape, device, seconds
+        self.model = build(shape, device)
+        self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
+        machine = machine_of_device(self.backend, OffloadConfig())
+        print(machine.profile, flush=True)
+        self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
+        self.resident: dict[str, float] = {}
+        self.want: dict[str, torch.Tensor] = {}
+
+    def timed(self, name: str) -> tuple[list[float], Steps, int]:
+        workload = WORKLOADS[name]
+        self.collect()
+        before = self.allocated()
+        steps = Steps(self.model, workload, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        outputs = [steps() for _ in range(3)]  # back to back, so that the ring wraps
+        if name in self.want:
+            assert all(torch.equal(output, self.want[name]) for output in outputs), name
+        else:
+            self.want[name] = outputs[-1]
+        del outputs
+        seconds = rounds_s(self.backend, steps, self.seconds)
+        peak = torch.cuda.max_memory_allocated() - before if self.device.type == "cuda" else 0
+        return seconds, steps, peak
+
+    def all_resident(self) -> Iterator[dict[str, Any]]:
+        for name in WORKLOADS:
+            seconds, _, peak = self.timed(name)
+            ms = rows.percentiles([1e3 * s for s in seconds])
+            self.resident[name] = ms["p50"] / 1e3
+            plan = priced(self.prospects[name].within(2 * self.nbytes).plan()[1], self.prospects[name])
+            yield self.row(name, 100, plan, ms, peak) | {"refined_ms": None}
+
+    def at(self, percent: int) -> Iterator[dict[str, Any]]:
+        budget = self.nbytes * percent // 100
+        first = next(iter(WORKLOADS))
+        try:
+            streamer = weightstream.offload(self.model, device=self.device, device_budget=budget, context=1024)
+        except PlanError as error:
+            print(f"{self.shape} {percent} %: {error}", flush=True)
+            return
+        with streamer:
+            planned = streamer.plan
+            sizes = [planned.unit_nbytes[u] for fills in planned.after for u in fills]
+            floor_s = rows.percentiles([1e3 * s for s in copies_s(self.backend, sizes, 1.0)])["p50"] if sizes else 0.0
+            for name in WORKLOADS:
+                seconds, _, peak = self.timed(name)
+                ms = rows.percentiles([1e3 * s for s in seconds])
+                plan = planned if name == first else priced(planned, self.prospects[name])
+                settings, classic_s, num = best_classic(self.prospects[name], plan)
+                refined = streamer.stats()
+                bound_ms = max(floor_s, 1e3 * self.resident.get(name, 0.0))
+                yield self.row(name, percent, plan, ms, peak) | {
+                    "floor_ms": floor_s,
+                    "x_bound": round(ms["p50"] / bound_ms, 4) if bound_ms else None,
+                    "refined_ms": round(1e3 * refined.predicted_step_s, 3),
+                    "stats_ms": round(1e3 * (refined.step_s or 0), 3),
+                    "plan_changed": streamer.plan.resident != planned.resident,
+                    "classic": settings,
+                    "classic_predicted_ms": classic_s and round(1e3 * classic_s, 3),
+                    "num_classic": num,
+                }
+
+    def row(self, name: str, percent: int, plan: Plan, ms: dict[str, float], peak: int) -> dict[str, Any]:
+        return {
+            "system": f"{self.shape}, {percent} %, {name}",
+            "shape": self.shape,
+            "percent": percent,
+            "workload": name,
+            "ms": ms,
+            "predicted_ms": round(1e3 * plan.step_s, 3),
+            "compute_ms": round(1e3 * plan.compute_s, 3),
+            "copy_ms": round(1e3 * plan.copy_s, 3),
+            "resident_ms": round(1e3 * self.resident.get(name, 0.0), 3),
+            "x_predicted": round(1e3 * plan.step_s / ms["p50"], 4),
+            "limit": plan.limit,
+            "units": len(plan.manifest.units),
+            "device_nbytes": plan.device_nbytes,
+            "activation_nbytes": plan.activation_nbytes,
+            "cache_nbytes": plan.cache_nbytes,
+            "beside_nbytes": peak,
+            "plan": plan.summary(),
+        }
+
+    def collect(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+
+def show(row: dict[str, Any]) -> None:
+    ms, refined = row["ms"], row.get("refined_ms")
+    off = "" if not refined else f"  refined {refined:9.2f} x {refined / ms['p50']:.3f} (stats {row['stats_ms']:9.2f})"
+    beside = (row["activation_nbytes"] + row["cache_nbytes"]) / 2**20
+    print(
+        f"{row['system']:30} {ms['p20']:9.2f} {ms['p50']:9.2f} {ms['p80']:9.2f}  predicted {row['predicted_ms']:9.2f} "
+        f"x {row['x_predicted']:.3f}{off}  bound x {row.get('x_bound')}  beside {row['beside_nbytes'] / 2**20:.0f} of "
+        f"{beside:.0f} MiB  classic {row.get('classic')} {row.get('classic_predicted_ms')}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="8b,32b")
+    parser.add_argument("--budgets", default="5,25,50,75,95")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--out", type=Path, default=rows.RESULTS / "cells.jsonl")
+    options = parser.parse_args()
+    device, common = torch.device("cuda" if torch.cuda.is_available() else "cpu"), rows.environment()
+    for shape in options.shapes.split(","):
+        cells = Cells(shape, device, options.seconds)
+        for made in (cells.all_resident(), *map(cells.at, map(int, options.budgets.split(",")))):
+            for row in made:
+                show(row)
+                rows.append(options.out, [row], common)
+        cells.backend.close()
+        del cells
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Launch: what one operator costs a GPU, told from its shapes: arithmetic, bytes, workspace. It knows no model."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from weightstream.plan.work import Op, Rate
+from weightstream.runtime.values import tensors_in
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention
+_HALF = frozenset((torch.bfloat16, torch.float16))
+_FREE = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach_))
+_BY_ROW = frozenset(  # of their first argument, a table, they touch as much as the other ones name
+    getattr(_aten, name)
+    for name in ("embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "index_add_", "scatter_")
+)
+_GROUPED = frozenset(("aten::_grouped_mm", "transformers::grouped_mm_fallback"))
+
+
+class Launch:
+    """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again."""
+
+    __slots__ = ("_specs", "op", "workspace_nbytes")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
+        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
+        changes: bool = func._schema.is_mutable
+        parts = output if isinstance(output, tuple) else (output,)
+        is_plain = all(is_new) and len(parts) == len(made) and not changes
+        self._specs = [(t.shape, t.stride(), t.dtype) for t in made] if is_plain else []
+        self.op: Op | None = None
+        self.workspace_nbytes = 0
+        runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
+        if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
+            self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(nbytes_of, given)))
+            self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether `repeat` may stand for running it: its results are all new, and it changes nothing."""
+        return bool(self._specs)
+
+    def repeat(self) -> Any:
+        """What it returns, without running it."""
+        made = tuple(torch.empty_strided(*spec[:2], dtype=spec[2], device="meta") for spec in self._specs)
+        return made if len(made) > 1 else made[0]
+
+
+def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a GPU runs this composite operator as one kernel."""
+    if func.overloadpacket is not _ATTENTION:
+        return func.overloadpacket in (_aten.linear, _aten.rms_norm)
+    query, _, value = args[:3]
+    if kwargs.get("enable_gqa"):
+        return query.dtype in _HALF and _mask(args) is None and query.shape[-1] == value.shape[-1] <= 256
+    return query.dim() == 4 and query.dtype is not torch.float64
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operator on meta tensors, or says what it returns on a GPU where meta kernels differ."""
+    if func.overloadpacket is _ATTENTION:
+        query, _, value = args[:3]
+        if _mask(args) is None and query.shape[-1] == value.shape[-1]:
+            return torch.empty_like(query)
+        shape = query.shape
+        return query.new_empty(shape[0], shape[2], shape[1], value.shape[-1]).transpose(1, 2)
+    if func.name() in _GROUPED and args[1].dim() == 3:
+        return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+    return func(*args, **kwargs)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, those that several elements share once."""
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * prod(size for size, step in shape if step or not size)
+
+
+def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
+    packet, rate = func.overloadpacket, _rate(args[0] if args else None)
+    nbytes = nbytes_read + sum(map(nbytes_of, tensors_in(output)))
+    if packet is _ATTENTION:
+        query, key, value = args[:3]
+        causal = len(args) > 5 and args[5] and query.shape[-2] == key.shape[-2]
+        products = query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        return Op(rate="attention" if rate == "half" else rate, flops=(1 if causal else 2) * products, nbytes=nbytes)
+    if packet is _aten.linear:
+        return Op(rate=rate, flops=2 * args[0].numel() * args[1].shape[0], nbytes=nbytes)
+    if func.name() in _GROUPED and args[1].dim() == 3:
+        (rows, _), (groups, inner, columns) = args[0].shape, args[1].shape
+        idle = max(0, groups - rows) * inner * columns * args[1].element_size()  # no row goes to these
+        return Op(rate=rate, flops=2 * rows * inner * columns, nbytes=nbytes - idle)
+    if packet in flop_registry:
+        return Op(rate=rate, flops=flop_registry[packet](*args, **kwargs, out_val=output), nbytes=nbytes)
+    if packet in _BY_ROW:
+        others = nbytes_read - nbytes_of(args[0])
+        return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)
+    return Op(nbytes=nbytes)
+
+
+def _rate(tensor: Any) -> Rate:
+    return "half" if isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF else "single"
+
+
+def _mask(args: Any) -> torch.Tensor | None:
+    return args[3] if len(args) > 3 else None
+
+
+def _workspace_nbytes(args: Any) -> int:
+    """Fused attention keeps a float per row while it runs, and makes a bias of the query's type of a mask."""
+    query, mask = args[0], _mask(args)
+    rows: int = query[..., 0].numel()
+    return 4 * rows + (0 if mask is None else mask.numel() * query.element_size())

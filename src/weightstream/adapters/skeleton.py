@@ -1,0 +1,150 @@
+"""Skeleton: a transformers model without weights, told from config.json and the headers of shards. It reads no tensor.
+
+Each tensor has the shape, strides, dtype and ties that it would have once loaded: a plan of the skeleton is a plan of
+the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import build_glob_alternation
+from transformers.utils import ContextManagers
+
+from weightstream.adapters.transformers import config_and_class, local_path, unused_names
+from weightstream.errors import CheckpointError, ConfigError, WeightstreamError
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.pack import RECORD, SUFFIXES
+
+_LOGGER = logging.getLogger("weightstream")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """A model on meta in evaluation mode, and what is known of its files.
+
+    `checkpoint` is None where there are no weights on this machine; `nbytes` then is what an index says, or None.
+    """
+
+    model: Any
+    folder: Path
+    checkpoint: Checkpoint | None
+    nbytes: int | None
+    is_packed: bool
+
+
+def skeleton(
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    model_class: type | None = None,
+    trust_remote_code: bool = False,
+    **hub: Any,
+) -> Skeleton:
+    """Builds the model that `load_pretrained` would load, with shapes in place of weights.
+
+    A folder needs no more than its config.json, and of a repository on the hub only JSON files are got; `hub` are
+    `revision`, `token`, `cache_dir` and `local_files_only`. Raises `CheckpointError`, `UnsupportedError`.
+    """
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
+    path = local_path(path_or_repo_id, trust_remote_code, weights=False, **hub)
+    folder = path if path.is_dir() else path.parent
+    checkpoint, nbytes = _weights(path)
+    try:
+        config, cls = config_and_class(folder, model_class, trust_remote_code)
+        model = _build(cls, config, _dtype(dtype, config, checkpoint))
+        if checkpoint is not None:
+            _compare(folder, model, checkpoint)
+    except (WeightstreamError, MemoryError):
+        raise
+    except Exception as error:  # whatever transformers makes of a config that it cannot use
+        kind = type(error).__name__
+        raise CheckpointError(f"{path_or_repo_id}: transformers cannot build it: {kind}: {error}") from error
+    model.name_or_path = model.config.name_or_path = str(path_or_repo_id)
+    packed = (folder / RECORD).exists()
+    return Skeleton(model=model.eval(), folder=folder, checkpoint=checkpoint, nbytes=nbytes, is_packed=packed)
+
+
+def _weights(path: Path) -> tuple[Checkpoint | None, int | None]:
+    """The headers of the weights and their bytes; of weights that are not all here, the bytes that an index tells."""
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    if path.is_dir() and _INDEX in names and "model.safetensors" not in names:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong
+            index = json.loads((path / _INDEX).read_bytes())
+            if not set(index["weight_map"].values()) <= set(names):
+                return None, index.get("metadata", {}).get("total_size")
+    elif path.is_dir() and not any(name.endswith(SUFFIXES) for name in names):
+        return None, None
+    checkpoint = Checkpoint.open(path)
+    return checkpoint, checkpoint.nbytes
+
+
+def _dtype(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None) -> torch.dtype:
+    """The dtype that transformers would load: "auto" is the config's, or that of the first floats in the file."""
+    if dtype == "auto":
+        entries = checkpoint.entries.values() if checkpoint is not None else ()
+        kinds = (entry.dtype for entry in entries if entry.dtype in ("float16", "bfloat16", "float32", "float64"))
+        dtype = config.dtype or next(kinds, "float32")
+    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found
+
+
+def _build(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            part.dtype = dtype
+    with ContextManagers(cls.get_init_context(dtype, False, False, None)):
+        model = cls(config)
+    kept = model._get_dtype_plan(dtype)
+    pattern, _, of_group = build_glob_alternation(list(kept)) if kept else (None, {}, {})
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                match = pattern.search(f"{prefix}.{name}") if pattern else None
+                wanted = kept[of_group[match.lastgroup]] if match else param.dtype
+                module._parameters[name] = made.setdefault(id(param), _loaded(param, wanted))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+            elif buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    model.tie_weights(recompute_mapping=False)
+    return model
+
+
+def _loaded(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    if param.is_meta and param.is_contiguous() and param.dtype is dtype:
+        return param
+    return nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta"), requires_grad=param.requires_grad)
+
+
+def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
+    """Warns where the headers hold another number of weights than the model: dtypes may differ, and names."""
+    once: set[int] = set()
+    wanted = 0
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in once or name in checkpoint.entries:
+            wanted += tensor.numel()
+        once.add(id(tensor))
+    sizes = {name: prod(entry.shape) for name, entry in checkpoint.entries.items()}
+    held = sum(sizes.values())
+    if held != wanted:
+        held -= sum(sizes[name] for name in unused_names(model, sizes))
+    if held != wanted:
+        _LOGGER.warning(
+            "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",
+            *(folder, held, type(model).__name__, wanted),
+        )

@@ -1,0 +1,54 @@
+"""Steps of a language model: one forward, over and over, of the same new tokens behind the same cached positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.errors import UnsupportedError
+from weightstream.plan.work import Workload
+
+_SEED = 7
+
+
+class Steps:
+    """Steps of one workload, each on the cache as the prompt left it. Equal models give equal outputs."""
+
+    def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
+        """Runs the prompt: `context - tokens` positions, all of random tokens."""
+        takes, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+        if config is None or "input_ids" not in takes or getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedError(f"{type(model).__name__} takes more than token ids: no steps can be made up for it")
+        self._model = model
+        self._options = {k: v for k, v in (("use_cache", True), ("logits_to_keep", 1)) if k in takes}
+        num_words = config.get_text_config().vocab_size
+        shape = workload.batch, max(workload.context, workload.tokens)
+        ids = torch.randint(num_words, shape, generator=torch.Generator().manual_seed(_SEED)).to(device)
+        past = shape[1] - workload.tokens
+        self._ids, self._caches = ids[:, past:], {}  # type: tuple[torch.Tensor, dict[str, Any]]
+        if past:
+            output = self._forward(ids[:, :past])
+            found = {name: getattr(output, name, None) for name in ("past_key_values", "cache_params")}
+            self._caches = {name: cache for name, cache in found.items() if name in takes and cache is not None}
+            if not self._caches:
+                self._ids = ids  # a model without a cache is given the whole context
+        self._prompt = [dict(layer) for layer in self._layers()]
+
+    def __call__(self) -> torch.Tensor:
+        """The last token's logits, of shape (batch, words)."""
+        logits: torch.Tensor = self._forward(self._ids).logits[:, -1]
+        for layer, prompt in zip(self._layers(), self._prompt, strict=True):
+            layer.update(prompt)  # a cache grows into new tensors, so those of the prompt are as they were
+        return logits
+
+    def _forward(self, ids: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return self._model(input_ids=ids, **self._options, **self._caches)
+
+    def _layers(self) -> Iterator[dict[str, Any]]:
+        for cache in self._caches.values():
+            yield from map(vars, getattr(cache, "layers", [cache]))

@@ -1,0 +1,81 @@
+"""Budget: how much of a memory weights may take, in bytes or as a share of it, and accelerate's map of two of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
+
+# Strict: else pydantic reads `true` as 1, one byte.
+_BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")
+_SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
+_INDEX = re.compile(r"(?:cuda:)?(\d+)")
+
+
+def nbytes_of(budget: int | str | None, total_nbytes: int) -> int | None:
+    """The bytes of a budget in a memory of `total_nbytes`."""
+    if not isinstance(budget, str):
+        return budget
+    return math.floor(total_nbytes * float(budget.removesuffix("%")) / 100)
+
+
+def _checked(value: Any) -> int | str:
+    if isinstance(value, str) and (share := _SHARE.fullmatch(value)):
+        if not 0 < float(share[1]) <= 100:
+            raise ValueError("not a share over 0 and up to 100 %")
+        return f"{float(share[1]):g}%"
+    if isinstance(value, str) and not _SIZE.fullmatch(value):
+        raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
+    return _BYTE_SIZE.validate_python(value)
+
+
+def _over_zero(value: Any) -> int | str:
+    if (checked := _checked(value)) == 0:
+        raise ValueError("not greater than 0")
+    return checked
+
+
+def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
+    """Pairs of "0", the index of the device, and "cpu", sorted, with their budgets."""
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise ValueError("not a map of memories")
+    budgets = {name: _checked_entry(name, key, given) for key, given in value.items() for name in [_memory(key)]}
+    if len(budgets) < len(value) or len(budgets.keys() - {"cpu"}) > 1:
+        raise ValueError("more than one device: weightstream computes on one, with the whole model")
+    return tuple(sorted(budgets.items()))
+
+
+def _checked_entry(name: str, key: Any, given: Any) -> int | str:
+    try:
+        return _checked(given) if name == "cpu" else _over_zero(given)
+    except ValidationError as error:
+        raise ValueError(f"{key!r}: {given!r}: {error.errors()[0]['msg']}") from None
+    except ValueError as error:
+        raise ValueError(f"{key!r}: {given!r}: {error}") from None
+
+
+def _memory(key: Any) -> str:
+    if key == "disk":
+        raise ValueError("the disk takes what the others leave, without a bound: leave it out, name an offload_folder")
+    text = key if isinstance(key, str) else str(key) if type(key) is int else ""
+    index = _INDEX.fullmatch(text)
+    if text != "cpu" and not index:
+        raise ValueError(f"{key!r} is no memory that weightstream uses")
+    return str(int(index[1])) if index else "cpu"
+
+
+_Size = Field(description='bytes, a size such as "12GiB", or a share such as "80%"')
+Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v)), _Size]
+BudgetOverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _over_zero(v)), _Size]
+MaxMemory = Annotated[
+    tuple[tuple[str, int | str], ...],  # hashable
+    BeforeValidator(_checked_map),
+    PlainSerializer(dict, return_type=dict[str, int | str]),
+    Field(description='the budget of one device and of the host, such as {0: "10GiB", "cpu": "30GiB"}'),
+]

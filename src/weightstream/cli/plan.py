@@ -1,0 +1,260 @@
+"""`weightstream plan`: shows where every weight would live and how fast a step would be, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightstream.cli import figure
+from weightstream.cli.options import Chosen, switch, takes_model
+from weightstream.cli.screen import LABEL, print_labelled, screen
+from weightstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from weightstream.plan.manifest import Profile
+    from weightstream.plan.plan import Plan
+    from weightstream.plan.planner import Prospect
+
+_GIB = 2**30
+_BAR = 18
+_BUDGETS = 20
+_LESS = 0.98  # a smaller budget that is worth a word
+_LOG = 20  # from this ratio on, step times are drawn on a logarithmic axis
+
+
+@takes_model("batch", "context", "tokens")
+def plan(
+    chosen: Chosen,
+    *,
+    profile: Annotated[
+        Path | None, typer.Option(help="Predict for the machine in this file, from `weightstream doctor --save`.")
+    ] = None,
+    sweep: Annotated[bool, switch("--sweep", "Also show the step time at other budgets.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan here, for `weightstream run --plan-file`.")] = None,
+    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
+) -> None:
+    """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
+
+    Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is for what is free.
+    """
+    if plot is not None:
+        figure.require_matplotlib()
+    from weightstream.front import prospect
+
+    options = {**chosen.loading, "profile": _profile(profile)}
+    ahead = prospect(chosen.model, options.pop("config"), **options)
+    planned = ahead.plan()[1]
+    others = _others(ahead, planned) if sweep or plot is not None else []
+    if save is not None:
+        _write(save, planned.to_json())
+    if plot is not None:
+        draw(chosen.model, planned, others, plot)
+    if as_json:
+        swept = {"sweep": [numbers(p) for p in others]} if others else {}
+        typer.echo(json.dumps({"model": chosen.model, **facts(ahead, planned), **swept}))
+        return
+    show(chosen.model, planned, advice(ahead, planned))
+    if sweep:
+        screen().print("\nstep time over budget", style="bold")
+        screen().print(_sweep_table(planned, others))
+
+
+def _others(ahead: Prospect, planned: Plan) -> list[Plan]:
+    """The plans at even shares of the model's bytes, where one fits."""
+    budgets = [planned.manifest.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
+    return [plan for _, plan in ahead.sweep(budgets) if plan is not None]
+
+
+# -- the screen ---------------------------------------------------------------------------------------------------
+
+
+def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
+    """Print the plan."""
+    from rich.text import Text
+
+    from weightstream.plan import shown
+    from weightstream.plan.shown import human
+
+    size = f"{_count(shown.num_parameters(planned))} parameters, {human(planned.manifest.nbytes)}"
+    bar, legend = shown.memory(planned)
+    print_labelled({"model": f"{model} ({size}, {shown.dtype(planned)})", "machine": _machine(planned)})
+    screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
+    screen().print(Text(" " * (LABEL + 2)).append_text(legend))
+    screen().print(shown.table(planned))
+    print_labelled({"moves": _moved(planned), **shown.predictions(planned), **notes})
+
+
+def _machine(planned: Plan) -> str:
+    if planned.machine:
+        return f"{planned.machine}, measured"
+    return (
+        "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
+        "takes the numbers of another"
+    )
+
+
+def _count(num: int) -> str:
+    """A number of parameters for a person: `405.9B`."""
+    size, unit = next(((s, u) for u, s in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if num >= s), (1, ""))
+    return f"{num / size:.1f}{unit}" if unit else str(num)
+
+
+def _moved(planned: Plan) -> str:
+    """What a step moves, and where what is not on the device is kept."""
+    from weightstream.plan.shown import human
+
+    if not planned.offloaded_nbytes:
+        return "nothing: all weights stay on the device"
+    kept = [f"{human(planned.host_nbytes)} in host memory"] if planned.host_nbytes else []
+    kept += [f"{human(planned.disk_nbytes)} on disk"] if planned.disk else []
+    mapped = f"; kernels read {human(planned.mapped_nbytes)} in place" if planned.mapped else ""
+    return f"{human(planned.step_nbytes)} over the link per step, of {' and '.join(kept)}{mapped}"
+
+
+def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
+    """What to do with the budget, as a labelled line: nothing, less, or more."""
+    from weightstream.plan.shown import human, milliseconds
+
+    if shortage := ahead.shortage(planned):
+        return {"shortage": shortage}
+    if not planned.offloaded_nbytes:
+        return {"note": "everything fits and nothing streams: leave out the budget, offloading gains nothing here"}
+    enough = ahead.enough(planned)
+    if enough is not None and _budget(enough) < _LESS * _budget(planned):
+        return {"note": f"a budget of {human(_budget(enough))} would be as fast"}
+    busy_s, nbytes = {
+        "compute": (0.0, 0),
+        "link": (planned.copy_s, planned.step_nbytes),
+        "disk": (planned.disk_s, planned.step_disk_nbytes),
+    }[planned.limit]
+    if not nbytes:
+        return {}
+    saved_s = min(_GIB * busy_s / nbytes, busy_s - planned.compute_s)
+    return {"note": f"1 GiB more on the device would take about {milliseconds(saved_s)} off a step"}
+
+
+def _sweep_table(planned: Plan, others: Sequence[Plan]) -> Table:
+    from rich.table import Table
+
+    from weightstream.plan import shown
+
+    table = Table()
+    for heading in ("", "budget GiB", "resident GiB", "ring GiB", "step ms", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("limit", ""):
+        table.add_column(heading, no_wrap=True)
+    plans = _with(planned, others)
+    slowest = max(plan.step_s for plan in plans) or 1.0
+    for plan in plans:
+        sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
+        table.add_row(
+            "▶" if plan is planned else "",
+            *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
+            f"{1e3 * plan.step_s:,.1f}",
+            shown.rate(plan),
+            plan.limit if plan.offloaded_nbytes else "all fits",
+            "█" * max(1, round(_BAR * plan.step_s / slowest)),
+            style="bold" if plan is planned else None,
+        )
+    return table
+
+
+def _with(planned: Plan, others: Sequence[Plan]) -> list[Plan]:
+    """The plan in its place among the others."""
+    return sorted((planned, *(p for p in others if p.budget != planned.budget)), key=_budget)
+
+
+def _budget(plan: Plan) -> int:
+    return plan.budget or plan.device_nbytes
+
+
+# -- JSON and files -----------------------------------------------------------------------------------------------
+
+
+def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
+    """All that the screen tells, in bytes and seconds, and the plan itself."""
+    from weightstream.plan import shown
+
+    enough = ahead.enough(planned)
+    return {
+        "num_parameters": shown.num_parameters(planned),
+        "dtype": shown.dtype(planned),
+        "nbytes": planned.manifest.nbytes,
+        "machine": planned.machine or None,
+        **numbers(planned),
+        "enough_budget": enough.budget if enough else None,
+        "shortage": ahead.shortage(planned),
+        "plan": json.loads(planned.to_json()),
+    }
+
+
+def numbers(planned: Plan) -> dict[str, Any]:
+    """The plan's bytes and predicted seconds."""
+    from weightstream.plan import shown
+
+    names = ["budget", "resident_nbytes", "ring_nbytes", "device_nbytes", "activation_nbytes", "cache_nbytes"]
+    names += ["host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
+    names += ["step_s", "compute_s", "copy_s", "disk_s", "limit"]
+    return {name: getattr(planned, name) for name in names} | {"tokens_per_s": shown.tokens_per_s(planned)}
+
+
+def _profile(path: Path | None) -> Profile | None:
+    if path is None:
+        return None
+    from weightstream.runtime.profile import from_json
+
+    try:
+        return from_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}; name a file of `weightstream doctor --save`") from error
+    except ConfigError as error:
+        raise ConfigError(f"--profile {path}: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save {path}: {error.strerror}; name a file that can be written") from error
+
+
+def draw(model: str, planned: Plan, others: Sequence[Plan], path: Path) -> None:
+    """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
+    from weightstream.plan.shown import milliseconds
+
+    plans = _with(planned, others)
+    budgets = [_budget(plan) / _GIB for plan in plans]
+    image, axes = figure.new_figure()
+    for name, times, style in (
+        ("predicted step", [plan.step_s for plan in plans], {"color": "#1f4e9e", "marker": ".", "linewidth": 3}),
+        ("link busy", [plan.copy_s for plan in plans], {"color": "#f4a340", "linestyle": "--"}),
+        ("compute busy", [plan.compute_s for plan in plans], {"color": "#3a7d44", "linestyle": ":"}),
+    ):
+        axes.plot(budgets, [1e3 * s if s else float("nan") for s in times], label=name, **style)
+    chosen = _budget(planned) / _GIB, 1e3 * planned.step_s
+    name = f"this plan: {chosen[0]:.2f} GiB, {milliseconds(planned.step_s)}"
+    axes.plot(*chosen, "o", color="#c1121f", markersize=9, label=name)
+    steps = [plan.step_s for plan in plans]
+    if max(steps) > _LOG * min(steps) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,g}")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=_title(model, planned))
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.save(image, path)
+
+
+def _title(model: str, planned: Plan) -> str:
+    at = planned.workload
+    step = f", batch {at.batch}, tokens {at.tokens}, context {at.context}" if at else ""
+    return f"{Path(model).name} on {planned.machine or 'an assumed machine'}{step}"

@@ -1,0 +1,109 @@
+"""`weightstream trace`: records when every unit of a model is copied, waited for and computed, for Perfetto."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightstream.cli.options import Chosen, takes_model
+from weightstream.cli.run import DEFAULT_PROMPT, Session, Words
+from weightstream.cli.screen import print_labelled, screen
+from weightstream.errors import ConfigError
+from weightstream.trace import Span, SpanKind, Trace, covered_s
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MOST_WAITS = 5
+_GIB = 2**30
+
+
+@takes_model("context", "plan_file")
+def trace(
+    chosen: Chosen,
+    *,
+    out: Annotated[Path, typer.Option(help="Write the trace here.")] = Path("trace.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, one a step, behind the prompt's step.")] = 4,
+    prompt: Annotated[str, typer.Option(help="What to go on from.")] = DEFAULT_PROMPT,
+) -> None:
+    """Record when each of MODEL's units is copied, waited for and computed, while it reads a prompt and decodes.
+
+    Opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute and one for copies, and an
+    arrow from each copy to the wait that needs it. The steps run eager, as a graph does not show its units.
+    """
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    words = Words.open(chosen.model, chosen.trust_remote_code)
+    inputs = words.encode(prompt, chat=False)
+    session = Session.open(words, progress=sys.stderr.isatty(), **chosen.loading)
+    placed = {name: value.to(session.streamer.device) for name, value in inputs.items()}
+    greedy = {"do_sample": False, "num_beams": 1}
+    session.model.generate(**placed, **greedy, max_new_tokens=2)  # teaches the order of the units
+    with session.streamer.trace() as recorded:
+        session.model.generate(**placed, **greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
+    recorded.save(out)
+    _show(session, recorded, out)
+
+
+def _show(session: Session, recorded: Trace, out: Path) -> None:
+    from weightstream.plan.shown import milliseconds
+
+    steps = [span.seconds for span in _spans(recorded, "step")]
+    measured, predicted = milliseconds(median(steps[1:])), milliseconds(session.streamer.plan.step_s)
+    print_labelled(
+        {
+            "plan": session.streamer.plan.summary(),
+            "prompt": f"1 step of {milliseconds(steps[0])}",
+            "decode": f"{len(steps) - 1} steps of {measured} each (median; predicted: {predicted})",
+        }
+    )
+    screen().print(_streams(recorded))
+    if _spans(recorded, "wait"):
+        screen().print(_waits(recorded))
+    print_labelled({"trace": f"{out} ({len(recorded.spans)} spans); open it in https://ui.perfetto.dev"})
+
+
+def _spans(recorded: Trace, kind: SpanKind) -> list[Span]:
+    """Those of the device."""
+    return [span for span in recorded.spans if span.kind == kind and span.row != "host"]
+
+
+def _streams(recorded: Trace) -> Table:
+    """What the two streams did, in the time from the first span to the last."""
+    steps, waits, fills = (_spans(recorded, kind) for kind in ("step", "wait", "fill"))
+    whole_s = max(s.end_s for s in steps + fills) - min(s.begin_s for s in steps + fills)
+    waited_s, copied_s, nbytes = covered_s(waits), covered_s(fills), sum(fill.nbytes for fill in fills)
+    table = _table("stream", "does", "ms", "% of all", "GiB", "GB/s", num_left=2)
+    for stream, does, seconds in (
+        ("compute", "computes", covered_s(steps) - waited_s),
+        ("", "waits for copies", waited_s),
+        ("copy", "copies", copied_s),
+    ):
+        moved = (f"{nbytes / _GIB:.2f}", f"{nbytes / copied_s / 1e9:.1f}") if stream == "copy" and fills else ("", "")
+        table.add_row(stream, does, f"{1e3 * seconds:,.1f}", f"{100 * seconds / whole_s:.1f}", *moved)
+    return table
+
+
+def _waits(recorded: Trace) -> Table:
+    """The units that compute waited for longest."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for wait in _spans(recorded, "wait"):
+        found[wait.name].append(wait.seconds)
+    table = _table("waited for longest", "waits", "longest ms", "all ms", num_left=1)
+    for name, waits in sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_WAITS]:
+        table.add_row(name or "(root)", str(len(waits)), f"{1e3 * max(waits):,.2f}", f"{1e3 * sum(waits):,.2f}")
+    return table
+
+
+def _table(*headings: str, num_left: int) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < num_left else "right", overflow="fold")
+    return table

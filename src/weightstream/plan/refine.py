@@ -1,0 +1,89 @@
+"""Refinement: what the measured times of a plan's steps say of the plan, and of others. Decides; moves nothing.
+
+Compute is measured from the wait of one unit that streams to the wait of the next, so what units between them take
+(those that are resident open no wait) is told by the estimates, scaled to the sum that was measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from weightstream.errors import PlanError
+from weightstream.plan import cost
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Planner
+
+_GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
+_STEPS = 500  # in which the move must pay
+_MOVED_BYTES_PER_S = 5e9  # what is resident comes home first, through pageable memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Measured seconds of a step; of its units that stream, by index, `computes` and, with their bytes, `copies`."""
+
+    step_s: float
+    computes: Mapping[int, float]
+    copies: Mapping[int, tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refined:
+    """A planner that knows what was measured, the plan in force as that predicts it, and a plan worth moving to."""
+
+    planner: Planner
+    plan: Plan
+    better: Plan | None
+
+
+def refine(planner: Planner, plan: Plan, times: Times) -> Refined:
+    """What the planner makes of the measured times of a plan of its own."""
+    profile = planner.machine.profile
+    if plan.limit == "disk":
+        profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
+    elif copied_s := sum(seconds for _, seconds in times.copies.values()):
+        copied_nbytes = sum(nbytes for nbytes, _ in times.copies.values())
+        profile = replace(profile, link_bytes_per_s=copied_nbytes / copied_s, copy_latency_s=0.0)
+    machine = replace(planner.machine, profile=profile, disk_bytes_per_s=lambda: None)
+    estimate = planner.profile(plan.manifest)
+    computes = [estimate.compute_s(u, unit, streams=plan.streams(u)) for u, unit in enumerate(plan.manifest.units)]
+    found = replace(planner, machine=machine, unit_s=unit_s(plan, computes, times))
+    refined = cost.predicted(plan, found.profile(plan.manifest))
+    return Refined(planner=found, plan=refined, better=_better(found, refined))
+
+
+def unit_s(plan: Plan, estimates: Sequence[float], times: Times) -> dict[str, float]:
+    """Seconds of every unit of the order by name, which sum up to what was measured; none where nothing tells."""
+    units, order = plan.manifest.units, plan.manifest.order
+    found: dict[str, list[float]] = defaultdict(list)
+    for positions, seconds in _spans(plan, times):
+        expected = [estimates[order[p]] for p in positions]
+        total = sum(expected)
+        for position, share in zip(positions, expected, strict=True):
+            found[units[order[position]].name].append(seconds * (share / total if total else 1 / len(positions)))
+    return {name: fmean(seconds) for name, seconds in found.items()}
+
+
+def _spans(plan: Plan, times: Times) -> Iterator[tuple[list[int], float]]:
+    """Positions from one wait to the next, cyclically, and what they took; all, where nothing streams."""
+    order = plan.manifest.order
+    waits = [position for position, unit in enumerate(order) if unit in times.computes]
+    if not waits:
+        yield list(range(len(order))), times.step_s
+    for begin, end in zip(waits, [*waits[1:], waits[0] + len(order)] if waits else [], strict=True):
+        yield [position % len(order) for position in range(begin, end)], times.computes[order[begin]]
+
+
+def _better(planner: Planner, plan: Plan) -> Plan | None:
+    if set(plan.manifest.order) != set(range(len(plan.manifest.units))):
+        return None  # of units that the learned order leaves out nothing is known
+    try:
+        found = planner(plan.manifest)
+    except PlanError:
+        return None
+    gain_s, moved_s = plan.step_s - found.step_s, 2 * plan.resident_nbytes / _MOVED_BYTES_PER_S
+    home_again = plan.offloaded_nbytes + plan.resident_nbytes <= planner.machine.host_free_nbytes
+    return found if gain_s > _GAIN * plan.step_s and gain_s * _STEPS > moved_s and home_again else None

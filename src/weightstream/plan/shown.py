@@ -1,0 +1,173 @@
+"""A plan as text: its memory as a bar, its units as a table, and what is predicted. Formats; decides nothing."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ByteSize
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+Plan = Any  # of plan.plan, which imports this module
+
+COLUMNS = 100
+_BAR = 88
+# Each its own fill, so that the bar can be read without colour.
+_FILLS = (("█", "blue"), ("▓", "magenta"), ("▒", "cyan"), ("░", "yellow"), ("·", "bright_black"))
+
+
+def human(nbytes: float) -> str:
+    """Bytes for a person: `96.0MiB`."""
+    return ByteSize(round(nbytes)).human_readable()
+
+
+def text(plan: Plan) -> str:
+    """The plan in one line, the table of its units, and what is predicted."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=COLUMNS, color_system=None, markup=False, emoji=False).print(table(plan))
+    predicted = "\n".join(f"{label}: {value}" for label, value in predictions(plan).items())
+    return f"{plan.summary()}\n{out.getvalue().rstrip()}\n{predicted}"
+
+
+def table(plan: Plan) -> Table:
+    """A row per kind of unit: how many there are, and the bytes of one of them by where they live."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shares = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
+    shown = Table()
+    shown.add_column("unit", overflow="fold")
+    for heading in ("units", "tensors", *shares):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for names, cells in _rows(plan):
+        shown.add_row(Text(_span(names)), str(len(names)), *cells)
+    return shown
+
+
+def _rows(plan: Plan) -> list[tuple[list[str], list[str]]]:
+    """Names and cells of each kind of unit: names differ in numbers alone, with the same bytes in the same places."""
+    kinds: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for index, unit in enumerate(plan.manifest.units):
+        streamed = plan.unit_nbytes[index]
+        mapped = sum(nbytes for alias, nbytes in unit.aliases().items() if alias in plan.mapped)
+        shares = [unit.nbytes - mapped - streamed, *[mapped] * bool(plan.mapped), streamed]
+        shares += [plan.unit_disk_nbytes[index]] * bool(plan.disk)
+        cells = (str(len(unit.tensors)), *map(human, shares))
+        alike = kinds.setdefault(re.sub(r"\d+", "#", unit.name), {})
+        alike.setdefault(cells, []).append(unit.name or "(root)")
+    return [(names, list(cells)) for alike in kinds.values() for cells, names in alike.items()]
+
+
+def _span(names: list[str]) -> str:
+    """`layers.0…7.mlp`; the whole names where several numbers differ."""
+    if len(names) == 1:
+        return names[0]
+    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
+    differing = [i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
+    if len(differing) != 1:
+        return f"{names[0]} … {names[-1]}"
+    first[differing[0]] += f"…{last[differing[0]]}"
+    return "".join(first)
+
+
+def memory(plan: Plan) -> tuple[Text, Text]:
+    """The device's memory that the plan speaks of, as a bar and its legend."""
+    from rich.text import Text
+
+    free = max(0, (plan.budget or 0) - plan.device_nbytes)
+    parts = {
+        "resident": plan.resident_nbytes,
+        "ring": plan.ring_nbytes,
+        "cache": plan.cache_nbytes,
+        "activations": plan.activation_nbytes,
+        "free": free,
+    }
+    total = sum(parts.values())
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    bar, legend = Text(), Text()
+    for (name, nbytes), num, (fill, colour) in zip(
+        parts.items(), _cells(list(parts.values()), _BAR), _FILLS, strict=True
+    ):
+        if nbytes:
+            bar.append(fill * num, colour)
+            legend.append(fill, colour).append(f" {name} {_short(nbytes / size)}  ")
+    return bar, legend.append(f"= {_short(total / size)} {unit}")
+
+
+def _short(number: float) -> str:
+    """Three digits, so that five of them fit a line."""
+    return f"{number:.{sum(number < limit for limit in (10, 100))}f}"
+
+
+def _cells(sizes: Sequence[int], width: int) -> list[int]:
+    """How many of `width` cells each size takes: what is there takes one at least, the largest gives way."""
+    total = max(1, sum(sizes))
+    cells = [max(1, round(width * size / total)) if size else 0 for size in sizes]
+    cells[cells.index(max(cells))] += width - sum(cells)
+    return cells
+
+
+def predictions(plan: Plan) -> dict[str, str]:
+    """What is predicted of a step, as lines with a label each."""
+    step = f"{milliseconds(plan.step_s)} per step"
+    if plan.workload is not None:
+        at = plan.workload
+        step += f", {rate(plan)} tokens/s (batch {at.batch}, tokens {at.tokens}, context {at.context})"
+    lines = {"predicted": step}
+    busy = {"compute": plan.compute_s, "link": plan.copy_s} | ({"disk": plan.disk_s} if plan.disk else {})
+    if any(busy.values()):
+        others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != plan.limit)
+        lines["limit"] = f"{plan.limit}, busy {milliseconds(busy[plan.limit])} of that; {others}"
+    return lines
+
+
+def num_parameters(plan: Plan) -> int:
+    """Numbers in the model's weights, tied ones once."""
+    return sum(_counted(plan).values())
+
+
+def dtype(plan: Plan) -> str:
+    """The dtype that most of them have."""
+    return max(_counted(plan).items(), key=lambda item: item[1], default=("nothing", 0))[0]
+
+
+def _counted(plan: Plan) -> Counter[str]:
+    """By dtype; of tensors that share bytes the largest counts."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in plan.manifest.tensors():
+        num = 1
+        for size in tensor.shape:
+            num *= size
+        sizes[tensor.alias] = max(sizes.get(tensor.alias, (0, "")), (num, tensor.dtype.removeprefix("torch.")))
+    counted: Counter[str] = Counter()
+    for num, kind in sizes.values():
+        counted[kind] += num
+    return counted
+
+
+def tokens_per_s(plan: Plan) -> float | None:
+    """New tokens per second of all sequences together."""
+    if plan.workload is None or not plan.step_s:
+        return None
+    return float(plan.workload.batch * plan.workload.tokens / plan.step_s)
+
+
+def rate(plan: Plan) -> str:
+    """Tokens per second for a person, with three digits at least."""
+    found = tokens_per_s(plan) or 0.0
+    return f"{found:.3g}" if found < 1 else _short(found) if found < 1000 else f"{found:,.0f}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds for a person: `12.5 ms`, from 10 s on `13.9 s`."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 or not seconds else f"{1e6 * seconds:.0f} us"

@@ -1,0 +1,55 @@
+"""The work of a unit: what it computes, op by op, and how long a machine takes for it. Knows shapes, no tensors.
+
+An op takes the larger of its arithmetic over the rate of its kind, its bytes over the bandwidth of device memory, and
+the least time of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weightstream.plan.manifest import Profile
+
+Rate = Literal["half", "single", "attention", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What a step is given: `batch` sequences of `tokens` new tokens each, `context` positions once they are in."""
+
+    batch: int = 1
+    tokens: int = 1
+    context: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
+
+    `half` and `single` are matrix products in 16-bit floats and in float32.
+    """
+
+    rate: Rate = "none"
+    flops: float = 0.0
+    nbytes: int = 0
+
+    def seconds(self, profile: Profile) -> float:
+        rates = {
+            "half": profile.half_flops_per_s,
+            "single": profile.single_flops_per_s,
+            "attention": profile.attention_flops_per_s,
+            "none": float("inf"),
+        }
+        return max(self.flops / rates[self.rate], self.nbytes / profile.device_bytes_per_s, profile.op_s)
+
+
+def device_s(ops: Iterable[Op], profile: Profile) -> float:
+    """Seconds that the device computes a unit of these ops."""
+    return sum(op.seconds(profile) for op in ops)
+
+
+def host_s(ops: Sequence[Op], profile: Profile) -> float:
+    """Seconds that the host launches them."""
+    return profile.op_launch_s * len(ops)

@@ -1,0 +1,185 @@
+"""What a planner must know of a model and a machine, gathered from both. Reads no weights and decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.adapters.module import GRAINS, find_units, row_tables
+from weightstream.adapters.shapes import Footprint, observe
+from weightstream.config import OffloadConfig
+from weightstream.errors import PlanError, UnsupportedError
+from weightstream.plan.manifest import Profile
+from weightstream.plan.plan import Plan, human
+from weightstream.plan.planner import Demand, Machine, Planner, Prospect, Weights
+from weightstream.plan.work import Workload
+from weightstream.runtime import cpu, cuda
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.homes import Homes
+from weightstream.runtime.profile import profile_for
+from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
+from weightstream.store.limits import available_nbytes
+
+logger = logging.getLogger("weightstream")
+
+_CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
+
+
+def machine_of_device(backend: Backend, config: OffloadConfig) -> Machine:
+    """What there is to place in on this machine, for a model that is not loaded."""
+    on_cpu = backend.device.type == "cpu"
+    free, total = (cpu.free_nbytes(), available_nbytes()) if on_cpu else cuda.memory(backend.device)
+    return Machine(
+        profile=profile_for(backend),
+        on_cpu=on_cpu,
+        free_nbytes=free,
+        total_nbytes=total,
+        host_free_nbytes=cpu.free_nbytes(),
+        host_total_nbytes=available_nbytes(),
+        maps_host_memory=cache(partial(_maps_host_memory, backend, config)),
+    )
+
+
+def machine_elsewhere(profile: Profile) -> Machine:
+    """A GPU that is not here, with this machine's host."""
+    return Machine(
+        profile=profile,
+        on_cpu=False,
+        free_nbytes=profile.device_nbytes,
+        total_nbytes=profile.device_nbytes,
+        host_free_nbytes=cpu.free_nbytes(),
+        host_total_nbytes=available_nbytes(),
+    )
+
+
+def machine_of(config: OffloadConfig, backend: Backend, homes: Homes) -> Machine:
+    """What there is to place in: memory that this model's weights take now counts as free where they would leave it."""
+    machine, there = machine_of_device(backend, config), [h for h in homes.homes.values() if h.mapping is None]
+    host_nbytes = sum(h.group.nbytes for h in there if h.origin.type == "cpu")
+    device_nbytes = sum(h.group.nbytes for h in there if h.origin == backend.device)
+    return replace(
+        machine,
+        free_nbytes=machine.free_nbytes + device_nbytes,
+        total_nbytes=machine.total_nbytes + (host_nbytes if machine.on_cpu else 0),
+        host_free_nbytes=machine.host_free_nbytes + host_nbytes,
+        host_total_nbytes=machine.host_total_nbytes + host_nbytes,
+        disk_bytes_per_s=cache(homes.disk_bytes_per_s),
+    )
+
+
+def prospect_of_checkpoint(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    machine: Machine,
+    *,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+) -> Prospect:
+    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone."""
+    from weightstream.adapters.skeleton import skeleton
+
+    model = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code).model
+    by_alias = groups(model, allow_meta=True)
+    weights = weights_of(by_alias, by_row=tables_of(model, by_alias), movable=frozenset(by_alias))
+    return prospect_of(model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
+
+
+def prospect_of(
+    model: nn.Module, by_alias: dict[str, Group], planner: Planner
+) -> tuple[list[list[UnitModule]], Prospect]:
+    """The units of a model in every grain, and what is planned with them."""
+    footprint = _footprint(model, planner.config)
+    grains = [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
+    planners = tuple(replace(planner, demand=_demand(footprint, units)) for units in grains)
+    return grains, Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
+
+
+def weights_of(by_alias: dict[str, Group], **facts: Any) -> Weights:
+    names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
+    return Weights(names=names, **facts)
+
+
+def tables_of(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
+    """Alias groups of which a step reads a few rows."""
+    rows = row_tables(model)
+    return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
+
+
+def _footprint(model: nn.Module, config: OffloadConfig) -> tuple[Footprint, Workload] | None:
+    """What a step of a language model takes beside its weights; None where shapes do not tell."""
+    settings = getattr(model, "config", None)
+    if settings is None:
+        return None
+    positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
+    context = max(config.tokens, config.context or min(_CONTEXT, positions))
+    workload = Workload(batch=config.batch, tokens=config.tokens, context=context)
+    try:
+        return observe(model, workload), workload
+    except UnsupportedError as error:
+        logger.info("activations and compute times are not known before the first step: %s", error)
+        return None
+
+
+def _demand(found: tuple[Footprint, Workload] | None, units: Sequence[UnitModule]) -> Demand | None:
+    if found is None:
+        return None
+    footprint, workload = found
+    return Demand(
+        workload=workload,
+        work={unit.name: ops for unit, ops in zip(units, footprint.work(units), strict=True)},
+        activation_nbytes=footprint.activation_nbytes,
+        cache_nbytes=footprint.cache_nbytes,
+    )
+
+
+def given_plan(config: OffloadConfig, prospect: Prospect) -> tuple[int, Plan] | None:
+    """The grain and the plan of `plan_file`, if there is such a file; a `PlanError` where it is for other weights."""
+    path = config.plan_file
+    if path is None or not path.exists():
+        return None
+    try:
+        plan = Plan.from_json(path.read_bytes())
+    except (PlanError, OSError) as error:
+        raise PlanError(f"plan_file {path}: {error}") from error
+    found = [index for index, grain in enumerate(prospect.grains) if grain.units == plan.manifest.units]
+    remedy = "Make it again (`weightstream plan --save`), or leave plan_file out."
+    if not found:
+        theirs = f"{len(plan.manifest.units)} units, {human(plan.manifest.nbytes)}"
+        ours = f"{len(prospect.grains[0].units)} blocks, {human(prospect.grains[0].nbytes)}"
+        raise PlanError(f"plan_file {path}: a plan of {theirs}, for other weights than this model's {ours}. {remedy}")
+    budget = prospect.planners[found[0]].budget
+    if budget is not None and plan.device_nbytes > budget:
+        needed = f"{human(plan.device_nbytes)} ({plan.device_nbytes} bytes)"
+        raise PlanError(f"plan_file {path}: needs {needed} > device budget {human(budget)} ({budget} bytes). {remedy}")
+    if lost := plan.disk - prospect.planners[found[0]].weights.movable:
+        raise PlanError(
+            f"plan_file {path}: {len(lost)} weights are to be read from files that this model lacks. {remedy}"
+        )
+    return found[0], plan
+
+
+def save_plan(path: Path | None, plan: Plan) -> None:
+    """Keep the plan in force in `plan_file`, whole or not at all."""
+    if path is not None:
+        partial_path = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial_path.write_text(plan.to_json())
+        partial_path.replace(path)
+
+
+def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:
+    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
+    if backend.device.type == "cpu":
+        return True
+    return (
+        config.pin_memory
+        and config.use_uva
+        and backend.device_view(torch.empty(1, device="cpu", pin_memory=True)) is not None
+    )

@@ -1,0 +1,19 @@
+"""What every test has: a cache of its own that holds a profile, so that none measures or writes to the home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from weightstream.runtime import profile
+from weightstream.runtime.cpu import CPU_PROFILE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        profile.save(torch.device("cpu"), CPU_PROFILE)
+        yield

@@ -1,0 +1,120 @@
+"""The profile of a GPU: plausible, quick, measured once, and nothing is left of it on the device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weightstream.cli import app
+from weightstream.runtime import bench, cuda, profile
+from weightstream.runtime.backend import Side
+from weightstream.runtime.cuda import CUDA_PROFILE, CudaBackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    found = CudaBackend(DEVICE)
+    yield found
+    found.close()
+
+
+def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: pytest.LogCaptureFixture) -> None:
+    started = time.perf_counter()
+    found = profile.measure(backend)
+    assert time.perf_counter() - started < 6
+    assert not caplog.records
+    assert found.machine == torch.cuda.get_device_name(DEVICE)
+    assert found.device_nbytes == torch.cuda.get_device_properties(DEVICE).total_memory
+    bounds = {
+        "link_bytes_per_s": (5e9, 200e9),
+        "device_bytes_per_s": (1e11, 2e13),
+        "half_flops_per_s": (1e13, 5e15),
+        "single_flops_per_s": (1e12, 1e15),
+        "attention_flops_per_s": (5e12, 5e15),
+        "copy_latency_s": (1e-7, 1e-4),
+        "handover_s": (0, 1e-3),
+        "op_s": (2e-7, 2e-5),
+        "op_launch_s": (1e-6, 1e-3),
+    }
+    for name, (least, most) in bounds.items():
+        assert least <= getattr(found, name) <= most, (name, found)
+
+
+def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
+    profile.measure(backend)  # loads kernels, which stay
+    gc.collect()
+    torch.cuda.empty_cache()
+    state = torch.cuda.get_rng_state(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    profile.measure(backend)
+    assert torch.cuda.memory_allocated(DEVICE) == before
+    assert abs(torch.cuda.mem_get_info(DEVICE)[0] - free) < 64 << 20
+    assert torch.cuda.max_memory_reserved(DEVICE) < 5 << 28
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
+
+
+def test_it_is_measured_once(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profile.profile_for(backend)
+    assert first != CUDA_PROFILE
+
+    def fail(_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(bench, "measure", fail)
+    assert profile.profile_for(CudaBackend(DEVICE)) == first == profile.load(DEVICE)
+
+
+def test_the_backend_goes_on_where_it_was(backend: CudaBackend) -> None:
+    """A copy that waits for an event, and graphs that were captured before, do not notice."""
+    x = torch.ones(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
+    y = x @ x
+    graph = cuda.new_graph()
+    with backend.capture(graph):
+        z = x @ y
+    profile.measure(backend)
+    graph.replay()
+    backend.synchronize()
+    assert torch.equal(z, x @ y)
+    event = backend.event()
+    backend.record(Side.COMPUTE, event)
+    backend.wait(Side.COPY, event)
+    backend.synchronize()
+
+
+def test_facts() -> None:
+    found = cuda.facts(DEVICE)
+    assert found.name == torch.cuda.get_device_name(DEVICE)
+    assert len(found.pci.split(":")) == 3
+    assert found.capability == ".".join(map(str, torch.cuda.get_device_capability(DEVICE)))
+    assert float(found.driver) >= float(torch.version.cuda or 0) - 1
+    assert len(found.uuid) >= 32
+
+
+def test_doctor_shows_the_gpu(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path), "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert found["gpu"]["total_nbytes"] == torch.cuda.get_device_properties(DEVICE).total_memory
+    assert 5e9 < found["link"]["measured_bytes_per_s"] < 200e9
+    assert found["link"]["pins_memory"] is True
+    shown = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path)]).stdout.splitlines()
+    assert max(map(len, shown)) <= 100
+    assert "link" in shown
