@@ -23,8 +23,9 @@ from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.homes import Homes
+from weightstream.runtime.marks import Kind, kind_of
 from weightstream.runtime.recording import Recording
-from weightstream.runtime.timeline import Kind, kind_of, profiled
+from weightstream.runtime.timeline import profiled
 from weightstream.runtime.weights import UnitModule
 
 logger = logging.getLogger("weightstream")

@@ -33,7 +33,8 @@ from weightstream.runtime.engine import Counters
 from weightstream.runtime.fixed import CAPTURED, FixedAddresses
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
-from weightstream.runtime.timeline import Kind, Timeline, UnitTimes, kind_of, profiled
+from weightstream.runtime.marks import Kind, kind_of
+from weightstream.runtime.timeline import Timeline, UnitTimes, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import Scope, UnitModule, manifest, own_tensors
 from weightstream.trace import Trace

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 from torch.autograd import profiler
 
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
-from weightstream.runtime.backend import Backend, Side, Stamp
-from weightstream.runtime.values import tensors_in
-from weightstream.trace import Row, Span, SpanKind, Trace
+from weightstream.runtime.backend import Backend, Side
+from weightstream.runtime.marks import Fill, Kind, Marks, Sample, Tracing, Wait, sample_of, spans
+from weightstream.trace import Trace
 
 _WARM = range(2, 6)
 _EVERY = 17  # a prime: of generations of 64 tokens the same places would be timed again and again
 _WINDOW = 16  # timed steps that medians are taken over, and that may wait to be read
-
-
-class Kind(NamedTuple):
-    """What tells the steps of one workload from those of another: the size of a forward's first tensor, or a graph."""
-
-    what: str
-    size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,72 +54,6 @@ class Measured:
     units: tuple[UnitTimes, ...]
 
 
-@dataclass(eq=False, slots=True)
-class _Tracing:
-    """A trace that is being recorded, and when it began on the device and on the host."""
-
-    trace: Trace
-    origin: Stamp
-    host_origin_s: float
-    num_steps: int = 0
-    num_fills: int = 0
-    filling: dict[int, _Fill] = field(default_factory=dict)  # what nobody has waited for yet
-
-
-@dataclass(eq=False, slots=True)
-class _Fill:
-    unit: int
-    planned: bool
-    begin: Stamp
-    end: Stamp = None
-    flow: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Wait:
-    unit: int
-    before: Stamp
-    after: Stamp
-    release: Stamp = None
-    flow: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Marks:
-    """The stamps of one step; without an `end`, of what a trace sees between steps."""
-
-    plan: Plan
-    tracing: _Tracing | None
-    begin: Stamp
-    kind: Kind
-    is_whole: bool
-    step: int = 0
-    end: Stamp = None
-    host_s: tuple[float, float] = (0.0, 0.0)
-    waits: list[_Wait] = field(default_factory=list)
-    fills: list[_Fill] = field(default_factory=list)
-
-    def stamps(self) -> Iterator[Stamp]:
-        """The last of each stream first: until the device has passed it nobody asks for the others."""
-        yield self.end
-        for fill in reversed(self.fills):
-            yield from (fill.end, fill.begin)
-        for wait in reversed(self.waits):
-            yield from (wait.release, wait.after, wait.before)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sample:
-    """Seconds of one step: whole, all waits, and by unit."""
-
-    kind: Kind
-    step_s: float
-    wait_s: float
-    copies: dict[int, float]
-    waits: dict[int, float]
-    computes: dict[int, float]
-
-
 class Timeline:
     """Times steps of one streamer, under one plan after the other. `stall_s` is what all steps waited, estimated."""
 
@@ -135,12 +62,12 @@ class Timeline:
         self._backend = backend
         self._plan: Plan
         self._num_steps = 0
-        self._marks: _Marks | None = None  # where the marks of units go now
-        self._between: _Marks | None = None  # where those of a trace go that belong to no step
-        self._pending: deque[_Marks] = deque()
-        self._samples: deque[_Sample] = deque(maxlen=_WINDOW)
+        self._marks: Marks | None = None  # where the marks of units go now
+        self._between: Marks | None = None  # where those of a trace go that belong to no step
+        self._pending: deque[Marks] = deque()
+        self._samples: deque[Sample] = deque(maxlen=_WINDOW)
         self._reading = threading.Lock()
-        self._tracing: _Tracing | None = None
+        self._tracing: Tracing | None = None
 
     def bind(self, plan: Plan) -> None:
         """Another plan comes into force: what was measured under the one before says nothing of it."""
@@ -169,7 +96,7 @@ class Timeline:
             units=tuple(self._times(unit, samples) for unit in range(len(self._plan.extents)) if has_units),
         )
 
-    def _times(self, unit: int, samples: list[_Sample]) -> UnitTimes:
+    def _times(self, unit: int, samples: list[Sample]) -> UnitTimes:
         def typical(found: Iterable[dict[int, float]]) -> float:
             return median([seconds[unit] for seconds in found if unit in seconds] or [0.0])
 
@@ -200,7 +127,7 @@ class Timeline:
         finally:
             self._marks = self._between
 
-    def _begin(self, kind: Kind, inside: bool, whole: bool) -> _Marks | None:
+    def _begin(self, kind: Kind, inside: bool, whole: bool) -> Marks | None:
         self._num_steps += whole
         self._read()
         tracing = self._tracing if self._tracing is not None and self._tracing.trace.make_room(2) else None
@@ -211,7 +138,7 @@ class Timeline:
         if self._backend.capturing():
             return None
         host_s = time.perf_counter(), 0.0
-        marks = _Marks(self._plan, tracing, self._backend.stamp(Side.COMPUTE), kind, whole, host_s=host_s)
+        marks = Marks(self._plan, tracing, self._backend.stamp(Side.COMPUTE), kind, whole, host_s=host_s)
         if tracing is not None:
             tracing.num_steps += whole
             marks.step = tracing.num_steps
@@ -227,7 +154,7 @@ class Timeline:
         """Compute has come to where the unit is needed."""
         if self._marks is not None and (marks := self._with_room(2)) is not None:
             now = self._backend.stamp(Side.COMPUTE)
-            marks.waits.append(_Wait(unit, now, now))
+            marks.waits.append(Wait(unit, now, now))
 
     def resumes(self) -> None:
         """What compute has waited for is there."""
@@ -245,13 +172,13 @@ class Timeline:
                     wait.release = self._backend.stamp(Side.COMPUTE)
                     break
 
-    def fills(self, unit: int, planned: bool) -> _Fill | None:
+    def fills(self, unit: int, planned: bool) -> Fill | None:
         """The copy of a unit may begin now; what is returned goes to `filled`."""
         if self._marks is None or self._with_room(1) is None:
             return None
-        return _Fill(unit, planned, self._backend.stamp(Side.COPY))
+        return Fill(unit, planned, self._backend.stamp(Side.COPY))
 
-    def filled(self, fill: _Fill | None) -> None:
+    def filled(self, fill: Fill | None) -> None:
         """The copy is queued."""
         if fill is None or (marks := self._marks) is None:
             return
@@ -261,7 +188,7 @@ class Timeline:
             tracing.num_fills += 1
             fill.flow, tracing.filling[fill.unit] = tracing.num_fills, fill
 
-    def _with_room(self, num_spans: int) -> _Marks | None:
+    def _with_room(self, num_spans: int) -> Marks | None:
         """Where marks go; nowhere once the trace is full, and then what there is of this step is no measurement."""
         marks = self._marks
         if marks is not None and marks.tracing is not None and not marks.tracing.trace.make_room(num_spans):
@@ -274,7 +201,7 @@ class Timeline:
         """Record all that comes until `end_trace`; the device is idle."""
         if self._tracing is not None:
             raise OffloadError("trace() inside of trace(): this streamer is recording one already")
-        self._tracing = _Tracing(trace, self._backend.stamp(Side.COMPUTE), time.perf_counter())
+        self._tracing = Tracing(trace, self._backend.stamp(Side.COMPUTE), time.perf_counter())
         self._leave_between()
 
     def end_trace(self) -> None:
@@ -291,7 +218,7 @@ class Timeline:
             self._pending.append(self._between)
         self._between = None
         if (tracing := self._tracing) is not None:
-            self._between = _Marks(self._plan, tracing, tracing.origin, Kind("", 0), False)
+            self._between = Marks(self._plan, tracing, tracing.origin, Kind("", 0), False)
         self._marks = self._between
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -304,12 +231,13 @@ class Timeline:
             while self._pending and (at := self._seconds(self._pending[0])) is not None:
                 marks = self._pending.popleft()
                 if marks.is_whole and marks.plan is self._plan:
-                    self._samples.append(_sample(marks, at))
+                    self._samples.append(sample_of(marks, at))
                     self.stall_s += self._samples[-1].wait_s
                 if marks.tracing is not None:
-                    marks.tracing.trace.spans += self._spans(marks, marks.tracing, at)
+                    begin_s = self._backend.seconds(marks.tracing.origin, marks.begin)
+                    marks.tracing.trace.spans += spans(marks, marks.tracing, begin_s or 0.0, at)
 
-    def _seconds(self, marks: _Marks) -> dict[int, float] | None:
+    def _seconds(self, marks: Marks) -> dict[int, float] | None:
         """The seconds from the step's begin to each of its stamps, by identity; None until all are passed."""
         at = {id(marks.begin): 0.0}
         for stamp in marks.stamps():
@@ -318,57 +246,6 @@ class Timeline:
                     return None
                 at[id(stamp)] = seconds
         return at
-
-    def _spans(self, marks: _Marks, tracing: _Tracing, at: dict[int, float]) -> Iterator[Span]:
-        begin_s = self._backend.seconds(tracing.origin, marks.begin) or 0.0
-
-        def span(row: Row, kind: SpanKind, name: str, begin: Stamp, end: Stamp, **more: Any) -> Span:
-            began_s, ended_s = begin_s + at[id(begin)], begin_s + at[id(end)]
-            return Span(row=row, kind=kind, name=name, begin_s=began_s, end_s=ended_s, step=marks.step, **more)
-
-        if marks.end is not None:
-            yield (step := span("compute", "step", f"{marks.kind.what} {marks.step}", marks.begin, marks.end))
-            host = [host_s - tracing.host_origin_s for host_s in marks.host_s]
-            yield replace(step, row="host", begin_s=host[0], end_s=host[1])
-        units, nbytes = marks.plan.manifest.units, marks.plan.unit_nbytes
-        for fill in marks.fills:
-            more = {"nbytes": nbytes[fill.unit], "planned": fill.planned, "flow": fill.flow}
-            yield span("copy", "fill", units[fill.unit].name, fill.begin, fill.end, **more)
-        for wait in marks.waits:
-            name = units[wait.unit].name
-            if wait.after is not wait.before:
-                yield span("compute", "wait", name, wait.before, wait.after, flow=wait.flow)
-            if wait.release is not None:
-                yield span("compute", "unit", name, wait.after, wait.release)
-
-
-def _sample(marks: _Marks, at: dict[int, float]) -> _Sample:
-    step_s, waits = at[id(marks.end)], marks.waits
-    waited = [(wait.unit, at[id(wait.after)] - at[id(wait.before)]) for wait in waits]
-    # The order goes round: what comes before the first unit is computed between the last one and it.
-    ends = [at[id(wait.before)] for wait in waits[1:]] + [step_s + at[id(wait.before)] for wait in waits[:1]]
-    computed = [(wait.unit, end - at[id(wait.after)]) for wait, end in zip(waits, ends, strict=True)]
-    return _Sample(
-        kind=marks.kind,
-        step_s=step_s,
-        wait_s=sum(seconds for _, seconds in waited),
-        copies=_means((fill.unit, at[id(fill.end)] - at[id(fill.begin)]) for fill in marks.fills),
-        waits=_means(waited),
-        computes=_means(computed),
-    )
-
-
-def _means(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:
-    found: defaultdict[int, list[float]] = defaultdict(list)
-    for unit, taken in seconds:
-        found[unit].append(taken)
-    return {unit: fmean(taken) for unit, taken in found.items()}
-
-
-def kind_of(args: Any, kwargs: Any) -> Kind:
-    """The kind of a forward with these arguments."""
-    first = next(tensors_in((args, kwargs)), None)
-    return Kind("forward", 0 if first is None else first.numel())
 
 
 def profiled(name: str, what: str = "") -> AbstractContextManager[Any]:
