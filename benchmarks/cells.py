@@ -1,10 +1,13 @@
 """What a plan predicts against what its steps take: budgets from 5 % of a model's bytes to all, three workloads each.
 
-    python benchmarks/cells.py [--shapes 8b,32b] [--budgets 5,25,50,75,95,100] [--out benchmarks/results/cells.jsonl]
+    python benchmarks/cells.py [--shapes 8b,32b] [--budgets 5,25,50,75,95] [--classic 25,75] [--prefill 10,25] [--out …]
 
 Models of transformers with random weights, loaded as anybody's. Predicted before anything runs, from the profile of the
 machine and from shapes; then again by the streamer from the first steps that it timed. In the same run: the link alone
-with the plan's copies, the resident model, and the classic settings that are predicted to be best in the same memory.
+with the plan's copies, the resident model, and the classic settings that are predicted to be best in the same memory
+(measured too at the budgets of `--classic`). Plans are made for decoding, those of `--prefill` for the prompt.
+
+Attention goes without cuDNN: with it a plain, resident model gives other bits from call to call at batch 32.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import transformers
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.adapters.steps import Steps
-from weightstream.plan import cost
 from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner, Prospect
 from weightstream.plan.work import Workload
@@ -43,6 +45,7 @@ WORKLOADS = {
     "decode, batch 32": Workload(batch=32, tokens=1, context=1024),
     "prefill of 8192": Workload(batch=1, tokens=8192, context=8192),
 }
+PERCENTS = ("budgets", "classic", "prefill")
 CLASSIC = [(g, n, k) for g in (1, 2, 3, 4, 8) for n in (1, 2) for k in (1, 2, 3) if n <= g][:30]
 CLASSIC += [(6, 3, 2), (8, 4, 2), (16, 1, 1)]
 
@@ -85,14 +88,7 @@ def priced(plan: Plan, prospect: Prospect) -> Plan:
     planner = next(
         p for grain, p in zip(prospect.grains, prospect.planners, strict=True) if grain.units == plan.manifest.units
     )
-    demand = planner.demand
-    assert demand is not None
-    return replace(
-        cost.predicted(plan, planner.profile(plan.manifest)),
-        workload=demand.workload,
-        activation_nbytes=demand.activation_nbytes,
-        cache_nbytes=demand.cache_nbytes,
-    )
+    return planner.priced(plan)
 
 
 def best_classic(prospect: Prospect, plan: Plan) -> tuple[tuple[int, int, int] | None, float | None, int]:
@@ -120,61 +116,94 @@ class Cells:
         self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
         self.resident: dict[str, float] = {}
         self.want: dict[str, torch.Tensor] = {}
+        self.equal = False
 
-    def timed(self, name: str) -> tuple[list[float], Steps, int]:
+    def timed(self, name: str) -> tuple[list[float], int]:
         workload = WORKLOADS[name]
-        self.collect()
-        before = self.allocated()
         steps = Steps(self.model, workload, self.device)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        outputs = [steps() for _ in range(3)]  # back to back, so that the ring wraps
-        if name in self.want:
-            assert all(torch.equal(output, self.want[name]) for output in outputs), name
-        else:
-            self.want[name] = outputs[-1]
+        outputs = [steps() for _ in range(4)]  # back to back, so that the ring wraps
+        want = self.want.setdefault(name, outputs[0])
+        self.equal = all(torch.equal(output, want) for output in outputs)
         del outputs
         seconds = rounds_s(self.backend, steps, self.seconds)
-        peak = torch.cuda.max_memory_allocated() - before if self.device.type == "cuda" else 0
-        return seconds, steps, peak
+        del steps
+        return seconds, self.beside_nbytes(workload)
+
+    @torch.no_grad()
+    def beside_nbytes(self, workload: Workload) -> int:
+        """The most that the allocator holds beside what was there before: a prompt, and three steps on its cache."""
+        self.collect()
+        before, past = self.allocated(), workload.context - workload.tokens
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ids = torch.zeros(workload.batch, max(past, workload.tokens), dtype=torch.long, device=self.device)
+        cache = self.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        for _ in range(3 if past else 0):
+            self.model(input_ids=ids[:, : workload.tokens], past_key_values=cache, logits_to_keep=1)
+        return torch.cuda.max_memory_allocated() - before if self.device.type == "cuda" else 0
 
     def all_resident(self) -> Iterator[dict[str, Any]]:
         for name in WORKLOADS:
-            seconds, _, peak = self.timed(name)
+            seconds, peak = self.timed(name)
             ms = rows.percentiles([1e3 * s for s in seconds])
             self.resident[name] = ms["p50"] / 1e3
             plan = priced(self.prospects[name].within(2 * self.nbytes).plan()[1], self.prospects[name])
             yield self.row(name, 100, plan, ms, peak) | {"refined_ms": None}
 
-    def at(self, percent: int) -> Iterator[dict[str, Any]]:
-        budget = self.nbytes * percent // 100
-        first = next(iter(WORKLOADS))
+    def at(self, percent: int, first: str = "decode, batch 1") -> Iterator[dict[str, Any]]:
+        """All workloads in a plan that is made for the `first`; that one alone, if it is the prompt."""
+        budget, workload = self.nbytes * percent // 100, WORKLOADS[first]
+        over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
         try:
-            streamer = weightstream.offload(self.model, device=self.device, device_budget=budget, context=1024)
+            streamer = weightstream.offload(self.model, device=self.device, device_budget=budget, **over)
         except PlanError as error:
             print(f"{self.shape} {percent} %: {error}", flush=True)
             return
         with streamer:
             planned = streamer.plan
-            sizes = [planned.unit_nbytes[u] for fills in planned.after for u in fills]
-            floor_s = rows.percentiles([1e3 * s for s in copies_s(self.backend, sizes, 1.0)])["p50"] if sizes else 0.0
-            for name in WORKLOADS:
-                seconds, _, peak = self.timed(name)
+            floor_ms = self.floor_ms(planned)
+            for name in WORKLOADS if workload.tokens == 1 else [first]:
+                seconds, peak = self.timed(name)
                 ms = rows.percentiles([1e3 * s for s in seconds])
                 plan = planned if name == first else priced(planned, self.prospects[name])
                 settings, classic_s, num = best_classic(self.prospects[name], plan)
                 refined = streamer.stats()
-                bound_ms = max(floor_s, 1e3 * self.resident.get(name, 0.0))
+                bound_ms = max(floor_ms, 1e3 * self.resident[name])
                 yield self.row(name, percent, plan, ms, peak) | {
-                    "floor_ms": floor_s,
-                    "x_bound": round(ms["p50"] / bound_ms, 4) if bound_ms else None,
+                    "planned_for": first,
+                    "floor_ms": floor_ms,
+                    "x_bound": round(ms["p50"] / bound_ms, 4),
                     "refined_ms": round(1e3 * refined.predicted_step_s, 3),
                     "stats_ms": round(1e3 * (refined.step_s or 0), 3),
+                    "unit_sums_ms": {
+                        what: round(1e3 * sum(getattr(unit, what) for unit in refined.units), 2)
+                        for what in ("compute_s", "wait_s", "copy_s")
+                    },
                     "plan_changed": streamer.plan.resident != planned.resident,
                     "classic": settings,
                     "classic_predicted_ms": classic_s and round(1e3 * classic_s, 3),
                     "num_classic": num,
                 }
+
+    def classic(self, percent: int, name: str = "decode, batch 1") -> Iterator[dict[str, Any]]:
+        """The classic settings of no more device memory that are predicted to be best, measured."""
+        plan = self.prospects[name].within(self.nbytes * percent // 100).plan()[1]
+        settings, _, num = best_classic(self.prospects[name], plan)
+        if settings is None:
+            return
+        keys = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
+        over = {"context": WORKLOADS[name].context, **dict(zip(keys, settings, strict=True))}
+        with weightstream.offload(self.model, device=self.device, **over) as streamer:
+            seconds, peak = self.timed(name)
+            ms = rows.percentiles([1e3 * s for s in seconds])
+            row = self.row(name, percent, streamer.plan, ms, peak)
+            yield row | {"system": f"{row['system']}, classic {settings}", "classic": settings, "num_classic": num}
+
+    def floor_ms(self, plan: Plan) -> float:
+        """The plan's copies back to back, and what kernels read from host memory at the same rate."""
+        sizes = [plan.unit_nbytes[u] for fills in plan.after for u in fills]
+        sizes += [plan.manifest.aliases[a] for a in plan.mapped if "embed" not in a]
+        return rows.percentiles([1e3 * s for s in copies_s(self.backend, sizes, 1.0)])["p50"] if sizes else 0.0
 
     def row(self, name: str, percent: int, plan: Plan, ms: dict[str, float], peak: int) -> dict[str, Any]:
         return {
@@ -194,6 +223,7 @@ class Cells:
             "activation_nbytes": plan.activation_nbytes,
             "cache_nbytes": plan.cache_nbytes,
             "beside_nbytes": peak,
+            "equal": self.equal,
             "plan": plan.summary(),
         }
 
@@ -208,12 +238,12 @@ class Cells:
 
 def show(row: dict[str, Any]) -> None:
     ms, refined = row["ms"], row.get("refined_ms")
-    off = "" if not refined else f"  refined {refined:9.2f} x {refined / ms['p50']:.3f} (stats {row['stats_ms']:9.2f})"
+    off = "" if not refined else f"  refined {refined:9.2f} x {refined / ms['p50']:.3f} (stats {row['stats_ms']:.2f})"
     beside = (row["activation_nbytes"] + row["cache_nbytes"]) / 2**20
     print(
         f"{row['system']:30} {ms['p20']:9.2f} {ms['p50']:9.2f} {ms['p80']:9.2f}  predicted {row['predicted_ms']:9.2f} "
         f"x {row['x_predicted']:.3f}{off}  bound x {row.get('x_bound')}  beside {row['beside_nbytes'] / 2**20:.0f} of "
-        f"{beside:.0f} MiB  classic {row.get('classic')} {row.get('classic_predicted_ms')}",
+        f"{beside:.0f} MiB  equal {row['equal']}  classic {row.get('classic')} {row.get('classic_predicted_ms')}",
         flush=True,
     )
 
@@ -222,13 +252,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8b,32b")
     parser.add_argument("--budgets", default="5,25,50,75,95")
+    parser.add_argument("--classic", default="25,75")
+    parser.add_argument("--prefill", default="10,25")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "cells.jsonl")
     options = parser.parse_args()
     device, common = torch.device("cuda" if torch.cuda.is_available() else "cpu"), rows.environment()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    percents = {name: [int(p) for p in getattr(options, name).split(",") if p] for name in PERCENTS}
     for shape in options.shapes.split(","):
         cells = Cells(shape, device, options.seconds)
-        for made in (cells.all_resident(), *map(cells.at, map(int, options.budgets.split(",")))):
+        at_prefill = (cells.at(percent, "prefill of 8192") for percent in percents["prefill"])
+        decoding = map(cells.at, percents["budgets"])
+        for made in (cells.all_resident(), *decoding, *at_prefill, *map(cells.classic, percents["classic"])):
             for row in made:
                 show(row)
                 rows.append(options.out, [row], common)

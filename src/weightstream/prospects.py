@@ -17,6 +17,7 @@ from weightstream.adapters.module import GRAINS, find_units, row_tables
 from weightstream.adapters.shapes import Footprint, observe
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError, UnsupportedError
+from weightstream.plan.check import violations
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan, human
 from weightstream.plan.planner import Demand, Machine, Planner, Prospect, Weights
@@ -159,19 +160,36 @@ def given_plan(config: OffloadConfig, prospect: Prospect) -> tuple[int, Plan] | 
     if budget is not None and plan.device_nbytes > budget:
         needed = f"{human(plan.device_nbytes)} ({plan.device_nbytes} bytes)"
         raise PlanError(f"plan_file {path}: needs {needed} > device budget {human(budget)} ({budget} bytes). {remedy}")
-    if lost := plan.disk - prospect.planners[found[0]].weights.movable:
-        raise PlanError(
-            f"plan_file {path}: {len(lost)} weights are to be read from files that this model lacks. {remedy}"
-        )
+    if wrong := _unusable(plan, prospect.planners[found[0]]):
+        raise PlanError(f"plan_file {path}: {wrong}. {remedy}")
     return found[0], plan
+
+
+def _unusable(plan: Plan, planner: Planner) -> str | None:
+    """Why a plan from a file cannot be in force here, in words; None: it can."""
+    machine = planner.machine
+    if broken := list(violations(plan)):
+        return "the plan is wrong: " + "; ".join(broken)
+    if plan.mapped and not (planner.weights.can_map() and machine.maps_host_memory()):
+        return f"{len(plan.mapped)} weights are to be read from host memory, which the device cannot do"
+    if lost := plan.disk - planner.weights.movable:
+        return f"{len(lost)} weights are to be read from files that this model lacks"
+    budget = planner.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
+    if budget is not None and plan.host_nbytes > budget:
+        needed = f"{human(plan.host_nbytes)} ({plan.host_nbytes} bytes)"
+        return f"needs {needed} of host memory > host budget {human(budget)} ({budget} bytes)"
+    return None
 
 
 def save_plan(path: Path | None, plan: Plan) -> None:
     """Keep the plan in force in `plan_file`, whole or not at all."""
     if path is not None:
         partial_path = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial_path.write_text(plan.to_json())
-        partial_path.replace(path)
+        try:
+            partial_path.write_text(plan.to_json())
+            partial_path.replace(path)
+        except OSError as error:  # a step that ran is worth more
+            logger.warning("plan_file %s is not written: %s", path, error)
 
 
 def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:

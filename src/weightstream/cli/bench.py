@@ -17,17 +17,16 @@ import typer
 
 from weightstream import __version__
 from weightstream.cli import figure
-from weightstream.cli.comparison import NUM_COMPARED, Comparison, compare
+from weightstream.cli.comparison import NUM_COMPARED, compare
 from weightstream.cli.options import Chosen, switch, takes_model
-from weightstream.cli.screen import print_labelled, screen
-from weightstream.errors import ConfigError
+from weightstream.cli.screen import print_labelled, screen, write
+from weightstream.plan.shown import grid, human, milliseconds, per_second, predictions, workload
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from weightstream.plan.work import Workload
+    from weightstream.plan.plan import Plan
 
-_GIB = 2**30
 _COLORS = MappingProxyType({"link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"
 
@@ -61,22 +60,19 @@ def bench(
     from weightstream import from_pretrained
 
     if out is not None:
-        _append(out, "")  # a file that cannot be written is told now, not after minutes
+        write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
     model = from_pretrained(chosen.model, progress=sys.stderr.isatty() and not as_json, **chosen.loading)
-    found = compare(model, seconds)
-    row = environment() | {"model": chosen.model} | found.facts()
+    plan, found = compare(model, seconds)
+    row = environment() | {"model": chosen.model} | found
     if out is not None:
-        _append(out, json.dumps(row) + "\n")
+        write("--out", out, json.dumps(row) + "\n", append=True)
     if plot is not None:
-        draw(chosen.model, found, plot)
+        draw(plan, row, plot)
     if as_json:
         typer.echo(json.dumps(row))
     else:
-        show(chosen.model, found)
-    raise typer.Exit(1 if found.difference else 0)
-
-
-# -- the row ------------------------------------------------------------------------------------------------------
+        show(plan, row)
+    raise typer.Exit(1 if row["equal"] is False else 0)
 
 
 def environment() -> dict[str, Any]:
@@ -99,45 +95,35 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}; name a file that can be written") from error
+def show(plan: Plan, row: dict[str, Any]) -> None:
+    print_labelled({"model": f"{row['model']} on {_machine(row)}", "step": workload(plan), "plan": row["plan"]})
+    screen().print(_table(row["systems"]))
+    measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
+    off_by = f", {measured / row['predicted_s'] - 1:+.1%}" if row["predicted_s"] else ""
+    predicted = f"{milliseconds(row['predicted_s'])} before it ran; measured {milliseconds(measured)}{off_by}"
+    if plan.step_s != row["predicted_s"]:
+        predicted += f"; {milliseconds(plan.step_s)} from what was measured since"
+    all_weights = f"all {human(row['nbytes'])} of weights take {milliseconds(row['whole_floor_s'])}"
+    lines = predictions(plan) | {"predicted": predicted}
+    lines["link"] = f"{per_second(row['link_bytes_per_s'])} now; {all_weights}"
+    if row["skipped"]:
+        lines["resident"] = f"left out: {row['skipped']}"
+    print_labelled(lines | {"equal": _verdict(row)})
 
 
-# -- the screen ---------------------------------------------------------------------------------------------------
+def _machine(row: dict[str, Any]) -> str:
+    return f"{row['device']} ({row['machine']})" if row["machine"] else str(row["device"])
 
 
-def show(model: str, found: Comparison) -> None:
-    about = {"model": f"{model} on {_machine(found)}", "step": _step(found.workload), "plan": found.plan.summary()}
-    print_labelled(about)
-    screen().print(_table(found))
-    print_labelled(_remarks(found))
-
-
-def _step(at: Workload) -> str:
-    return f"batch {at.batch}, tokens {at.tokens}, context {at.context}"
-
-
-def _machine(found: Comparison) -> str:
-    return f"{found.device} ({found.plan.machine})" if found.plan.machine else found.device
-
-
-def _table(found: Comparison) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("system", no_wrap=True)
-    for heading in ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for system in found.systems:
-        cells = [f"{1e3 * s:,.2f}" for s in (system.p20_s, system.p50_s, system.p80_s)]
-        cells += [_cell(found.times(system, over), ".3f") for over in (found.floor, found.resident)]
-        nbytes = system.peak_nbytes or system.weights_nbytes
-        cells += [_cell(found.tokens_per_s(system), ",.1f"), _cell(nbytes and nbytes / _GIB, ".3f")]
-        table.add_row(system.name, *cells)
+def _table(systems: list[dict[str, Any]]) -> Table:
+    headings = ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB")
+    table = grid("system", *headings, left=("system",))
+    for system in systems:
+        nbytes = system["peak_nbytes"] or system["weights_nbytes"]
+        cells = [f"{1e3 * system[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
+        cells += [_cell(system[key], ".3f") for key in ("x_floor", "x_resident")]
+        cells += [_cell(system["tokens_per_s"], ",.1f"), _cell(nbytes and nbytes / 2**30, ".3f")]
+        table.add_row(system["name"], *cells)
     return table
 
 
@@ -145,51 +131,31 @@ def _cell(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
 
 
-def _remarks(found: Comparison) -> dict[str, str]:
-    from weightstream.plan.shown import human, milliseconds
-
-    plan, whole_s = found.plan, found.plan.manifest.nbytes / found.link_bytes_per_s
-    predicted = f"{milliseconds(found.planned.step_s)} before it ran; measured {milliseconds(found.offloaded.p50_s)}"
-    lines = {"predicted": f"{predicted}, {100 * found.off_by:+.1f} %"}
-    if plan.step_s != found.planned.step_s:
-        lines["predicted"] += f"; {milliseconds(plan.step_s)} from what was measured since"
-    busy = {"compute": plan.compute_s, "link": plan.copy_s} | ({"disk": plan.disk_s} if plan.disk else {})
-    shares = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items())
-    lines["limit"] = f"{plan.limit} (in a step they are busy, as predicted: {shares})"
-    all_weights = f"all {human(plan.manifest.nbytes)} of weights take {milliseconds(whole_s)}"
-    lines["link"] = f"{found.link_bytes_per_s / 1e9:.1f} GB/s now; {all_weights}"
-    if found.resident is None:
-        lines["resident"] = f"left out: {found.skipped}"
-    lines["equal"] = _verdict(found)
-    return lines
-
-
-def _verdict(found: Comparison) -> str:
-    if found.resident is None:
+def _verdict(row: dict[str, Any]) -> str:
+    if row["skipped"]:
         return "not compared"
-    if found.difference is None:
+    if not row["reproducible"]:
+        return "not known: the model itself is not reproducible here, as it gives other bits from run to run"
+    if row["equal"]:
         return f"yes, {NUM_COMPARED} outputs of offloaded and resident are the same bits"
-    return f"NO: output {found.difference} of {NUM_COMPARED} differs between offloaded and resident"
+    return f"NO: output {row['first_difference']} of {NUM_COMPARED} differs between offloaded and resident"
 
 
-# -- the picture --------------------------------------------------------------------------------------------------
-
-
-def draw(model: str, found: Comparison, path: Path) -> None:
+def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
     """A bar for each system, from p20 to p80 a line across its end, and a mark at what was predicted."""
     drawn, axes = figure.new_figure(height=2.6)
-    systems = found.systems[::-1]
-    names, ms = [system.name for system in systems], [1e3 * system.p50_s for system in systems]
-    below = [1e3 * (system.p50_s - system.p20_s) for system in systems]
-    above = [1e3 * (system.p80_s - system.p50_s) for system in systems]
+    systems = row["systems"][::-1]
+    low, ms, high = ([1e3 * system[key] for system in systems] for key in ("p20_s", "p50_s", "p80_s"))
+    errors = [[m - a for m, a in zip(ms, low, strict=True)], [b - m for m, b in zip(ms, high, strict=True)]]
+    names = [system["name"] for system in systems]
     colors = [_COLORS[name] for name in names]
-    bars = axes.barh(names, ms, xerr=[below, above], color=colors, ecolor="#333333", capsize=3)
+    bars = axes.barh(names, ms, xerr=errors, color=colors, ecolor="#333333", capsize=3)
     axes.bar_label(bars, [f"{value:,.2f} ms" for value in ms], padding=6)
-    predicted = 1e3 * found.planned.step_s
+    predicted = 1e3 * row["predicted_s"]
     mark = {"color": _PREDICTED, "markeredgecolor": "white", "markersize": 9}
     axes.plot(predicted, "offloaded", "D", label=f"predicted: {predicted:,.2f} ms", **mark)
-    axes.set_xlim(0, 1.25 * max(predicted, *map(sum, zip(ms, above, strict=True))))
-    axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {_step(found.workload)}")
-    axes.set_title(f"{Path(model).name} on {_machine(found)}", fontsize=10)
+    axes.set_xlim(0, 1.25 * max(predicted, *high))
+    axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {workload(plan)}")
+    axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
     axes.legend(loc="best", fontsize=9)
     figure.save(drawn, path)

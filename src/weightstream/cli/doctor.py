@@ -2,67 +2,70 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import sys
-import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import partial
+from contextlib import closing
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from weightstream.errors import ConfigError, StoreError
+from weightstream.cli.screen import print_folded, screen, write
+from weightstream.errors import ConfigError
+from weightstream.plan.shown import human, milliseconds, per_second
 
 if TYPE_CHECKING:
-    import torch
-
     from weightstream.plan.manifest import Profile
     from weightstream.runtime.backend import Backend
     from weightstream.runtime.machine import PciLink
 
-Mark = Literal["ok", "better", "missing", "broken", "note"]
-COLUMNS = 100
-_SYMBOLS: MappingProxyType[Mark, tuple[str, str]] = MappingProxyType(
+_MARKS = MappingProxyType(  # symbol, style, and what the last line counts
     {
-        "ok": ("ok", "green"),
-        "better": ("!", "yellow"),
-        "missing": ("-", "yellow"),
-        "broken": ("X", "bold red"),
-        "note": ("", ""),
+        "ok": ("ok", "green", ""),
+        "note": ("", "", ""),
+        "broken": ("X", "bold red", "broken"),
+        "better": ("!", "yellow", "could be better"),
+        "missing": ("-", "yellow", "missing"),
     }
 )
-_PACKAGES = (  # and what they are for
-    ("torch", "everything"),
-    ("safetensors", "checkpoints"),
-    ("triton", "compiled models on a GPU"),
-    ("transformers", "language models by name, and weightstream run"),
-    ("diffusers", "pipelines for images and video"),
-    ("matplotlib", "figures"),
+_PACKAGES = MappingProxyType(  # and what they are for
+    {
+        "torch": "everything",
+        "safetensors": "checkpoints",
+        "triton": "compiled models on a GPU",
+        "transformers": "language models by name, and weightstream run",
+        "diffusers": "pipelines for images and video",
+        "matplotlib": "figures",
+    }
 )
-_GOOD_SHARE, _IMPOSSIBLE = 0.75, 1.0  # of the link's rate; a virtual machine may show another link than there is
-_INDENT = 20
-_PINNED_NBYTES, _FILE_NBYTES = 64 << 20, 256 << 20
+_GOOD_SHARE = 0.75  # of the link's rate
+_FILE_NBYTES = 256 << 20
 _WRITE_S = 3.0
-_MODEL_NBYTES, _STREAMED_NBYTES = 16.1e9, 10e9  # 8 billion weights in bf16, of which 6 GB stay
 
 
 class Finding(NamedTuple):
-    """One line: what is the case, how good that is, and the remedy."""
+    """One line: what is the case, how good that is (a key of the marks), and the remedy."""
 
     label: str
     text: str
-    mark: Mark = "ok"
+    mark: str = "ok"
     remedy: str = ""
+
+
+Sections = dict[str, list[Finding]]
 
 
 def doctor(
@@ -81,77 +84,61 @@ def doctor(
     Speeds are measured the first time, in a few seconds, and kept until the driver, torch or the device changes.
     Exits with 1 if something is broken.
     """
-    from rich.console import Console
+    from weightstream.runtime.profile import to_json
 
-    console = Console(stderr=True)
-    with console.status("measuring ...") if console.is_terminal else nullcontext():
+    with Console(stderr=True).status("measuring ..."):
         numbers, sections, profile = examine(device, path.expanduser(), anew=measure)
     if save is not None:
-        _save(profile, save)
+        write("--save", save, to_json(profile) + "\n")
+    findings = [finding._asdict() | {"section": name} for name, part in sections.items() for finding in part]
     if as_json:
-        found = [finding._asdict() | {"section": name} for name, part in sections.items() for finding in part]
-        typer.echo(json.dumps(numbers | {"profile": dataclasses.asdict(profile), "findings": found}, indent=2))
+        typer.echo(json.dumps(numbers | {"profile": asdict(profile), "findings": findings}, indent=2))
     else:
-        show(sections, profile)
+        show(sections)
         if save is not None:
             typer.echo(f"The profile is in {save}: weightstream plan MODEL --profile {save}")
-    is_broken = any(finding.mark == "broken" for part in sections.values() for finding in part)
-    raise typer.Exit(1 if is_broken else 0)
+    raise typer.Exit(1 if any(finding["mark"] == "broken" for finding in findings) else 0)
 
 
-def examine(device: str | None, path: Path, *, anew: bool) -> tuple[dict[str, Any], dict[str, list[Finding]], Profile]:
+def examine(device: str | None, path: Path, *, anew: bool) -> tuple[dict[str, Any], Sections, Profile]:
     """What there is: numbers with their units in their names, what is to be said of them, and the profile."""
     import torch
 
     from weightstream.runtime import cuda
-    from weightstream.runtime.cpu import CpuBackend
+    from weightstream.runtime.bench import backend_of
     from weightstream.runtime.profile import profile_for
 
-    try:
-        wanted = torch.device(device or ("cuda" if cuda.available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is none: name cpu, cuda or cuda:N") from error
-    if wanted.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {wanted}: weightstream runs on 'cuda' and 'cpu'")
-    on_gpu = wanted.type == "cuda" and cuda.available()
-    backend: Backend = cuda.CudaBackend(wanted) if on_gpu else CpuBackend()
-    numbers: dict[str, Any] = {"device": str(backend.device)}
-    try:
+    wanted = device or ("cuda" if cuda.available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise ConfigError(f"device {device!r} is none: name cpu, cuda or cuda:N")
+    on_gpu = wanted != "cpu" and cuda.available()
+    with closing(backend_of(torch.device(wanted if on_gpu else "cpu"))) as backend:
+        numbers: dict[str, Any] = {"device": str(backend.device)}
         backend.profile = profile = profile_for(backend, anew=anew)
         sections = {
-            "GPU": [*_gpu(backend, numbers)] if on_gpu else [_no_gpu(is_wanted=wanted.type == "cuda")],
+            "GPU": [*_gpu(backend, numbers)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend, numbers)] if on_gpu else [],
             "host": [*_host(numbers)],
             "speed": [*_speed(profile)],
             "disk": [_disk(path, numbers)],
             "software": [*_software(numbers, on_gpu=on_gpu)],
         }
-    finally:
-        backend.close()
     return numbers, sections, profile
-
-
-# -- the GPU -----------------------------------------------------------------------------------------------------------
 
 
 def _gpu(backend: Backend, numbers: dict[str, Any]) -> Iterator[Finding]:
     import torch
 
-    from weightstream.plan.plan import human
     from weightstream.runtime import cuda, machine
 
     found, free = cuda.facts(backend.device), cuda.allocatable_nbytes(backend.device)
     driver = machine.driver_version() or "unknown"
-    numbers["gpu"] = dataclasses.asdict(found) | {"free_nbytes": free, "driver_version": driver}
+    numbers["gpu"] = asdict(found) | {"free_nbytes": free, "driver_version": driver}
     yield Finding("device", f"{found.name}, compute capability {found.capability}")
-    text = f"{human(free)} of {human(found.total_nbytes)} free"
-    if free > found.total_nbytes / 2:
-        yield Finding("memory", text)
-    else:
-        yield Finding("memory", text, "better", "Other processes hold the rest: see nvidia-smi.")
-    yield Finding(
-        "driver", f"{driver} (up to CUDA {found.driver}), torch {torch.__version__} of CUDA {torch.version.cuda}"
-    )
+    held = () if free > found.total_nbytes / 2 else ("better", "Other processes hold the rest: see nvidia-smi.")
+    yield Finding("memory", f"{human(free)} of {human(found.total_nbytes)} free", *held)
+    software = f"torch {torch.__version__} of CUDA {torch.version.cuda}"
+    yield Finding("driver", f"{driver} (up to CUDA {found.driver}), {software}")
 
 
 def _no_gpu(*, is_wanted: bool) -> Finding:
@@ -159,8 +146,7 @@ def _no_gpu(*, is_wanted: bool) -> Finding:
 
     from weightstream.runtime import machine
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus, driver = machine.nvidia_gpus(), machine.driver_version()
+    gpus, driver, visible = machine.nvidia_gpus(), machine.driver_version(), os.environ.get("CUDA_VISIBLE_DEVICES")
     text, remedy = why_no_gpu(gpus, driver, torch.__version__, torch.version.cuda, visible)
     is_broken = bool(gpus) or driver is not None or is_wanted
     return Finding("device", f"{text}: weightstream runs on the CPU", "broken" if is_broken else "note", remedy)
@@ -170,11 +156,11 @@ def why_no_gpu(
     gpus: tuple[str, ...], driver: str | None, version: str, cuda_version: str | None, visible: str | None
 ) -> tuple[str, str]:
     """Why torch of a version sees no GPU, and the remedy: hardware first, then driver, torch, environment."""
+    container = "in a container, pass the GPU in: docker run --gpus all ..."
     if driver is None and not gpus:
-        return "no GPU by NVIDIA, and no driver", "Is there one? In a container, pass it in: docker run --gpus all ..."
+        return "no GPU by NVIDIA, and no driver", f"If there is one, install NVIDIA's driver; {container}"
     if driver is None:
-        text = f"a GPU by NVIDIA ({', '.join(gpus)}), and no driver"
-        return text, "Install NVIDIA's driver; in a container, pass the GPU in: docker run --gpus all ..."
+        return f"a GPU by NVIDIA ({', '.join(gpus)}), and no driver", f"Install NVIDIA's driver; {container}"
     if cuda_version is None:
         index = "cu130" if int(driver.split(".")[0]) >= 580 else "cu126"  # the newest that the driver runs
         remedy = f"pip install -U torch --index-url https://download.pytorch.org/whl/{index}"
@@ -188,23 +174,23 @@ def why_no_gpu(
 def _link(backend: Backend, numbers: dict[str, Any]) -> Iterator[Finding]:
     from weightstream.runtime import bench, cuda, machine
 
-    address, device = cuda.facts(backend.device).pci, backend.device
-    with bench.busy_link(backend):
+    address, measured = cuda.facts(backend.device).pci, backend.profile.link_bytes_per_s
+    with bench.busy_link(backend) as is_pinned:
         time.sleep(0.05)  # until the link has left its state of rest
         now = machine.link_now(address)
-    best, node = machine.link_at_best(address), machine.numa_node(address)
-    pinning, reads_pages = _pinning(device), cuda.reads_pages(device)
+    best, node, reads_pages = machine.link_at_best(address), machine.numa_node(address), cuda.reads_pages(backend.device)
     numbers["link"] = {
-        "now": now and dataclasses.asdict(now) | {"bytes_per_s": now.bytes_per_s},
-        "best": best and dataclasses.asdict(best) | {"bytes_per_s": best.bytes_per_s},
-        "measured_bytes_per_s": backend.profile.link_bytes_per_s,
+        "now": now and asdict(now) | {"bytes_per_s": now.bytes_per_s},
+        "best": best and asdict(best) | {"bytes_per_s": best.bytes_per_s},
+        "measured_bytes_per_s": measured,
         "numa_node": node,
-        "pins_memory": pinning.mark == "ok",
+        "pins_memory": is_pinned,
         "pins_file_pages": reads_pages,
     }
-    yield from link_findings(now, best, backend.profile.link_bytes_per_s)
+    yield from link_findings(now, best, measured)
     yield numa_finding(node, machine.cores_of_node(node or 0), frozenset(os.sched_getaffinity(0)))
-    yield pinning
+    remedy = "Raise the memlock limit (ulimit -l), or the container's memory and its RLIMIT_MEMLOCK."
+    yield Finding("pinning", "works") if is_pinned else Finding("pinning", "refused", "broken", remedy)
     if reads_pages:
         yield Finding("file pages", "can be pinned where they are, in the page cache")
     else:
@@ -213,8 +199,8 @@ def _link(backend: Backend, numbers: dict[str, Any]) -> Iterator[Finding]:
 
 def link_findings(now: PciLink | None, best: PciLink | None, measured: float) -> Iterator[Finding]:
     """The PCIe link at work and at best, and what copies reach of it, in bytes per second."""
-    text = f"{_rate(measured)} from pinned memory"
-    if now is None or measured > _IMPOSSIBLE * now.bytes_per_s:
+    text = f"{per_second(measured)} from pinned memory"
+    if now is None or measured > now.bytes_per_s:  # a virtual machine may show another link than there is
         said = "" if now is None else f" (it says {now})"
         yield Finding("PCIe", f"generation and width are not shown, as in many virtual machines{said}", "note")
         yield Finding("host to GPU", text)
@@ -225,12 +211,12 @@ def link_findings(now: PciLink | None, best: PciLink | None, measured: float) ->
         remedy = "Try another slot; look at the riser, and in the BIOS at generation and bifurcation."
         yield Finding("PCIe", f"{now} under load, where {best} could be", "better", remedy)
     share = measured / now.bytes_per_s
-    text += f", {100 * share:.0f} % of the link's {_rate(now.bytes_per_s)}"
-    if share >= _GOOD_SHARE:
-        yield Finding("host to GPU", text)
-        return
-    remedy = "85 to 90 % are usual. Look at the NUMA node below, and at who else copies or shares a PCIe switch; then "
-    yield Finding("host to GPU", text, "better", f"{remedy}measure again: weightstream doctor --measure")
+    remedy = (
+        "85 to 90 % are usual. Look at the NUMA node below, and at who else copies or shares a PCIe switch; then "
+        "measure again: weightstream doctor --measure"
+    )
+    marked = () if share >= _GOOD_SHARE else ("better", remedy)
+    yield Finding("host to GPU", f"{text}, {share:.0%} of the link's {per_second(now.bytes_per_s)}", *marked)
 
 
 def numa_finding(node: int | None, near: frozenset[int], allowed: frozenset[int]) -> Finding:
@@ -243,28 +229,9 @@ def numa_finding(node: int | None, near: frozenset[int], allowed: frozenset[int]
     return Finding("NUMA", f"the GPU is at node {node}, and no core that may be used is there", "better", remedy)
 
 
-def _pinning(device: torch.device) -> Finding:
-    from weightstream.plan.plan import human
-    from weightstream.runtime import cuda
-    from weightstream.store.arena import Arena
-
-    arena = Arena(partial(cuda.register, device=device), cuda.unregister)
-    try:
-        arena.pin(arena.take(_PINNED_NBYTES).fill_(1))
-    except StoreError as error:
-        return Finding("pinning", "refused", "broken", str(error))
-    finally:
-        arena.close()
-    return Finding("pinning", f"works ({human(_PINNED_NBYTES)} tried)")
-
-
-# -- everything else ---------------------------------------------------------------------------------------------------
-
-
 def _host(numbers: dict[str, Any]) -> Iterator[Finding]:
     import psutil
 
-    from weightstream.plan.plan import human
     from weightstream.runtime import machine
     from weightstream.store.limits import available_nbytes, describe_limits
 
@@ -284,20 +251,23 @@ def _host(numbers: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("processor", f"{machine.processor()}, {cores} cores usable")
     yield Finding("memory", f"{human(free)} of {human(total)} can be taken by this process")
     yield Finding("limits", describe_limits())
-    text = f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}"
     remedy = "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    yield Finding("huge pages", text, "better", remedy) if anonymous == "never" else Finding("huge pages", text)
+    marked = ("better", remedy) if anonymous == "never" else ()
+    yield Finding("huge pages", f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}", *marked)
 
 
 def _speed(profile: Profile) -> Iterator[Finding]:
     if not profile.machine:
         yield Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
-    copies = f"{_rate(profile.link_bytes_per_s)}, {_us(profile.copy_latency_s)} more for each"
-    yield Finding("copies", f"{copies}, {_us(profile.handover_s)} to hand over")
-    yield Finding("weights", f"read at {_rate(profile.device_bytes_per_s)}")
-    products = f"{_flops(profile.half_flops_per_s)} in bf16, {_flops(profile.single_flops_per_s)} in float32"
-    yield Finding("products", f"{products}, {_flops(profile.attention_flops_per_s)} in attention")
-    kernels = f"{_us(profile.op_s)} at least, {_us(profile.op_launch_s)} to launch from Python"
+    copies = f"{per_second(profile.link_bytes_per_s)}, {milliseconds(profile.copy_latency_s)} more for each"
+    half, single, attention = (
+        per_second(rate, "FLOP")
+        for rate in (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
+    )
+    kernels = f"{milliseconds(profile.op_s)} at least, {milliseconds(profile.op_launch_s)} to launch from Python"
+    yield Finding("copies", f"{copies}, {milliseconds(profile.handover_s)} to hand over")
+    yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
+    yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
     yield Finding("kernels", kernels)
 
 
@@ -307,9 +277,9 @@ def _disk(path: Path, numbers: dict[str, Any]) -> Finding:
     from weightstream.store.mapping import FileMapping
 
     place = path.resolve()
-    numbers["disk"] = {"path": str(place), "free_nbytes": None, "bytes_per_s": None, "is_direct": None}
+    numbers["disk"] = found = {"path": str(place), "free_nbytes": None, "bytes_per_s": None, "is_direct": None}
     try:
-        numbers["disk"]["free_nbytes"] = free = shutil.disk_usage(place).free
+        found["free_nbytes"] = free = shutil.disk_usage(place).free
         if free < 2 * _FILE_NBYTES:
             raise OSError(f"a scratch file takes {_FILE_NBYTES} bytes, and {free} are free")
         with NamedTemporaryFile(dir=place, prefix=".weightstream-doctor-") as scratch:
@@ -318,11 +288,10 @@ def _disk(path: Path, numbers: dict[str, Any]) -> Finding:
             rate = disk_bytes_per_s(file, mapping.nbytes)
     except OSError as error:
         return Finding("reads", f"not measured: {error}", "note", "Name a folder to write to: --path FOLDER")
-    numbers["disk"] |= {"bytes_per_s": rate, "is_direct": file.is_direct}
-    if file.is_direct:
-        return Finding("reads", f"{_rate(rate)} in {place}")
+    found |= {"bytes_per_s": rate, "is_direct": file.is_direct}
     remedy = "This file system takes no direct reads: keep weights on a local disk."
-    return Finding("reads", f"{_rate(rate)} in {place}, through the page cache", "better", remedy)
+    cached = () if file.is_direct else ("better", remedy)
+    return Finding("reads", f"{per_second(rate)} in {place}{', through the page cache' * bool(cached)}", *cached)
 
 
 def _fill(descriptor: int) -> None:
@@ -337,10 +306,10 @@ def _fill(descriptor: int) -> None:
 
 
 def _software(numbers: dict[str, Any], *, on_gpu: bool) -> Iterator[Finding]:
-    found = {name: _version(name) for name, _ in _PACKAGES}
+    found = {name: _version(name) for name in _PACKAGES}
     numbers["software"] = {"python": sys.version.split()[0], **found}
     yield Finding("installed", ", ".join(f"{name} {version}" for name, version in found.items() if version))
-    for name, purpose in _PACKAGES:
+    for name, purpose in _PACKAGES.items():
         if found[name] is None and (on_gpu or name != "triton"):
             yield Finding(name, f"for {purpose}", "missing", f"pip install {name}")
 
@@ -352,53 +321,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-# -- the screen --------------------------------------------------------------------------------------------------------
-
-
-def show(sections: dict[str, list[Finding]], profile: Profile) -> None:
+def show(sections: Sections) -> None:
     """One line per finding, the remedy below it."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    width = min(COLUMNS, console.width) if console.is_terminal else COLUMNS
-    fold = partial(textwrap.fill, width=width, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
+    counted: Counter[str] = Counter()
     for name, part in sections.items():
         if part:
-            console.print(Text(name, style="bold"))
+            screen().print(name, style="bold")
         for finding in part:
-            symbol, style = _SYMBOLS[finding.mark]
-            line = fold(f"{symbol:>4}  {finding.label:<{_INDENT - 6}}{finding.text}")
-            console.print(Text.assemble((line[:4], style), line[4:]))
+            symbol, style, counts_as = _MARKS[finding.mark]
+            print_folded(Text.assemble((f"{symbol:>4}", style), f"  {finding.label:<14}"), finding.text)
             if finding.remedy:
-                console.print(Text(fold(f"{' ' * (_INDENT - 3)}-> {finding.remedy}"), style="italic"))
-    marks = [finding.mark for part in sections.values() for finding in part]
-    words: dict[Mark, str] = {"broken": "broken", "better": "could be better", "missing": "missing"}
-    verdict = ", ".join(f"{marks.count(mark)} {word}" for mark, word in words.items() if mark in marks)
-    step_s = max(_STREAMED_NBYTES / profile.link_bytes_per_s, _MODEL_NBYTES / profile.device_bytes_per_s)
-    meaning = (
-        f"Here a model of {_MODEL_NBYTES / 1e9:.1f} GB of which {_STREAMED_NBYTES / 1e9:.0f} GB stream takes about "
-        f"{step_s:.2f} s per step."
-    )
-    console.print("\n" + textwrap.fill(f"{verdict or 'All is well'}. {meaning}", width))
-
-
-def _save(profile: Profile, path: Path) -> None:
-    from weightstream.runtime.profile import to_json
-
-    try:
-        path.write_text(to_json(profile) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: the profile cannot be written: {error.strerror}") from error
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e12:.2f} TB/s" if bytes_per_s >= 1e12 else f"{bytes_per_s / 1e9:.1f} GB/s"
-
-
-def _flops(flops_per_s: float) -> str:
-    return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
-
-
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.1f} us"
+                print_folded(Text(f"{'-> ':>20}", "italic"), finding.remedy, "italic")
+            counted[counts_as] += 1
+    verdict = ", ".join(f"{num} {what}" for what, num in counted.items() if what)
+    typer.echo(f"\n{verdict or 'All is well'}.")

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from weightstream.cli import figure
 from weightstream.cli.options import Chosen, switch, takes_model
-from weightstream.cli.screen import LABEL, print_labelled, screen
+from weightstream.cli.screen import LABEL, print_labelled, screen, write
 from weightstream.errors import ConfigError
+from weightstream.plan import shown
+from weightstream.plan.shown import human, milliseconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,16 +51,16 @@ def plan(
         figure.require_matplotlib()
     from weightstream.front import prospect
 
-    options = {**chosen.loading, "profile": _profile(profile)}
+    options = {**chosen.loading, "profile": profile and _profile(profile)}
     ahead = prospect(chosen.model, options.pop("config"), **options)
     planned = ahead.plan()[1]
     others = _others(ahead, planned) if sweep or plot is not None else []
     if save is not None:
-        _write(save, planned.to_json())
+        write("--save", save, planned.to_json())
     if plot is not None:
         draw(chosen.model, planned, others, plot)
     if as_json:
-        swept = {"sweep": [numbers(p) for p in others]} if others else {}
+        swept = {"sweep": [shown.numbers(p) for p in others]} if others else {}
         typer.echo(json.dumps({"model": chosen.model, **facts(ahead, planned), **swept}))
         return
     show(chosen.model, planned, advice(ahead, planned))
@@ -72,32 +75,20 @@ def _others(ahead: Prospect, planned: Plan) -> list[Plan]:
     return [plan for _, plan in ahead.sweep(budgets) if plan is not None]
 
 
-# -- the screen ---------------------------------------------------------------------------------------------------
-
-
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
-    from rich.text import Text
-
-    from weightstream.plan import shown
-    from weightstream.plan.shown import human
-
     size = f"{_count(shown.num_parameters(planned))} parameters, {human(planned.manifest.nbytes)}"
+    assumed = (
+        "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
+        "takes the numbers of another"
+    )
+    machine = f"{planned.machine}, measured" if planned.machine else assumed
+    print_labelled({"model": f"{model} ({size}, {shown.dtype(planned)})", "machine": machine})
     bar, legend = shown.memory(planned)
-    print_labelled({"model": f"{model} ({size}, {shown.dtype(planned)})", "machine": _machine(planned)})
     screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
     screen().print(Text(" " * (LABEL + 2)).append_text(legend))
     screen().print(shown.table(planned))
     print_labelled({"moves": _moved(planned), **shown.predictions(planned), **notes})
-
-
-def _machine(planned: Plan) -> str:
-    if planned.machine:
-        return f"{planned.machine}, measured"
-    return (
-        "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
-        "takes the numbers of another"
-    )
 
 
 def _count(num: int) -> str:
@@ -108,8 +99,6 @@ def _count(num: int) -> str:
 
 def _moved(planned: Plan) -> str:
     """What a step moves, and where what is not on the device is kept."""
-    from weightstream.plan.shown import human
-
     if not planned.offloaded_nbytes:
         return "nothing: all weights stay on the device"
     kept = [f"{human(planned.host_nbytes)} in host memory"] if planned.host_nbytes else []
@@ -120,8 +109,6 @@ def _moved(planned: Plan) -> str:
 
 def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
     """What to do with the budget, as a labelled line: nothing, less, or more."""
-    from weightstream.plan.shown import human, milliseconds
-
     if shortage := ahead.shortage(planned):
         return {"shortage": shortage}
     if not planned.offloaded_nbytes:
@@ -129,11 +116,8 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
     enough = ahead.enough(planned)
     if enough is not None and _budget(enough) < _LESS * _budget(planned):
         return {"note": f"a budget of {human(_budget(enough))} would be as fast"}
-    busy_s, nbytes = {
-        "compute": (0.0, 0),
-        "link": (planned.copy_s, planned.step_nbytes),
-        "disk": (planned.disk_s, planned.step_disk_nbytes),
-    }[planned.limit]
+    moved = {"link": (planned.copy_s, planned.step_nbytes), "disk": (planned.disk_s, planned.step_disk_nbytes)}
+    busy_s, nbytes = moved.get(planned.limit, (0.0, 0))
     if not nbytes:
         return {}
     saved_s = min(_GIB * busy_s / nbytes, busy_s - planned.compute_s)
@@ -141,15 +125,8 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 
 
 def _sweep_table(planned: Plan, others: Sequence[Plan]) -> Table:
-    from rich.table import Table
-
-    from weightstream.plan import shown
-
-    table = Table()
-    for heading in ("", "budget GiB", "resident GiB", "ring GiB", "step ms", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("limit", ""):
-        table.add_column(heading, no_wrap=True)
+    headings = ("", "budget GiB", "resident GiB", "ring GiB", "step ms", "tokens/s", "limit", "")
+    table = shown.grid(*headings, left=("", "limit"))
     plans = _with(planned, others)
     slowest = max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
@@ -175,86 +152,51 @@ def _budget(plan: Plan) -> int:
     return plan.budget or plan.device_nbytes
 
 
-# -- JSON and files -----------------------------------------------------------------------------------------------
-
-
 def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    from weightstream.plan import shown
-
     enough = ahead.enough(planned)
     return {
         "num_parameters": shown.num_parameters(planned),
         "dtype": shown.dtype(planned),
-        "nbytes": planned.manifest.nbytes,
-        "machine": planned.machine or None,
-        **numbers(planned),
+        **shown.numbers(planned),
         "enough_budget": enough.budget if enough else None,
         "shortage": ahead.shortage(planned),
         "plan": json.loads(planned.to_json()),
     }
 
 
-def numbers(planned: Plan) -> dict[str, Any]:
-    """The plan's bytes and predicted seconds."""
-    from weightstream.plan import shown
-
-    names = ["budget", "resident_nbytes", "ring_nbytes", "device_nbytes", "activation_nbytes", "cache_nbytes"]
-    names += ["host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
-    names += ["step_s", "compute_s", "copy_s", "disk_s", "limit"]
-    return {name: getattr(planned, name) for name in names} | {"tokens_per_s": shown.tokens_per_s(planned)}
-
-
-def _profile(path: Path | None) -> Profile | None:
-    if path is None:
-        return None
+def _profile(path: Path) -> Profile:
     from weightstream.runtime.profile import from_json
 
     try:
         return from_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--profile {path}: {error.strerror}; name a file of `weightstream doctor --save`") from error
-    except ConfigError as error:
-        raise ConfigError(f"--profile {path}: {error}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--save {path}: {error.strerror}; name a file that can be written") from error
+    except (OSError, ConfigError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--profile {path}: {cause}; name a file of `weightstream doctor --save`") from error
 
 
 def draw(model: str, planned: Plan, others: Sequence[Plan], path: Path) -> None:
     """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
-    from weightstream.plan.shown import milliseconds
-
     plans = _with(planned, others)
-    budgets = [_budget(plan) / _GIB for plan in plans]
+    budgets, steps = [_budget(plan) / _GIB for plan in plans], [plan.step_s for plan in plans]
     image, axes = figure.new_figure()
     for name, times, style in (
-        ("predicted step", [plan.step_s for plan in plans], {"color": "#1f4e9e", "marker": ".", "linewidth": 3}),
+        ("predicted step", steps, {"color": "#1f4e9e", "marker": ".", "linewidth": 3}),
         ("link busy", [plan.copy_s for plan in plans], {"color": "#f4a340", "linestyle": "--"}),
         ("compute busy", [plan.compute_s for plan in plans], {"color": "#3a7d44", "linestyle": ":"}),
     ):
         axes.plot(budgets, [1e3 * s if s else float("nan") for s in times], label=name, **style)
-    chosen = _budget(planned) / _GIB, 1e3 * planned.step_s
-    name = f"this plan: {chosen[0]:.2f} GiB, {milliseconds(planned.step_s)}"
-    axes.plot(*chosen, "o", color="#c1121f", markersize=9, label=name)
-    steps = [plan.step_s for plan in plans]
+    name = f"this plan: {_budget(planned) / _GIB:.2f} GiB, {milliseconds(planned.step_s)}"
+    axes.plot(_budget(planned) / _GIB, 1e3 * planned.step_s, "o", color="#c1121f", markersize=9, label=name)
     if max(steps) > _LOG * min(steps) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,g}")
     else:
         axes.set_ylim(bottom=0)
-    axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=_title(model, planned))
+    title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
+    title += f", {shown.workload(planned)}" if planned.workload else ""
+    axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.save(image, path)
-
-
-def _title(model: str, planned: Plan) -> str:
-    at = planned.workload
-    step = f", batch {at.batch}, tokens {at.tokens}, context {at.context}" if at else ""
-    return f"{Path(model).name} on {planned.machine or 'an assumed machine'}{step}"

@@ -1,13 +1,15 @@
-"""What a command prints to: at most 100 columns, without colour where nobody sees it, labels one below the other."""
+"""What a command writes: lines with a label, in at most 100 columns and without colour in a pipe; and whole files."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.text import Text
+
+from weightstream.errors import ConfigError
 
 COLUMNS = 100
 LABEL = 9
@@ -15,18 +17,29 @@ LABEL = 9
 
 def screen() -> Console:
     """The console of stdout. A pipe is as wide as the widest terminal."""
-    from rich.console import Console
-
     console = Console(highlight=False, emoji=False, markup=False)
     console.width = min(COLUMNS, console.width) if console.is_terminal else COLUMNS
     return console
 
 
+def print_folded(head: Text, body: str, style: str = "") -> None:
+    """A line that goes on below the end of its head."""
+    console, margin = screen(), " " * len(head)
+    options = {"initial_indent": margin, "subsequent_indent": margin, "break_on_hyphens": False}
+    folded = textwrap.fill(body, console.width, **options)  # type: ignore[arg-type]
+    console.print(Text.assemble(head, (folded[len(head) :], style)), soft_wrap=True)
+
+
 def print_labelled(lines: Mapping[str, str]) -> None:
     """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
-    from rich.text import Text
-
-    console, margin = screen(), LABEL + 2
     for label, value in lines.items():
-        folded = textwrap.fill(value, COLUMNS - margin, subsequent_indent=" " * margin, break_on_hyphens=False)
-        console.print(Text.assemble((f"{label:>{LABEL}}:", "bold"), " ", folded), soft_wrap=True)
+        print_folded(Text.assemble((f"{label:>{LABEL}}:", "bold"), " "), value)
+
+
+def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
+    """Write the file that a flag names."""
+    try:
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error

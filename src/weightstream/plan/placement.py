@@ -56,7 +56,7 @@ def _soonest_first(
     manifest: Manifest, choices: Iterable[tuple[frozenset[str], int, int]], profile: Profile
 ) -> list[tuple[float, tuple[frozenset[str], int, int]]]:
     """The choices by the least time of a step: it computes, and copies what the ring cannot hold for good."""
-    aliases = manifest.aliases
+    aliases = {alias: n for u in set(manifest.order) for alias, n in manifest.units[u].aliases().items()}  # a step's
     compute_s = sum(profile.compute_s(u, manifest.units[u]) for u in manifest.order)
 
     def bound_s(residents: frozenset[str], ring_nbytes: int) -> float:

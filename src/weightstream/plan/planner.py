@@ -13,6 +13,7 @@ from functools import partial
 
 from weightstream.config import OffloadConfig, name_matches
 from weightstream.errors import PlanError
+from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan, human
@@ -69,7 +70,8 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
-    """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, which go over the work.
+    """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, which go over the work, and
+    in which the groups `measured_reads` were read from host memory.
 
     Raises `PlanError` with the arithmetic where no plan fits.
     """
@@ -79,6 +81,7 @@ class Planner:
     weights: Weights
     demand: Demand | None = None
     unit_s: Mapping[str, float] = field(default_factory=dict)
+    measured_reads: frozenset[str] = frozenset()
 
     def __call__(self, manifest: Manifest) -> Plan:
         profile = self.profile(manifest)
@@ -93,10 +96,13 @@ class Planner:
             assert refused is not None
             raise refused
         best = min(plans, key=lambda plan: (plan.step_s, plan.device_nbytes))
+        return self._for_demand(best)
+
+    def _for_demand(self, plan: Plan) -> Plan:
         if self.demand is None:
-            return best
+            return plan
         beside = {"activation_nbytes": self.demand.activation_nbytes, "cache_nbytes": self.demand.cache_nbytes}
-        return replace(best, workload=self.demand.workload, **beside)  # type: ignore[arg-type]
+        return replace(plan, workload=self.demand.workload, **beside)  # type: ignore[arg-type]
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
@@ -141,7 +147,8 @@ class Planner:
             yield frozenset()
             return
         yield named
-        if budget is None or self.machine.on_cpu or manifest.without(named).nbytes <= budget:
+        chosen = budget is not None and self.config.backend == "none" and not self.machine.on_cpu
+        if not chosen or manifest.without(named).nbytes <= (budget or 0):
             return
         sizes = manifest.aliases
         tables = frozenset(a for a in self.weights.by_row if sizes.get(a, 0) >= _TABLE_NBYTES)
@@ -179,9 +186,20 @@ class Planner:
         plan = self._streaming(manifest.without(mapped), profile)
         if not mapped:
             return plan
-        read = mapped - self.weights.by_row if not self.unit_s else ()  # measured seconds hold these reads
-        nbytes = sum(manifest.aliases[alias] for alias in read if alias in manifest.aliases)
-        return map_to_host(plan, manifest, round(nbytes / _READ_RATE), profile)
+        return map_to_host(plan, manifest, self._read_nbytes(manifest, mapped), profile)
+
+    def priced(self, plan: Plan) -> Plan:
+        """A plan, whoever made it, with what this planner predicts for its step."""
+        profile, aside = self.profile(plan.manifest), plan.manifest.without(plan.mapped)
+        times = cost.predicted(replace(plan, manifest=aside, mapped=frozenset()), profile)
+        if plan.mapped:
+            times = map_to_host(times, plan.manifest, self._read_nbytes(plan.manifest, plan.mapped), profile)
+        return self._for_demand(times)
+
+    def _read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
+        """Bytes of copies that take as long as what kernels read of these in a step."""
+        read = mapped - self.weights.by_row - self.measured_reads
+        return round(sum(manifest.aliases[alias] for alias in read if alias in manifest.aliases) / _READ_RATE)
 
     # -- what streams ---------------------------------------------------------------------------------------------
 
@@ -260,7 +278,8 @@ class Prospect:
 
     def within(self, budget: int) -> Prospect:
         """The same with another device budget."""
-        over = {"device_budget": budget, "max_memory": ()}
+        host = tuple(entry for entry in self.planners[0].config.max_memory if entry[0] == "cpu")
+        over = {"device_budget": budget, "max_memory": host}
         planners = (replace(p, config=p.config.model_copy(update=over)) for p in self.planners)
         return replace(self, planners=tuple(planners))
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 
 from weightstream.errors import PlanError
-from weightstream.plan import cost
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 
@@ -44,15 +43,21 @@ def refine(planner: Planner, plan: Plan, times: Times) -> Refined:
     profile = planner.machine.profile
     if plan.limit == "disk":
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
-    elif copied_s := sum(seconds for _, seconds in times.copies.values()):
-        copied_nbytes = sum(nbytes for nbytes, _ in times.copies.values())
-        profile = replace(profile, link_bytes_per_s=copied_nbytes / copied_s, copy_latency_s=0.0)
+    elif rates := _rates(times, profile.copy_latency_s):
+        profile = replace(profile, link_bytes_per_s=median(rates))
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=lambda: None)
     estimate = planner.profile(plan.manifest)
     computes = [estimate.compute_s(u, unit, streams=plan.streams(u)) for u, unit in enumerate(plan.manifest.units)]
-    found = replace(planner, machine=machine, unit_s=unit_s(plan, computes, times))
-    refined = cost.predicted(plan, found.profile(plan.manifest))
+    found = replace(planner, machine=machine, unit_s=unit_s(plan, computes, times), measured_reads=plan.mapped)
+    refined = found.priced(plan)
     return Refined(planner=found, plan=refined, better=_better(found, refined))
+
+
+def _rates(times: Times, latency_s: float) -> list[float]:
+    """Of the large copies: those that ran beside kernels that read over the link are slower, and few."""
+    large = max((nbytes for nbytes, _ in times.copies.values()), default=0) / 4
+    found = ((nbytes, seconds - latency_s) for nbytes, seconds in times.copies.values() if nbytes >= large)
+    return [nbytes / seconds for nbytes, seconds in found if seconds > 0]
 
 
 def unit_s(plan: Plan, estimates: Sequence[float], times: Times) -> dict[str, float]:

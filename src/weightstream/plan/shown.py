@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
@@ -27,6 +28,23 @@ def human(nbytes: float) -> str:
     return ByteSize(round(nbytes)).human_readable()
 
 
+def per_second(number: float, unit: str = "B") -> str:
+    """A rate for a person: `55.2 GB/s`, `684.0 TFLOP/s`."""
+    return ByteSize(round(number)).human_readable(decimal=True, separator=" ")[:-1] + f"{unit}/s"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds for a person: `12.5 ms`, from 10 s on `13.9 s`."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 or not seconds else f"{1e6 * seconds:.3g} us"
+
+
+def workload(plan: Plan) -> str:
+    at = plan.workload
+    return f"batch {at.batch}, tokens {at.tokens}, context {at.context}" if at else ""
+
+
 def text(plan: Plan) -> str:
     """The plan in one line, the table of its units, and what is predicted."""
     from rich.console import Console
@@ -37,16 +55,23 @@ def text(plan: Plan) -> str:
     return f"{plan.summary()}\n{out.getvalue().rstrip()}\n{predicted}"
 
 
+def grid(*headings: str, left: Container[str]) -> Table:
+    """A table without rows; columns of numbers to the right."""
+    from rich.table import Table
+
+    shown = Table()
+    for heading in headings:
+        is_left = heading in left
+        shown.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
+    return shown
+
+
 def table(plan: Plan) -> Table:
     """A row per kind of unit: how many there are, and the bytes of one of them by where they live."""
-    from rich.table import Table
     from rich.text import Text
 
     shares = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
-    shown = Table()
-    shown.add_column("unit", overflow="fold")
-    for heading in ("units", "tensors", *shares):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    shown = grid("unit", "units", "tensors", *shares, left=("unit",))
     for names, cells in _rows(plan):
         shown.add_row(Text(_span(names)), str(len(names)), *cells)
     return shown
@@ -82,20 +107,13 @@ def memory(plan: Plan) -> tuple[Text, Text]:
     """The device's memory that the plan speaks of, as a bar and its legend."""
     from rich.text import Text
 
-    free = max(0, (plan.budget or 0) - plan.device_nbytes)
-    parts = {
-        "resident": plan.resident_nbytes,
-        "ring": plan.ring_nbytes,
-        "cache": plan.cache_nbytes,
-        "activations": plan.activation_nbytes,
-        "free": free,
-    }
-    total = sum(parts.values())
+    names = ("resident", "ring", "cache", "activations", "free")
+    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.cache_nbytes, plan.activation_nbytes]
+    sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
+    total = sum(sizes)
     unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
     bar, legend = Text(), Text()
-    for (name, nbytes), num, (fill, colour) in zip(
-        parts.items(), _cells(list(parts.values()), _BAR), _FILLS, strict=True
-    ):
+    for name, nbytes, num, (fill, colour) in zip(names, sizes, _cells(sizes, _BAR), _FILLS, strict=True):
         if nbytes:
             bar.append(fill * num, colour)
             legend.append(fill, colour).append(f" {name} {_short(nbytes / size)}  ")
@@ -117,16 +135,22 @@ def _cells(sizes: Sequence[int], width: int) -> list[int]:
 
 def predictions(plan: Plan) -> dict[str, str]:
     """What is predicted of a step, as lines with a label each."""
-    step = f"{milliseconds(plan.step_s)} per step"
-    if plan.workload is not None:
-        at = plan.workload
-        step += f", {rate(plan)} tokens/s (batch {at.batch}, tokens {at.tokens}, context {at.context})"
-    lines = {"predicted": step}
+    at = f", {rate(plan)} tokens/s ({workload(plan)})" if plan.workload else ""
+    lines = {"predicted": f"{milliseconds(plan.step_s)} per step{at}"}
     busy = {"compute": plan.compute_s, "link": plan.copy_s} | ({"disk": plan.disk_s} if plan.disk else {})
     if any(busy.values()):
         others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != plan.limit)
-        lines["limit"] = f"{plan.limit}, busy {milliseconds(busy[plan.limit])} of that; {others}"
+        lines["limit"] = f"{plan.limit}, busy {milliseconds(busy[plan.limit])} of a step; {others}"
     return lines
+
+
+def numbers(plan: Plan) -> dict[str, Any]:
+    """The plan's bytes and predicted seconds."""
+    names = ["budget", "resident_nbytes", "ring_nbytes", "device_nbytes", "activation_nbytes", "cache_nbytes"]
+    names += ["host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
+    names += ["step_s", "compute_s", "copy_s", "disk_s", "limit"]
+    found = {name: getattr(plan, name) for name in names} | {"machine": plan.machine or None}
+    return found | {"nbytes": plan.manifest.nbytes, "tokens_per_s": tokens_per_s(plan)}
 
 
 def num_parameters(plan: Plan) -> int:
@@ -143,10 +167,8 @@ def _counted(plan: Plan) -> Counter[str]:
     """By dtype; of tensors that share bytes the largest counts."""
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in plan.manifest.tensors():
-        num = 1
-        for size in tensor.shape:
-            num *= size
-        sizes[tensor.alias] = max(sizes.get(tensor.alias, (0, "")), (num, tensor.dtype.removeprefix("torch.")))
+        found = math.prod(tensor.shape), tensor.dtype.removeprefix("torch.")
+        sizes[tensor.alias] = max(sizes.get(tensor.alias, found), found)
     counted: Counter[str] = Counter()
     for num, kind in sizes.values():
         counted[kind] += num
@@ -164,10 +186,3 @@ def rate(plan: Plan) -> str:
     """Tokens per second for a person, with three digits at least."""
     found = tokens_per_s(plan) or 0.0
     return f"{found:.3g}" if found < 1 else _short(found) if found < 1000 else f"{found:,.0f}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds for a person: `12.5 ms`, from 10 s on `13.9 s`."""
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 or not seconds else f"{1e6 * seconds:.0f} us"

@@ -10,10 +10,10 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -33,69 +33,46 @@ _SAMPLES = 6
 _SAMPLE_S = 0.02  # all samples of a number together, where nothing has to settle
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _NUM_KERNELS = 200
+_NUM_WEIGHTS, _WIDTH = 4, 4096
 # A layer of a transformers model takes the host longer per kernel than the bare blocks below: keyword arguments, cache
 # objects, interfaces. Measured (CPU, one thread, bf16, Llama, 4 against 8 layers): 5.2 us against 4.0.
 _FRAMEWORK = 1.3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sizes:
-    """How much is measured with; `rows` x `width` is a product's activation, `attention` heads, positions, width."""
+class _Sizes(NamedTuple):
+    """How much is measured with: rows of an activation; heads, positions and width of attention."""
 
     copy_nbytes: int
-    num_weights: int
-    width: int
     out_width: int
     rows: int
     attention: tuple[int, int, int]
     settle_s: float
-    num_reads: int  # between two copies, to hide what the host takes to queue them
 
 
-_GPU = _Sizes(
-    copy_nbytes=128 << 20,
-    num_weights=4,  # 448 MiB: no cache holds what is read again
-    width=4096,
-    out_width=14336,
-    rows=8192,
-    attention=(32, 8192, 128),
-    settle_s=0.35,  # a GPU at rest raises its clock, then lowers it to what its power allows
-    num_reads=4,
-)
-_SHORT_GPU = replace(_GPU, copy_nbytes=32 << 20, num_weights=2, rows=1024, attention=(32, 2048, 128))
-_CPU = _Sizes(
-    copy_nbytes=64 << 20,
-    num_weights=4,
-    width=4096,
-    out_width=4096,
-    rows=16,
-    attention=(4, 512, 64),
-    settle_s=_SAMPLE_S,
-    num_reads=0,
-)
-_GPU_NBYTES = 5 << 28  # what measuring in full takes
+_CPU = _Sizes(64 << 20, 4096, 16, (4, 512, 64), _SAMPLE_S)
+# 448 MiB of weights: no cache holds what is read again. A GPU at rest raises its clock, then lowers it to what its
+# power allows.
+_GPU = _Sizes(128 << 20, 14336, 8192, (32, 8192, 128), 0.35)
+
+
+def backend_of(device: torch.device) -> Backend:
+    """A backend of one's own, which disturbs no other on the device; to be closed."""
+    return cpu.CpuBackend() if device.type == "cpu" else cuda.CudaBackend(device)
 
 
 def measure(backend: Backend) -> tuple[Profile, bool]:
-    """What the backend's machine can do, and whether all of it was measured; the rest is the backend's own profile.
-
-    On streams of its own, so that the backend is not disturbed.
-    """
-    own: Backend = cpu.CpuBackend() if backend.device.type == "cpu" else cuda.CudaBackend(backend.device)
-    numbers, complete = _known(own.device), True
-    try:
-        with _left_as_found(own.device), torch.no_grad():
-            bench = _Bench(own)
-            for measuring in (bench.products, bench.attention, bench.kernels, bench.modules, bench.link):
-                try:
-                    numbers |= measuring()
-                except (RuntimeError, StoreError) as error:
-                    logger.warning("%s: the %s cannot be measured: %s", own.device, measuring.__name__, error)
-                    complete = False
-            del bench, measuring
-    finally:
-        own.close()
-    return replace(backend.profile, **numbers), complete
+    """What the backend's machine can do, and whether all of it was measured; the rest is the backend's own profile."""
+    with closing(backend_of(backend.device)) as own, _left_as_found(own.device), torch.no_grad():
+        numbers, complete, bench = _known(own.device), True, _Bench(own)
+        for measuring in (bench.workspace, bench.products, bench.attention, bench.kernels, bench.modules, bench.link):
+            try:
+                numbers |= measuring()
+            except (RuntimeError, StoreError) as error:
+                logger.warning("%s: the %s cannot be measured: %s", own.device, measuring.__name__, error)
+                complete = False
+        del bench, measuring
+    is_known = own.device.type == "cpu" or "workspace_nbytes" in numbers
+    return replace(backend.profile, **numbers), complete and is_known
 
 
 def _known(device: torch.device) -> dict[str, Any]:
@@ -122,14 +99,12 @@ class _Bench:
     """Measures one number after the other on a backend, with weights and activations of its own."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._device = backend.device
-        self._sizes = _CPU
-        if self._device.type == "cuda":
-            self._sizes = _GPU if cuda.allocatable_nbytes(self._device) >= _GPU_NBYTES else _SHORT_GPU
+        self._backend, self._device = backend, backend.device
+        self._on_gpu = self._device.type == "cuda"
+        self._sizes = _GPU if self._on_gpu else _CPU
         self._random = torch.Generator(self._device).manual_seed(0)  # not the user's
-        rows = self._tensor(1024, self._sizes.width)  # of which the others are copies: random numbers take the CPU long
-        self._weights = [rows.repeat(self._sizes.out_width // 1024, 1) for _ in range(self._sizes.num_weights)]
+        rows = self._tensor(1024, _WIDTH)  # of which the others are copies: random numbers take the CPU long
+        self._weights = [rows.repeat(self._sizes.out_width // 1024, 1) for _ in range(_NUM_WEIGHTS)]
 
     def _tensor(self, *shape: int) -> torch.Tensor:
         """Random bf16, as a product of equal numbers takes less power, and so runs faster, than any in a model."""
@@ -155,37 +130,37 @@ class _Bench:
         samples = [self._sample(work, repeats) for _ in range(_SAMPLES)]
         return choose(samples[_SAMPLES // 2 :])
 
-    def products(self) -> dict[str, float]:
-        """Reading weights for one row, then products of many rows in bf16 and float32."""
-        sizes, weight = self._sizes, self._weights[0]
-        flops = 2 * sizes.rows * sizes.width * sizes.out_width
-        found = self._workspace()
-        found["device_bytes_per_s"] = sum(w.nbytes for w in self._weights) / self._seconds(self._read)
-        rows = self._tensor(sizes.rows, sizes.width)
-        found["half_flops_per_s"] = flops / self._seconds(lambda: F.linear(rows, weight), sizes.settle_s)
-        rows, weight = rows[: sizes.rows // 4].float(), weight.float()
-        found["single_flops_per_s"] = flops / 4 / self._seconds(lambda: F.linear(rows, weight))
-        return found
-
-    @property
-    def _row(self) -> torch.Tensor:
-        return self._weights[0][:1]
-
-    def _read(self) -> None:
-        row = self._row
-        for weight in self._weights:
-            F.linear(row, weight)
-
-    def _workspace(self) -> dict[str, float]:
-        """What a library takes at the first product, and keeps; if that was before our time it is not known."""
-        if self._device.type == "cpu":
+    def workspace(self) -> dict[str, int]:
+        """What a library takes at the first product of a stream, and keeps; not known where that was before us."""
+        if not self._on_gpu:
             return {}
-        before = cuda.allocated_nbytes(self._device)
-        bias = self._weights[0].flatten()[: self._sizes.out_width]  # products with a bias may be of another library
-        for addend in (None, bias):
-            F.linear(self._row, self._weights[0], addend)
+        weight, before = self._weights[0], cuda.allocated_nbytes(self._device)
+        self._backend.synchronize()
+        with torch.Stream(self._device):  # the caller's may have its workspace already
+            for bias in (None, weight.flatten()[: len(weight)]):  # products with a bias may be of another library
+                F.linear(weight[:1], weight, bias)
+            self._backend.synchronize()
         grown = cuda.allocated_nbytes(self._device) - before
         return {"workspace_nbytes": grown} if grown else {}
+
+    def products(self) -> dict[str, float]:
+        """Reading weights for one row, then products of many rows in bf16 and float32."""
+        num_rows, weight, settle_s = self._sizes.rows, self._weights[0], self._sizes.settle_s
+        flops = 2 * num_rows * weight.numel()
+        read_s = self._seconds(self._read)
+        rows = self._tensor(num_rows, _WIDTH)
+        half_s = self._seconds(lambda: F.linear(rows, weight), settle_s)
+        rows, weight = rows[: num_rows // 4].float(), weight.float()
+        single_s = self._seconds(lambda: F.linear(rows, weight))
+        return {
+            "device_bytes_per_s": sum(w.nbytes for w in self._weights) / read_s,
+            "half_flops_per_s": flops / half_s,
+            "single_flops_per_s": flops / 4 / single_s,
+        }
+
+    def _read(self) -> None:
+        for weight in self._weights:
+            F.linear(self._weights[0][:1], weight)
 
     def attention(self) -> dict[str, float]:
         heads, positions, width = self._sizes.attention
@@ -202,13 +177,14 @@ class _Bench:
             for _ in range(_NUM_KERNELS):
                 small.mul_(1.0)
 
-        if self._device.type == "cuda":
+        launch: Callable[[], object] = work
+        if self._on_gpu:
             work()
             graph = cuda.new_graph()
             with self._backend.capture(graph):
                 work()
-            return {"op_s": self._seconds(graph.replay, choose=min) / _NUM_KERNELS}
-        return {"op_s": self._seconds(work, choose=min) / _NUM_KERNELS}
+            launch = graph.replay
+        return {"op_s": self._seconds(launch, choose=min) / _NUM_KERNELS}
 
     def modules(self) -> dict[str, float]:
         """What the host takes to launch a kernel from a model's code.
@@ -230,10 +206,10 @@ class _Bench:
 
     def link(self) -> dict[str, float]:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""
-        sizes, backend = self._sizes, self._backend
-        with host_memory(self._device, sizes.copy_nbytes) as source:
-            bulk = Copy(dst=backend.alloc(sizes.copy_nbytes), src=source, pinned=source.is_pinned())
-            bytes_per_s = sizes.copy_nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
+        nbytes, backend = self._sizes.copy_nbytes, self._backend
+        with host_memory(self._device, nbytes) as source:
+            bulk = Copy(dst=backend.alloc(nbytes), src=source, pinned=source.is_pinned())
+            bytes_per_s = nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
             pieces = [replace(bulk, dst=dst, src=src) for dst, src in pairs]
 
@@ -243,7 +219,7 @@ class _Bench:
 
             piece_s = self._seconds(scatter) / len(pieces)
             round_s = self._seconds(partial(self._rounds, pieces[:8])) / 8
-        reads_s = self._seconds(self._read) if sizes.num_reads else 0.0
+        reads_s = self._seconds(self._read) if self._on_gpu else 0.0
         return {
             "link_bytes_per_s": bytes_per_s,
             "copy_latency_s": max(1e-7, piece_s - _PIECE_NBYTES / bytes_per_s),  # no copy is free
@@ -254,7 +230,7 @@ class _Bench:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
         drained, filled = self._backend.event(), self._backend.event()
         for piece in pieces:
-            if self._sizes.num_reads:
+            if self._on_gpu:  # hides what the host takes to queue the copies
                 self._read()
             self._backend.record(Side.COMPUTE, drained)
             self._backend.wait(Side.COPY, drained)
@@ -267,39 +243,37 @@ class _Bench:
 def host_memory(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
     """Memory that copies start from: pinned for a GPU, or, where that is refused, not."""
     arena = Arena(partial(cuda.register, device=device), cuda.unregister) if device.type == "cuda" else Arena()
-    memory = arena.take(nbytes).fill_(1)
-    try:
-        arena.pin(memory)
-    except StoreError as error:
-        logger.warning("%s", error)
-    try:
+    with closing(arena):
+        memory = arena.take(nbytes).fill_(1)
+        try:
+            arena.pin(memory)
+        except StoreError as error:
+            logger.warning("%s", error)
         yield memory
-    finally:
-        arena.close()
 
 
 @contextmanager
-def busy_link(backend: Backend) -> Iterator[None]:
-    """Copies for some 0.2 s, by the backend's profile, are on their way inside: an idle link runs slower."""
+def busy_link(backend: Backend) -> Iterator[bool]:
+    """Copies for some 0.2 s, by the backend's profile, are on their way inside: an idle link runs slower.
+
+    Gives whether their source is pinned.
+    """
     with host_memory(backend.device, _GPU.copy_nbytes) as source:
         bulk = Copy(dst=backend.alloc(source.numel()), src=source, pinned=source.is_pinned())
         backend.copy([bulk] * round(1 + 0.2 * backend.profile.link_bytes_per_s / source.numel()))
         try:
-            yield
+            yield bulk.pinned
         finally:
             backend.synchronize()
 
 
 def disk_bytes_per_s(file: DirectFile, nbytes: int) -> float:
     """What direct reads of the first `nbytes` of a file reach, several at a time."""
-    ring = cpu.staging(Arena().take)
-    started = time.perf_counter()
-    try:
+    with closing(cpu.staging(Arena().take)) as ring:
+        started = time.perf_counter()
         for piece in ring.start(file, 0, nbytes):
             piece.release()
         return nbytes / (time.perf_counter() - started)
-    finally:
-        ring.close()
 
 
 class _Norm(nn.Module):

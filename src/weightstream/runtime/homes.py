@@ -143,6 +143,11 @@ class Homes:
         """Alias groups that can live on disk: those in files, and with an offload folder all."""
         return frozenset(a for a, h in self.homes.items() if h.mapping is not None or self._spill_folder is not None)
 
+    @property
+    def came_from_host(self) -> bool:
+        """Whether bringing everything home takes no device memory."""
+        return all(home.origin.type == "cpu" for home in self.homes.values())
+
     def disk_bytes_per_s(self) -> float | None:
         """What direct reads of the largest file reach, in a tenth of a second; None where there is no file of size."""
         mapping = max(self._mappings, key=lambda mapping: mapping.nbytes, default=None)

@@ -6,13 +6,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -51,22 +49,14 @@ def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
         return backend.profile
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """What a file of the cache holds."""
-
-    key: Mapping[str, str | int]
-    profile: Profile
-
-
 def to_json(profile: Profile) -> str:
-    return _adapter(Profile).dump_json(profile, indent=2).decode()
+    return _adapter().dump_json(profile, indent=2).decode()
 
 
 def from_json(text: str | bytes) -> Profile:
     """Read a profile; what it leaves out has its default. Raises `ConfigError` when the text is none."""
     try:
-        profile: Profile = _adapter(Profile).validate_json(text)
+        profile = _adapter().validate_json(text)
         if unknown := json.loads(text).keys() - {field.name for field in fields(Profile)}:
             raise ValueError(f"there is no {' or '.join(sorted(unknown))} in it")
         _check(profile)
@@ -86,27 +76,23 @@ def _check(profile: Profile) -> None:
 
 def load(device: torch.device) -> Profile | None:
     """The profile kept for this machine and device as they are now."""
-    key = _key(device)
-    path = _path(key)
+    path = _path(device)
     try:
-        entry: _Entry = _adapter(_Entry).validate_json(path.read_bytes())
-        _check(entry.profile)
-        return entry.profile if entry.key == key else None
+        return from_json(path.read_bytes())
     except OSError:
         return None
-    except ValueError as error:
+    except ConfigError as error:
         logger.warning("%s is ignored, and written anew: %s", path, str(error).splitlines()[0])
         return None
 
 
 def save(device: torch.device, profile: Profile) -> None:
     """Keep a profile for this machine and device as they are now; a folder that cannot be written is no error."""
-    key = _key(device)
-    path = _path(key)
+    path = _path(device)
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(_adapter(_Entry).dump_json(_Entry(key=key, profile=profile), indent=2))
+        part.write_text(to_json(profile))
         part.replace(path)  # never half a file, whoever else writes it now
     except OSError as error:
         logger.info("%s is not written, so the next process measures again: %s", path, error)
@@ -114,34 +100,19 @@ def save(device: torch.device, profile: Profile) -> None:
             part.unlink()
 
 
-def _key(device: torch.device) -> dict[str, str | int]:
-    """All that a measurement depends on."""
-    key: dict[str, str | int] = {
-        "format": _FORMAT,
-        "machine": machine.machine_id(),
-        "processor": machine.processor(),
-        "cores": os.cpu_count() or 0,
-        "torch": torch.__version__,
-    }
+def _path(device: torch.device) -> Path:
+    """The name tells all that a measurement depends on."""
+    key = [_FORMAT, machine.machine_id(), machine.processor(), os.cpu_count(), torch.__version__]
     if device.type == "cpu":
-        return key | {"device": "cpu", "threads": torch.get_num_threads()}
-    found = cuda.facts(device)
-    return key | {
-        "device": found.name,
-        "uuid": found.uuid,
-        "pci": found.pci,
-        "capability": found.capability,
-        "driver": machine.driver_version() or found.driver,
-        "cuda": torch.version.cuda or "",
-    }
-
-
-def _path(key: Mapping[str, str | int]) -> Path:
+        key += ["cpu", torch.get_num_threads()]
+    else:
+        found = cuda.facts(device)
+        driver = machine.driver_version() or found.driver
+        key += [found.name, found.uuid, found.pci, found.capability, driver, torch.version.cuda]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    digest = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return folder / "weightstream" / "profiles" / f"{digest[:16]}.json"
+    return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter() -> TypeAdapter[Profile]:
+    return TypeAdapter(Profile)

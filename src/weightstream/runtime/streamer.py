@@ -41,7 +41,7 @@ from weightstream.trace import Trace
 
 logger = logging.getLogger("weightstream")
 
-_REFINED_EVERY = 8  # steps; the first that are timed are the 2nd to the 5th
+_REFINED_EVERY = 4  # steps
 _REFINED_FROM = 3  # timed steps of one kind
 _MOVES = 2  # to a better plan, at most: workloads that alternate must not move weights for ever
 
@@ -54,10 +54,10 @@ class Stats:
     repeated or out of order. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM,
     pages of mapped files included) and "disk" (read in every step); `model_nbytes` counts them once.
 
-    Times are of the device, from the steps that were timed: the 2nd to the 5th under a plan, then one in 17. `step_s`
-    and `units` are medians over the last of them that are of one kind (calls with as many elements in their first
-    tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is the time
-    that compute waited for copies in all steps, taking one that was not timed for the last that was.
+    Times are of the device, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in 17.
+    `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
+    first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
+    the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
     """
 
     steps: int
@@ -416,12 +416,13 @@ class Streamer(FixedAddresses):
         refined, self._refined = refine(self._planner, self.plan, times), measured.kind
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * self.plan.step_s:.1f} predicted"
         self._binding.plan = refined.plan
-        if refined.better is None or self._num_moves == _MOVES:
+        if refined.better is None or self._num_moves >= _MOVES or not self._homes.came_from_host:
             logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
         else:
             logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
             self._num_moves += 1
             self._move(refined.better)
+            self._refined = None  # its own steps are to be measured
         self._on_plan(self.plan)
 
     def _move(self, plan: Plan) -> None:
@@ -467,6 +468,7 @@ class Streamer(FixedAddresses):
             return
         logger.info("weights read outside of their module's forward: %s", self._strays)
         self._move(plan)
+        self._on_plan = lambda plan: None  # of other units than the next load begins with
 
     def _with_strays(self) -> list[UnitModule]:
         modules = dict(self._model.named_modules())

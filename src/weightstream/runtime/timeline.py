@@ -1,7 +1,7 @@
 """The timeline: when the units of a step were waited for, computed and copied, by the device's own clock.
 
-Few steps are timed: the 2nd to the 5th under a plan, then one in 17; while a trace is recorded, all. Marks are read
-once the device has passed them, at a later step or when somebody asks; nobody ever waits for one.
+Few steps are timed: the 2nd to the 5th of one kind in a row, and one in 17; while a trace is recorded, all. Marks are
+read once the device has passed them, at a later step or when somebody asks; nobody ever waits for one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Timeline:
         self.stall_s = 0.0
         self._backend = backend
         self._plan: Plan
-        self._num_steps = 0
+        self._num_steps = self._in_a_row = 0
+        self._last_kind: Kind | None = None
         self._marks: Marks | None = None  # where the marks of units go now
         self._between: Marks | None = None  # where those of a trace go that belong to no step
         self._pending: deque[Marks] = deque()
@@ -72,7 +73,7 @@ class Timeline:
     def bind(self, plan: Plan) -> None:
         """Another plan comes into force: what was measured under the one before says nothing of it."""
         with self._reading:
-            self._plan, self._num_steps = plan, 0
+            self._plan, self._num_steps, self._in_a_row = plan, 0, 0
             self._samples.clear()
         self._leave_between()
 
@@ -129,6 +130,9 @@ class Timeline:
 
     def _begin(self, kind: Kind, inside: bool, whole: bool) -> Marks | None:
         self._num_steps += whole
+        if whole:
+            self._in_a_row = self._in_a_row + 1 if kind == self._last_kind else 1
+            self._last_kind = kind
         self._read()
         tracing = self._tracing if self._tracing is not None and self._tracing.trace.make_room(2) else None
         if tracing is None and not (whole and self._is_due()):
@@ -146,7 +150,7 @@ class Timeline:
         return marks
 
     def _is_due(self) -> bool:
-        return (self._num_steps in _WARM or self._num_steps % _EVERY == 0) and len(self._pending) < _WINDOW
+        return (self._in_a_row in _WARM or self._num_steps % _EVERY == 0) and len(self._pending) < _WINDOW
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
