@@ -23,6 +23,7 @@ COLUMNS = (
     *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "peak_gib", "graphs"),
     *("device_s", "load_s", "first_s", "total_s", "seconds", "read_gbps", "x_direct", "x_predicted"),
     *("x_host", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
+    *("predicted_ms", "refined_ms", "x_bound"),
 )
 Row = dict[str, Any]
 
@@ -124,6 +125,33 @@ def disk(rows: list[Row], folder: Path) -> None:
     figure.savefig(folder / "disk.png", dpi=130)
 
 
+def cells(rows: list[Row], folder: Path) -> None:
+    """Measured over predicted, before a step ran and from the first that were timed; and over the bound of any plan."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
+    shown = [row for row in rows if "classic (" not in row["system"]]
+    for key, color, label in (("predicted_ms", PEER, "from the profile and shapes"), ("refined_ms", OURS, "refined")):
+        found = [row for row in shown if row.get(key)]
+        ratios = [row["ms"]["p50"] / row[key] for row in found]
+        left.scatter([row["ms"]["p50"] for row in found], ratios, s=14, color=color, label=label)
+    left.axhspan(0.9, 1.1, color=PEER, alpha=0.15, label="10 %")
+    left.set_xscale("log")
+    left.set_xlabel("measured step, ms", fontsize=8)
+    left.set_ylabel("measured / predicted", fontsize=8)
+    for workload, marker in (("decode, batch 1", "o"), ("decode, batch 32", "s"), ("prefill of 8192", "^")):
+        found = [row for row in shown if row["workload"] == workload and row.get("x_bound")]
+        found = [row for row in found if "decode" in workload or row["planned_for"] == workload]
+        right.scatter(
+            *([row["percent"] for row in found], [row["x_bound"] for row in found]), s=16, marker=marker, label=workload
+        )
+    right.axhline(1.03, color=LINE, linewidth=1, label="1.03")
+    right.set_xlabel("device budget, % of the weights", fontsize=8)
+    right.set_ylabel("step / max(resident, copies), in plans for it", fontsize=8)
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+        _finish(axes, "8B and 32B shapes" if axes is left else str(rows[-1]["gpu"]))
+    figure.savefig(folder / "cells.png", dpi=130)
+
+
 def markdown(rows: list[Row]) -> str:
     """The rows as a table in Markdown, without the columns that no row has."""
     shown = [column for column in COLUMNS if any(column in row for row in rows)]
@@ -157,8 +185,8 @@ def _finish(axes: Axes, title: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    for draw in (decoder, prefill, classic, start, disk):
+    for draw in (decoder, prefill, classic, start, disk, cells):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
-            found = read(path)
+            found = read(path, last_commit=draw is not cells)  # the shapes may be measured one by one
             draw(found, folder)
             print(f"{draw.__name__}, commit {found[-1]['commit']}\n\n{markdown(found)}\n")

@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     print(plan)
 
     model = weightstream.from_pretrained(folder, progress=False, **settings)
-    streamed = [model(ids).logits for _ in range(12)]
+    streamed = [model(ids).logits for _ in range(20)]
     stats = model.weightstream.stats()
     print(f"predicted before it ran: {1e3 * plan.step_s:.1f} ms per step")
     print(f"predicted since:         {1e3 * stats.predicted_step_s:.1f} ms")

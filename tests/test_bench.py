@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -118,8 +118,8 @@ def test_the_table_says_what_the_row_says(folder: Path, tmp_path: Path) -> None:
     lines = dict(line.strip().split(": ", 1) for line in result.stdout.splitlines() if ": " in line)
     assert lines["step"] == "batch 2, tokens 3, context 12"
     assert lines["plan"] == row["plan"]
-    off_by = 100 * (system(row, "offloaded")["p50_s"] / row["predicted_s"] - 1)
-    assert f"{off_by:+.1f} %" in lines["predicted"]
+    off_by = system(row, "offloaded")["p50_s"] / row["predicted_s"] - 1
+    assert f"{off_by:+.1%}" in lines["predicted"]
     assert lines["limit"].startswith(row["limit"])
     assert f"{row['link_bytes_per_s'] / 1e9:.1f} GB/s" in lines["link"]
     assert lines["equal"].startswith("yes, 4 outputs")
@@ -144,26 +144,24 @@ def test_plain_text_of_100_columns(folder: Path) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-def made_up(name: str, p50_s: float) -> Any:
-    memory = {"weights_nbytes": 2**39, "peak_nbytes": 2**40}
-    return comparison.System(name=name, p20_s=p50_s, p50_s=p50_s, p80_s=p50_s, num_steps=9, **memory)
+def made_up(name: str, p50_s: float) -> dict[str, Any]:
+    found = {"name": name, "p20_s": 0.9 * p50_s, "p50_s": p50_s, "p80_s": 1.1 * p50_s, "num_steps": 9}
+    found |= {"x_floor": p50_s / 119.9, "x_resident": p50_s / 1.25, "tokens_per_s": 32 / p50_s}
+    return found | {"weights_nbytes": 2**39, "peak_nbytes": 2**40}
 
 
-def test_large_numbers_of_a_gpu_fit_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    comparisons: list[Any] = []
-    measure = bench.compare
-    monkeypatch.setattr(bench, "compare", lambda *args: comparisons.append(measure(*args)) or comparisons[0])
-    run(folder)
-    systems = {"floor": made_up("link floor", 119.9), "offloaded": made_up("offloaded", 123.45678)}
-    on_gpu = dataclasses.replace(comparisons[0], device="cuda:0", resident=made_up("resident", 1.25), **systems)
+SYSTEMS = [made_up("link floor", 119.9), made_up("offloaded", 123.45678), made_up("resident", 31.25)]
+
+
+def test_large_numbers_of_a_gpu_fit_too() -> None:
     console = bench.screen()
     with console.capture() as shown:
-        console.print(bench._table(on_gpu))
+        console.print(bench._table(SYSTEMS))
     lines = shown.get().splitlines()
     assert max(map(len, lines)) <= 100
     assert "…" not in shown.get()
     row = next(line for line in lines if "offloaded" in line)
-    assert row.count("123,456.78") == 3
+    assert "│ 111,111.10 │ 123,456.78 │ 135,802.46 │" in row
     assert row.split("│")[-2].strip() == "1024.000"
 
 
@@ -196,11 +194,30 @@ def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert row["first_difference"] == 1
 
 
+def test_a_model_that_differs_from_itself_is_no_difference(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = comparison._resident
+
+    def restless(model: Any, *args: Any) -> Any:
+        calls = itertools.count(1)
+        model.lm_head.register_forward_hook(lambda _, __, output: output + next(calls))
+        return plain(model, *args)
+
+    monkeypatch.setattr(comparison, "_resident", restless)
+    result = run(folder, "--out", tmp_path / "rows.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "equal: not known: the model itself is not reproducible here" in result.stdout
+    (row,) = rows_of(tmp_path / "rows.jsonl")
+    assert row["equal"] is row["first_difference"] is None
+    assert row["reproducible"] is False
+
+
 def test_a_later_difference() -> None:
     ours = [torch.zeros(3) for _ in range(4)]
     theirs = [*ours[:2], torch.tensor([0.0, -0.0, 1e-30]), ours[3]]
-    assert comparison._first_difference(ours, ours) is None
-    assert comparison._first_difference(ours, theirs) == 3
+    assert comparison.first_difference(ours, ours, torch.equal) is None
+    assert comparison.first_difference(ours, theirs, torch.equal) == 3
 
 
 def test_no_room_for_the_resident_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +290,16 @@ def test_a_prompt_alone_is_a_step_without_a_cache() -> None:
 # -- the figure ---------------------------------------------------------------------------------------------------
 
 
-def test_the_figure_is_a_picture(folder: Path, tmp_path: Path) -> None:
+def test_the_figure_is_a_picture(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")
+    compare = bench.compare
+
+    def made_up(*args: Any) -> Any:  # a bar of a step that takes next to no time would not be seen
+        plan, row = compare(*args)
+        return plan, row | {"systems": SYSTEMS, "predicted_s": 120}
+
+    monkeypatch.setattr(bench, "compare", made_up)
     result = run(folder, "--plot", tmp_path / "a.png")
     assert result.exit_code == 0, result.output
     with image.open(tmp_path / "a.png") as picture:

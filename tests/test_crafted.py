@@ -440,7 +440,7 @@ def load(folder: Path) -> Any:
 def test_the_config_that_the_others_spoil_loads(model_folder: Path) -> None:
     model = load(model_folder)
     with model.weightstream:
-        assert type(model) is transformers.LlamaForCausalLM
+        assert isinstance(model, transformers.LlamaForCausalLM)
 
 
 @pytest.mark.parametrize("text", RAW_CONFIGS, ids=lambda text: repr(text[:12]))
@@ -471,7 +471,7 @@ def test_an_architecture_names_classes_of_transformers_only(
     spoil(model_folder, {"architectures": [name]})
     model = load(model_folder)
     with model.weightstream:
-        assert type(model) is transformers.LlamaModel  # the base of what model_type names
+        assert isinstance(model, transformers.LlamaModel)  # the base of what model_type names
     assert not called
 
 

@@ -107,7 +107,7 @@ def test_remove_after_a_spilled_file_was_cut_raises_once_and_leaves_no_thread(tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", ["1%", "6,5GiB", "12GiB/2", "96MiB!", "", "GiB"])
+@pytest.mark.parametrize("size", ["1 %%", "6,5GiB", "12GiB/2", "96MiB!", "", "GiB"])
 def test_what_is_no_size_is_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="host_budget"):
         weightstream.OffloadConfig(host_budget=size)

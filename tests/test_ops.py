@@ -143,7 +143,9 @@ def build(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def opened(model: nn.Module) -> weightstream.Streamer:
-    return weightstream.offload(model, device="cpu", offload_group_size=1, offload_prefetch_step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightstream.prospects.GRAINS", ("block",))
+        return weightstream.offload(model, device="cpu", offload_group_size=1, offload_prefetch_step=1)
 
 
 def emitted(model: nn.Module, streamer: weightstream.Streamer, x: torch.Tensor) -> tuple[torch.Tensor, list[str]]:

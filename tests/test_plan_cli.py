@@ -96,7 +96,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert f"{NUM_PARAMETERS / 1e6:.1f}M parameters" in text
     assert "Test GPU, measured" in text
     assert "(batch 4, tokens 1, context 2048)" in text
-    assert re.search(r"limit: link, busy [\d.]+ ms of that; compute [\d.]+ (ms|us)\n", text)
+    assert re.search(r"limit: link, busy [\d.]+ ms of a step; compute [\d.]+ (ms|us)\n", text)
 
 
 def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(plan: Callable[..., Result]) -> None:
@@ -185,7 +185,7 @@ def test_json_is_complete_and_alone(plan: Callable[..., Result], folder: Path) -
     assert found["cache_nbytes"] == 2 * 64 * 6 * 2 * 128 * 2
     assert found["tokens_per_s"] == 2 / found["step_s"]
     assert found["limit"] == "link"
-    assert found["copy_s"] <= found["step_s"]
+    assert found["copy_s"] <= found["step_s"] * (1 + 1e-9)
     plan_itself = Plan.from_json(json.dumps(found["plan"]))
     assert plan_itself.step_s == found["step_s"]
     assert plan_itself.workload is not None

@@ -84,7 +84,7 @@ MUTATIONS = {
     "a recorded release is not remembered": [("fence.last_read, fence.reads_pending = fence.drained, True", "pass")],
     "an overwritten neighbour keeps its state": [("held.move(State.EMPTY)", "pass")],
     "a fill waits for its own last read only": [
-        ("for other in (unit, *self.sharing[unit]):\n", "for other in (unit,):\n"),
+        ("for other in (unit, *sorted(self.live & self.sharing[unit])):\n", "for other in (unit,):\n"),
     ],
 }
 

@@ -15,7 +15,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.ring import Extent, allocate, previous_holder, refills
+from weightstream.plan.ring import Extent, allocate, previous_holders, refills
 
 GRAIN = 512  # the alignment of every extent, written out: the tests do not ask ring.py for it
 
@@ -221,11 +221,9 @@ def test_units_that_no_position_names_have_an_extent_and_no_fill() -> None:
 
 def test_previous_holder_goes_back_and_around() -> None:
     slots = [Extent(offset=0, nbytes=512), Extent(offset=512, nbytes=512), Extent(offset=0, nbytes=1024)]
-    assert previous_holder(0, (0, 1, 2), slots) == 2
-    assert previous_holder(1, (0, 1, 2), slots) == 2
-    assert previous_holder(2, (0, 1, 2), slots) == 1
-    assert previous_holder(0, (0, 1), slots) is None
-    assert previous_holder(2, (0, 1, 0), slots) == 0
+    assert previous_holders((0, 1, 2), slots) == [2, 2, 1]
+    assert previous_holders((0, 1), slots) == [None, None]
+    assert previous_holders((0, 1, 0), slots) == [2, None, 0]
 
 
 def test_fills_after_one_release_come_soonest_needed_first() -> None:

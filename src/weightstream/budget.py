@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdap
 _BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
 _SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")
 _SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
-_INDEX = re.compile(r"(?:cuda:)?(\d+)")
+_MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
 
 def nbytes_of(budget: int | str | None, total_nbytes: int) -> int | None:
@@ -23,56 +23,47 @@ def nbytes_of(budget: int | str | None, total_nbytes: int) -> int | None:
     return math.floor(total_nbytes * float(budget.removesuffix("%")) / 100)
 
 
-def _checked(value: Any) -> int | str:
+def _checked(value: Any, least: int = 0) -> int | str:
     if isinstance(value, str) and (share := _SHARE.fullmatch(value)):
         if not 0 < float(share[1]) <= 100:
             raise ValueError("not a share over 0 and up to 100 %")
         return f"{float(share[1]):g}%"
     if isinstance(value, str) and not _SIZE.fullmatch(value):
         raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
-    return _BYTE_SIZE.validate_python(value)
-
-
-def _over_zero(value: Any) -> int | str:
-    if (checked := _checked(value)) == 0:
+    if (nbytes := _BYTE_SIZE.validate_python(value)) < least:
         raise ValueError("not greater than 0")
-    return checked
+    return nbytes
 
 
 def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
     """Pairs of "0", the index of the device, and "cpu", sorted, with their budgets."""
-    if value is None:
-        return ()
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping | None):
         raise ValueError("not a map of memories")
-    budgets = {name: _checked_entry(name, key, given) for key, given in value.items() for name in [_memory(key)]}
-    if len(budgets) < len(value) or len(budgets.keys() - {"cpu"}) > 1:
-        raise ValueError("more than one device: weightstream computes on one, with the whole model")
+    budgets: dict[str, int | str] = {}
+    for key, given in (value or {}).items():
+        name = _memory(key)
+        if name in budgets or (name != "cpu" and budgets.keys() - {"cpu"}):
+            raise ValueError("more than one device: weightstream computes on one, with the whole model")
+        try:
+            budgets[name] = _checked(given, least=name != "cpu")
+        except ValueError as error:
+            cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise ValueError(f"{key!r}: {given!r}: {cause}") from None
     return tuple(sorted(budgets.items()))
-
-
-def _checked_entry(name: str, key: Any, given: Any) -> int | str:
-    try:
-        return _checked(given) if name == "cpu" else _over_zero(given)
-    except ValidationError as error:
-        raise ValueError(f"{key!r}: {given!r}: {error.errors()[0]['msg']}") from None
-    except ValueError as error:
-        raise ValueError(f"{key!r}: {given!r}: {error}") from None
 
 
 def _memory(key: Any) -> str:
     if key == "disk":
         raise ValueError("the disk takes what the others leave, without a bound: leave it out, name an offload_folder")
-    text = key if isinstance(key, str) else str(key) if type(key) is int else ""
-    index = _INDEX.fullmatch(text)
-    if text != "cpu" and not index:
+    match = _MEMORY.fullmatch(str(key))
+    if match is None:
         raise ValueError(f"{key!r} is no memory that weightstream uses")
-    return str(int(index[1])) if index else "cpu"
+    return str(int(match[1])) if match[1] else "cpu"
 
 
 _Size = Field(description='bytes, a size such as "12GiB", or a share such as "80%"')
 Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v)), _Size]
-BudgetOverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _over_zero(v)), _Size]
+BudgetOverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v, 1)), _Size]
 MaxMemory = Annotated[
     tuple[tuple[str, int | str], ...],  # hashable
     BeforeValidator(_checked_map),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, PlainSerializer, ValidationError
+from pydantic import BaseModel, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from weightstream.budget import Budget, BudgetOverZero, MaxMemory, nbytes_of
@@ -204,16 +204,21 @@ class OffloadConfig(_Settings):
             warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
 
     def _ignored(self) -> Iterable[str]:
+        given = self.model_dump(mode="json", exclude_defaults=True)
         if self.plan_file is not None:
-            yield from self._ignored_for_a_plan()
+            placing = ("offload_backend", "uva", "prefetch", "zero_copy_params")
+            if found := _listed({name: given[name] for name in placing if name in given}):
+                yield (
+                    f"{found} ignored where plan_file = {str(self.plan_file)!r} holds a plan, which places every "
+                    "weight. Remove to silence this; to use, remove plan_file"
+                )
             return
         why = f"offload_backend = {self.offload_backend!r} selects {self.backend!r}"
         for section, switch in ("uva", "cpu_offload_gb"), ("prefetch", "offload_group_size"):
-            given = getattr(self, section).model_dump(mode="json", exclude_defaults=True)
-            if given and self.backend != section:
+            if section in given and self.backend != section:
                 yield (
-                    f"{', '.join(f'{section}.{k} = {v!r}' for k, v in given.items())} ignored: {why}. Remove to "
-                    f"silence this; to use, set offload_backend = {section!r} and {section}.{switch} > 0"
+                    f"{_listed(given[section], f'{section}.')} ignored: {why}. Remove to silence this; to use, set "
+                    f"offload_backend = {section!r} and {section}.{switch} > 0"
                 )
         budget = f"max_memory[{self._of_map[0]}] = {self._of_map[1]}" if self._of_map else None
         if self.device_budget is not None:
@@ -224,15 +229,9 @@ class OffloadConfig(_Settings):
                 f"Remove it to silence this; to use it, remove the settings of {self.backend!r}"
             )
 
-    def _ignored_for_a_plan(self) -> Iterable[str]:
-        placing = {"offload_backend", "uva", "prefetch", "zero_copy_params"}
-        given = self.model_dump(mode="json", exclude_defaults=True, include=placing)
-        if given:
-            yield (
-                f"{', '.join(f'{k} = {v!r}' for k, v in given.items())} ignored where plan_file = "
-                f"{str(self.plan_file)!r} holds a plan, which places every weight. Remove to silence this; to use, "
-                "remove plan_file"
-            )
+
+def _listed(given: Mapping[str, Any], prefix: str = "") -> str:
+    return ", ".join(f"{prefix}{name} = {value!r}" for name, value in given.items())
 
 
 def name_matches(pattern: str, name: str) -> bool:
@@ -247,12 +246,13 @@ def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[st
 
 
 def _switched_on(variable: str) -> bool:
-    value = os.environ.get(variable, "").strip().lower()
-    if value in ("1", "true", "yes", "on"):
-        return True
-    if value in ("", "0", "false", "no", "off"):
-        return False
-    raise ConfigError(f"environment variable {variable} = {value!r} is no switch: set 1 or 0, or unset it")
+    value = os.environ.get(variable, "")
+    try:
+        return TypeAdapter(bool).validate_python(value.strip() or "0")
+    except ValidationError:
+        raise ConfigError(
+            f"environment variable {variable} = {value!r} is no switch: set 1 or 0, or unset it"
+        ) from None
 
 
 def _known_keys(cls: type[BaseModel]) -> dict[str, str]:

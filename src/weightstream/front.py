@@ -35,6 +35,7 @@ from weightstream.runtime import cuda, guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
+from weightstream.runtime.profile import read_profile
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.weights import UnitModule, empty_tensors, groups, leave_inference, manifest
 from weightstream.store.arena import Arena
@@ -145,7 +146,7 @@ def plan_model(
     device: torch.device | str | None = None,
     device_budget: int | str | None = None,
     dtype: str | torch.dtype = "auto",
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
     config: OffloadConfig | None = None,
     trust_remote_code: bool = False,
     **settings: Any,
@@ -157,8 +158,8 @@ def plan_model(
     Args:
         path_or_repo_id, device, device_budget, dtype, config: as for `from_pretrained`; its other settings may be given
             too, such as `host_budget`, `batch`, `context` and `tokens`.
-        profile: of another machine (`Profile.from_json`), to plan for that; default: this one's GPU, or where there is
-            none a GPU with assumed bandwidths.
+        profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
+            default: this one's GPU, or where there is none a GPU with assumed bandwidths.
 
     Raises:
         CheckpointError, PlanError, ConfigError: as for `from_pretrained`.
@@ -179,11 +180,13 @@ def prospect(
     config: OffloadConfig,
     *,
     device: torch.device | str | None = None,
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> Prospect:
     """What `plan_model` plans with, for several budgets; `options` are `dtype` and `trust_remote_code`."""
     device = config.device_for(device)
+    if isinstance(profile, str | Path):
+        profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(_backend(device, config)) as backend:
             machine = machine_of_device(backend, config)

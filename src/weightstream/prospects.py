@@ -146,12 +146,12 @@ def given_plan(config: OffloadConfig, prospect: Prospect) -> tuple[int, Plan] | 
     path = config.plan_file
     if path is None or not path.exists():
         return None
+    remedy = "Make it again (`weightstream plan --save`), or leave plan_file out."
     try:
         plan = Plan.from_json(path.read_bytes())
     except (PlanError, OSError) as error:
-        raise PlanError(f"plan_file {path}: {error}") from error
+        raise PlanError(f"plan_file {path}: {error}. {remedy}") from error
     found = [index for index, grain in enumerate(prospect.grains) if grain.units == plan.manifest.units]
-    remedy = "Make it again (`weightstream plan --save`), or leave plan_file out."
     if not found:
         theirs = f"{len(plan.manifest.units)} units, {human(plan.manifest.nbytes)}"
         ours = f"{len(prospect.grains[0].units)} blocks, {human(prospect.grains[0].nbytes)}"

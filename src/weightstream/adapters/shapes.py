@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -54,7 +54,7 @@ class Footprint:
     def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
         """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
 
-        An op counts for the innermost unit around it; outside of all, for the one that opened last, or the first.
+        An op counts for the innermost unit around it; outside of all, for the one before (`after`), or the first.
         """
         by_unit: list[list[list[Op]]] = [[] for _ in units]
         for unit, ops in self._positions(units):
@@ -73,7 +73,9 @@ class Footprint:
         opened = list(accumulate((id(module) in index for module, _ in self.calls), initial=0))
         for call, num_calls, op in self.ops if positions else ():
             position = around[call] if call >= 0 else -1
-            positions[position if position >= 0 else max(0, opened[num_calls] - 1)][1].append(op)
+            if position < 0:
+                position, op = max(0, opened[num_calls] - 1), replace(op, after=opened[num_calls] > 0)
+            positions[position][1].append(op)
         return positions
 
 
@@ -263,6 +265,7 @@ def _mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             rate=max(ops, key=lambda op: op.flops).rate,
             flops=sum(op.flops for op in ops) / len(calls),
             nbytes=sum(op.nbytes for op in ops) // len(calls),
+            after=any(op.after for op in ops),
         )
         for ops in zip_longest(*calls, fillvalue=Op())
     )

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightstream import __version__
-from weightstream.cli import figure
 from weightstream.cli.comparison import NUM_COMPARED, compare
-from weightstream.cli.options import Chosen, switch, takes_model
-from weightstream.cli.screen import print_labelled, screen, write
+from weightstream.cli.options import Chosen, require, switch, takes_model
+from weightstream.cli.screen import new_figure, print_labelled, save_figure, screen, write
 from weightstream.plan.shown import grid, human, milliseconds, per_second, predictions, workload
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def bench(
     compared bit by bit; it exits with 1 if they differ.
     """
     if plot is not None:
-        figure.require_matplotlib()
+        require("matplotlib", "plot", "--plot")
     from weightstream import from_pretrained
 
     if out is not None:
@@ -143,7 +142,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
     """A bar for each system, from p20 to p80 a line across its end, and a mark at what was predicted."""
-    drawn, axes = figure.new_figure(height=2.6)
+    drawn, axes = new_figure(height=2.6)
     systems = row["systems"][::-1]
     low, ms, high = ([1e3 * system[key] for system in systems] for key in ("p20_s", "p50_s", "p80_s"))
     errors = [[m - a for m, a in zip(ms, low, strict=True)], [b - m for m, b in zip(ms, high, strict=True)]]
@@ -158,4 +157,4 @@ def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {workload(plan)}")
     axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
     axes.legend(loc="best", fontsize=9)
-    figure.save(drawn, path)
+    save_figure(drawn, path)

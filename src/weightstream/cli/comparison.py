@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 from weightstream.errors import OffloadError, UnsupportedError
@@ -44,7 +46,7 @@ def compare(model: Any, seconds: float) -> tuple[Plan, dict[str, Any]]:
             streamer.remove()
             floor, bytes_per_s = _floor(plan, backend, seconds)
             resident, theirs, skipped = _resident(model, plan, backend, seconds)
-            difference = _first_difference(ours, theirs) if resident else None
+            difference = first_difference(ours, theirs, torch.equal) if resident else None
             reproducible = difference is None or _repeats(model, planned.workload, device, theirs)
     except torch.OutOfMemoryError as error:
         raise OffloadError(
@@ -103,9 +105,11 @@ def _outputs(steps: Any) -> list[torch.Tensor]:
 
 def _repeats(model: Any, workload: Workload, device: torch.device, outputs: Sequence[torch.Tensor]) -> bool:
     """Whether the plain model gives the same bits once more: some kernels add in the order in which they finish."""
+    import torch
+
     from weightstream.adapters.steps import Steps
 
-    return _first_difference(outputs, _outputs(Steps(model, workload, device))) is None
+    return first_difference(outputs, _outputs(Steps(model, workload, device)), torch.equal) is None
 
 
 def _floor(plan: Plan, backend: Backend, seconds: float) -> tuple[System | None, float]:
@@ -142,8 +146,7 @@ def _resident(
     return None, [], skipped
 
 
-def _first_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> int | None:
-    import torch
-
-    pairs = enumerate(zip(ours, theirs, strict=True), 1)
-    return next((place for place, (a, b) in pairs if not torch.equal(a, b)), None)
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool] = eq) -> int | None:
+    """The 1-based place of the first that differs, or that only one has."""
+    pairs = enumerate(itertools.zip_longest(ours, theirs), 1)
+    return next((place for place, (a, b) in pairs if not same(a, b)), None)

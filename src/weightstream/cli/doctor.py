@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,31 +38,33 @@ _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
         "missing": ("-", "yellow", "missing"),
     }
 )
-_PACKAGES = MappingProxyType(  # and what they are for
+_OPTIONAL = MappingProxyType(
     {
-        "torch": "everything",
-        "safetensors": "checkpoints",
-        "triton": "compiled models on a GPU",
-        "transformers": "language models by name, and weightstream run",
-        "diffusers": "pipelines for images and video",
-        "matplotlib": "figures",
+        "triton": "for compiled models on a GPU",
+        "transformers": "for language models by name, and weightstream run",
+        "diffusers": "for pipelines for images and video",
+        "matplotlib": "for figures",
     }
 )
 _GOOD_SHARE = 0.75  # of the link's rate
 _FILE_NBYTES = 256 << 20
-_WRITE_S = 3.0
 
 
 class Finding(NamedTuple):
-    """One line: what is the case, how good that is (a key of the marks), and the remedy."""
+    """One line: what is the case, how good that is (a key of the marks), and the remedy; and the bare number."""
 
     label: str
     text: str
     mark: str = "ok"
     remedy: str = ""
+    value: Any = None
 
 
 Sections = dict[str, list[Finding]]
+
+
+def _judged(label: str, text: str, is_good: bool, remedy: str, value: Any = None) -> Finding:
+    return Finding(label, text, "ok", "", value) if is_good else Finding(label, text, "better", remedy, value)
 
 
 def doctor(
@@ -87,12 +86,12 @@ def doctor(
     from weightstream.runtime.profile import to_json
 
     with Console(stderr=True).status("measuring ..."):
-        numbers, sections, profile = examine(device, path.expanduser(), anew=measure)
+        sections, profile = examine(device, path.expanduser(), anew=measure)
     if save is not None:
         write("--save", save, to_json(profile) + "\n")
     findings = [finding._asdict() | {"section": name} for name, part in sections.items() for finding in part]
     if as_json:
-        typer.echo(json.dumps(numbers | {"profile": asdict(profile), "findings": findings}, indent=2))
+        typer.echo(json.dumps({"profile": asdict(profile), "findings": findings}, indent=2))
     else:
         show(sections)
         if save is not None:
@@ -100,8 +99,8 @@ def doctor(
     raise typer.Exit(1 if any(finding["mark"] == "broken" for finding in findings) else 0)
 
 
-def examine(device: str | None, path: Path, *, anew: bool) -> tuple[dict[str, Any], Sections, Profile]:
-    """What there is: numbers with their units in their names, what is to be said of them, and the profile."""
+def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Profile]:
+    """What is to be said of this machine, and its profile."""
     import torch
 
     from weightstream.runtime import cuda
@@ -113,32 +112,29 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[dict[str, An
         raise ConfigError(f"device {device!r} is none: name cpu, cuda or cuda:N")
     on_gpu = wanted != "cpu" and cuda.available()
     with closing(backend_of(torch.device(wanted if on_gpu else "cpu"))) as backend:
-        numbers: dict[str, Any] = {"device": str(backend.device)}
         backend.profile = profile = profile_for(backend, anew=anew)
         sections = {
-            "GPU": [*_gpu(backend, numbers)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
-            "link": [*_link(backend, numbers)] if on_gpu else [],
-            "host": [*_host(numbers)],
+            "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
+            "link": [*_link(backend)] if on_gpu else [],
+            "host": [*_host()],
             "speed": [*_speed(profile)],
-            "disk": [_disk(path, numbers)],
-            "software": [*_software(numbers, on_gpu=on_gpu)],
+            "disk": [_disk(path)],
+            "software": [*_software(on_gpu=on_gpu)],
         }
-    return numbers, sections, profile
+    return sections, profile
 
 
-def _gpu(backend: Backend, numbers: dict[str, Any]) -> Iterator[Finding]:
+def _gpu(backend: Backend) -> Iterator[Finding]:
     import torch
 
     from weightstream.runtime import cuda, machine
 
     found, free = cuda.facts(backend.device), cuda.allocatable_nbytes(backend.device)
-    driver = machine.driver_version() or "unknown"
-    numbers["gpu"] = asdict(found) | {"free_nbytes": free, "driver_version": driver}
-    yield Finding("device", f"{found.name}, compute capability {found.capability}")
-    held = () if free > found.total_nbytes / 2 else ("better", "Other processes hold the rest: see nvidia-smi.")
-    yield Finding("memory", f"{human(free)} of {human(found.total_nbytes)} free", *held)
-    software = f"torch {torch.__version__} of CUDA {torch.version.cuda}"
-    yield Finding("driver", f"{driver} (up to CUDA {found.driver}), {software}")
+    yield Finding("device", f"{found.name}, compute capability {found.capability}", value=asdict(found))
+    text = f"{human(free)} of {human(found.total_nbytes)} free"
+    yield _judged("memory", text, free > found.total_nbytes / 2, "Others hold the rest: see nvidia-smi.", free)
+    driver, built = machine.driver_version() or "unknown", f"torch {torch.__version__} of CUDA {torch.version.cuda}"
+    yield Finding("driver", f"{driver} (up to CUDA {found.driver}), {built}", value=driver)
 
 
 def _no_gpu(*, is_wanted: bool) -> Finding:
@@ -171,27 +167,21 @@ def why_no_gpu(
     return f"driver {driver}, but torch {version} (CUDA {cuda_version}) cannot use it", remedy
 
 
-def _link(backend: Backend, numbers: dict[str, Any]) -> Iterator[Finding]:
-    from weightstream.runtime import bench, cuda, machine
+def _link(backend: Backend) -> Iterator[Finding]:
+    from weightstream.runtime import cuda, machine
+    from weightstream.runtime.bench import host_memory
+    from weightstream.runtime.pace import copies_s
 
-    address, measured = cuda.facts(backend.device).pci, backend.profile.link_bytes_per_s
-    with bench.busy_link(backend) as is_pinned:
-        time.sleep(0.05)  # until the link has left its state of rest
-        now = machine.link_now(address)
-    best, node, reads_pages = machine.link_at_best(address), machine.numa_node(address), cuda.reads_pages(backend.device)
-    numbers["link"] = {
-        "now": now and asdict(now) | {"bytes_per_s": now.bytes_per_s},
-        "best": best and asdict(best) | {"bytes_per_s": best.bytes_per_s},
-        "measured_bytes_per_s": measured,
-        "numa_node": node,
-        "pins_memory": is_pinned,
-        "pins_file_pages": reads_pages,
-    }
-    yield from link_findings(now, best, measured)
+    address = cuda.facts(backend.device).pci
+    copies_s(backend, [64 << 20], 0.2)  # an idle link runs slower
+    now, best, node = machine.link_now(address), machine.link_at_best(address), machine.numa_node(address)
+    yield from link_findings(now, best, backend.profile.link_bytes_per_s)
     yield numa_finding(node, machine.cores_of_node(node or 0), frozenset(os.sched_getaffinity(0)))
-    remedy = "Raise the memlock limit (ulimit -l), or the container's memory and its RLIMIT_MEMLOCK."
-    yield Finding("pinning", "works") if is_pinned else Finding("pinning", "refused", "broken", remedy)
-    if reads_pages:
+    with host_memory(backend.device, 64 << 20) as memory:
+        pins = memory.is_pinned()
+    remedy = "Raise the memlock limit (ulimit -l), or the memory of the container."
+    yield Finding("pinning", "works", value=True) if pins else Finding("pinning", "refused", "broken", remedy, False)
+    if cuda.reads_pages(backend.device):
         yield Finding("file pages", "can be pinned where they are, in the page cache")
     else:
         yield Finding("file pages", "cannot be pinned by this device: checkpoints are staged through RAM", "note")
@@ -203,115 +193,90 @@ def link_findings(now: PciLink | None, best: PciLink | None, measured: float) ->
     if now is None or measured > now.bytes_per_s:  # a virtual machine may show another link than there is
         said = "" if now is None else f" (it says {now})"
         yield Finding("PCIe", f"generation and width are not shown, as in many virtual machines{said}", "note")
-        yield Finding("host to GPU", text)
+        yield Finding("host to GPU", text, value=measured)
         return
-    if best is None or best.bytes_per_s <= now.bytes_per_s:
-        yield Finding("PCIe", f"{now}, the best of this GPU and slot")
-    else:
-        remedy = "Try another slot; look at the riser, and in the BIOS at generation and bifurcation."
-        yield Finding("PCIe", f"{now} under load, where {best} could be", "better", remedy)
+    is_best = best is None or best.bytes_per_s <= now.bytes_per_s
+    found = f"{now}, the best of this GPU and slot" if is_best else f"{now} under load, where {best} could be"
+    remedy = "Try another slot; look at the riser, and in the BIOS at generation and bifurcation."
+    yield _judged("PCIe", found, is_best, remedy, asdict(now))
     share = measured / now.bytes_per_s
     remedy = (
-        "85 to 90 % are usual. Look at the NUMA node below, and at who else copies or shares a PCIe switch; then "
+        "85 to 90% are usual. Look at the NUMA node below, and at who else copies or shares a PCIe switch; then "
         "measure again: weightstream doctor --measure"
     )
-    marked = () if share >= _GOOD_SHARE else ("better", remedy)
-    yield Finding("host to GPU", f"{text}, {share:.0%} of the link's {per_second(now.bytes_per_s)}", *marked)
+    text += f", {share:.0%} of the link's {per_second(now.bytes_per_s)}"
+    yield _judged("host to GPU", text, share >= _GOOD_SHARE, remedy, measured)
 
 
 def numa_finding(node: int | None, near: frozenset[int], allowed: frozenset[int]) -> Finding:
     """Whether this process may run on cores of the GPU's node."""
     if node is None or not near:
         return Finding("NUMA", "one node, or not shown here", "note")
-    if both := near & allowed:
-        return Finding("NUMA", f"the GPU is at node {node}, as are {len(both)} of {len(allowed)} usable cores")
-    remedy = f"numactl --cpunodebind={node} --membind={node} weightstream ..."
-    return Finding("NUMA", f"the GPU is at node {node}, and no core that may be used is there", "better", remedy)
+    num, remedy = len(near & allowed), f"numactl --cpunodebind={node} --membind={node} weightstream ..."
+    return _judged("NUMA", f"the GPU is at node {node}, as are {num} of {len(allowed)} usable cores", num > 0, remedy)
 
 
-def _host(numbers: dict[str, Any]) -> Iterator[Finding]:
+def _host() -> Iterator[Finding]:
     import psutil
 
     from weightstream.runtime import machine
     from weightstream.store.limits import available_nbytes, describe_limits
 
     total, free, cores = psutil.virtual_memory().total, available_nbytes(), len(os.sched_getaffinity(0))
-    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    anonymous, shared = machine.huge_pages()
-    numbers["host"] = {
-        "processor": machine.processor(),
-        "num_cores": cores,
-        "ram_nbytes": total,
-        "available_nbytes": free,
-        "memlock_nbytes": None if memlock == resource.RLIM_INFINITY else memlock,
-        "limits": describe_limits(),
-        "huge_pages": anonymous,
-        "huge_pages_shared": shared,
-    }
-    yield Finding("processor", f"{machine.processor()}, {cores} cores usable")
-    yield Finding("memory", f"{human(free)} of {human(total)} can be taken by this process")
+    yield Finding("processor", f"{machine.processor()}, {cores} cores usable", value=cores)
+    yield Finding("memory", f"{human(free)} of {human(total)} can be taken by this process", value=free)
     yield Finding("limits", describe_limits())
+    anonymous, shared = machine.huge_pages()
     remedy = "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    marked = ("better", remedy) if anonymous == "never" else ()
-    yield Finding("huge pages", f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}", *marked)
+    text = f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}"
+    yield _judged("huge pages", text, anonymous != "never", remedy)
 
 
 def _speed(profile: Profile) -> Iterator[Finding]:
     if not profile.machine:
         yield Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
-    copies = f"{per_second(profile.link_bytes_per_s)}, {milliseconds(profile.copy_latency_s)} more for each"
-    half, single, attention = (
-        per_second(rate, "FLOP")
-        for rate in (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
-    )
+    rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
+    half, single, attention = (per_second(rate, "FLOP") for rate in rates)
+    latency, handover = milliseconds(profile.copy_latency_s), milliseconds(profile.handover_s)
     kernels = f"{milliseconds(profile.op_s)} at least, {milliseconds(profile.op_launch_s)} to launch from Python"
-    yield Finding("copies", f"{copies}, {milliseconds(profile.handover_s)} to hand over")
+    yield Finding("copies", f"{per_second(profile.link_bytes_per_s)}, {latency} more for each, {handover} to hand over")
     yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
     yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
     yield Finding("kernels", kernels)
 
 
-def _disk(path: Path, numbers: dict[str, Any]) -> Finding:
+def _disk(path: Path) -> Finding:
     from weightstream.runtime.bench import disk_bytes_per_s
     from weightstream.store.file import DirectFile
     from weightstream.store.mapping import FileMapping
 
     place = path.resolve()
-    numbers["disk"] = found = {"path": str(place), "free_nbytes": None, "bytes_per_s": None, "is_direct": None}
     try:
-        found["free_nbytes"] = free = shutil.disk_usage(place).free
-        if free < 2 * _FILE_NBYTES:
+        if (free := shutil.disk_usage(place).free) < 2 * _FILE_NBYTES:
             raise OSError(f"a scratch file takes {_FILE_NBYTES} bytes, and {free} are free")
         with NamedTemporaryFile(dir=place, prefix=".weightstream-doctor-") as scratch:
-            _fill(scratch.fileno())
+            noise = os.urandom(8 << 20)  # which no file system compresses
+            for _ in range(_FILE_NBYTES // len(noise)):
+                scratch.write(noise)
+            scratch.flush()
+            os.fdatasync(scratch.fileno())
+            os.posix_fadvise(scratch.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file = DirectFile(mapping := FileMapping(Path(scratch.name)))
             rate = disk_bytes_per_s(file, mapping.nbytes)
     except OSError as error:
         return Finding("reads", f"not measured: {error}", "note", "Name a folder to write to: --path FOLDER")
-    found |= {"bytes_per_s": rate, "is_direct": file.is_direct}
+    text = f"{per_second(rate)} in {place}{'' if file.is_direct else ', through the page cache'}"
     remedy = "This file system takes no direct reads: keep weights on a local disk."
-    cached = () if file.is_direct else ("better", remedy)
-    return Finding("reads", f"{per_second(rate)} in {place}{', through the page cache' * bool(cached)}", *cached)
+    return _judged("reads", text, file.is_direct, remedy, rate)
 
 
-def _fill(descriptor: int) -> None:
-    """Write up to 256 MiB of noise, which no file system compresses, and see it onto the disk."""
-    noise, until = os.urandom(8 << 20), time.perf_counter() + _WRITE_S
-    for _ in range(_FILE_NBYTES // len(noise)):
-        os.write(descriptor, noise)
-        os.fdatasync(descriptor)
-        if time.perf_counter() > until:
-            break
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _software(numbers: dict[str, Any], *, on_gpu: bool) -> Iterator[Finding]:
-    found = {name: _version(name) for name in _PACKAGES}
-    numbers["software"] = {"python": sys.version.split()[0], **found}
-    yield Finding("installed", ", ".join(f"{name} {version}" for name, version in found.items() if version))
-    for name, purpose in _PACKAGES.items():
+def _software(*, on_gpu: bool) -> Iterator[Finding]:
+    found = {name: _version(name) for name in ("torch", "safetensors", *_OPTIONAL)}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    yield Finding("installed", versions, value=found)
+    for name, purpose in _OPTIONAL.items():
         if found[name] is None and (on_gpu or name != "triton"):
-            yield Finding(name, f"for {purpose}", "missing", f"pip install {name}")
+            yield Finding(name, purpose, "missing", f"pip install {name}")
 
 
 def _version(package: str) -> str | None:
@@ -323,15 +288,14 @@ def _version(package: str) -> str | None:
 
 def show(sections: Sections) -> None:
     """One line per finding, the remedy below it."""
-    counted: Counter[str] = Counter()
     for name, part in sections.items():
         if part:
             screen().print(name, style="bold")
         for finding in part:
-            symbol, style, counts_as = _MARKS[finding.mark]
+            symbol, style, _ = _MARKS[finding.mark]
             print_folded(Text.assemble((f"{symbol:>4}", style), f"  {finding.label:<14}"), finding.text)
             if finding.remedy:
                 print_folded(Text(f"{'-> ':>20}", "italic"), finding.remedy, "italic")
-            counted[counts_as] += 1
-    verdict = ", ".join(f"{num} {what}" for what, num in counted.items() if what)
+    counts = Counter(finding.mark for part in sections.values() for finding in part)
+    verdict = ", ".join(f"{counts[mark]} {text}" for mark, (_, _, text) in _MARKS.items() if text and counts[mark])
     typer.echo(f"\n{verdict or 'All is well'}.")

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from weightstream.config import OffloadConfig
-
-DType = Literal["auto", "bfloat16", "float16", "float32"]
-OffloadBackend = Literal["auto", "uva", "prefetch"]
+from weightstream.errors import UnsupportedError
 
 _ON_REQUEST = ("batch", "context", "tokens", "plan_file")
-_OF_MODEL = ("model", "device", "dtype", "trust_remote_code")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The model that a command is about, where it computes, and the settings that its flags and file give."""
+class Chosen(NamedTuple):
+    """The model that a command is about, and how to load it: settings, `device`, `dtype`, `trust_remote_code`."""
 
     model: str
     config: OffloadConfig
-    device: str | None
-    dtype: DType
-    trust_remote_code: bool
+    options: dict[str, Any]
 
     @property
     def loading(self) -> dict[str, Any]:
         """The keywords of `from_pretrained` and `plan_model` that this stands for."""
-        names = ("config", "device", "dtype", "trust_remote_code")
-        return {name: getattr(self, name) for name in names}
+        return {"config": self.config, **self.options}
 
 
 def switch(flag: str, text: str) -> Any:
     """An option that is on or off and has no opposite."""
     return typer.Option(flag, help=text)
+
+
+def require(package: str, extra: str, what: str) -> Any:
+    """A package that what is asked for needs; to be called before anything that takes time."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        remedy = f"pip install 'weightstream[{extra}]'"
+        raise UnsupportedError(f"{what} needs the package {error.name}: {remedy}") from error
 
 
 def takes_model(*on_request: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -65,17 +67,11 @@ def takes_model(*on_request: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 def _chosen(values: dict[str, Any]) -> Chosen:
-    of_model = {name: values.pop(name) for name in _OF_MODEL}
-    file = values.pop("config")
-    given = dict(_given(values))
+    model, file = values.pop("model"), values.pop("config")
+    options = {name: values.pop(name) for name in ("device", "dtype", "trust_remote_code")}
+    given = {name: value for name, value in values.items() if value not in (None, [])}
     config = OffloadConfig.from_toml(file, **given) if file else OffloadConfig.from_kwargs(**given)
-    return Chosen(config=config, **of_model)
-
-
-def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if value is not None and value != []:
-            yield name, value
+    return Chosen(model, config, options)
 
 
 def _classic(text: str) -> Any:
@@ -92,7 +88,10 @@ def _options(
     plan_file: Annotated[
         Path | None, typer.Option(help="Use this plan (`weightstream plan --save`); refined plans go there.")
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Of the weights; auto is the checkpoint's own.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option(help="Of the weights; auto is the checkpoint's own."),
+    ] = "auto",
     trust_remote_code: Annotated[bool, switch("--trust-remote-code", "Run code that the checkpoint brings.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")] = None,
     device_budget: Annotated[
@@ -102,7 +101,9 @@ def _options(
     offload_folder: Annotated[Path | None, typer.Option(help="Where to keep weights that need converting.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")] = None,
     zero_copy_params: Annotated[list[str] | None, typer.Option(help="Read matching weights from host memory.")] = None,
-    offload_backend: Annotated[OffloadBackend | None, _classic("Default: by which flags are set.")] = None,
+    offload_backend: Annotated[
+        Literal["auto", "uva", "prefetch"] | None, _classic("Default: by which flags are set.")
+    ] = None,
     offload_group_size: Annotated[int | None, _classic("Layers in a group; 0 is off.")] = None,
     offload_num_in_group: Annotated[int | None, _classic("How many of a group's last layers to offload.")] = None,
     offload_prefetch_step: Annotated[int | None, _classic("How many offloaded layers ahead to copy.")] = None,

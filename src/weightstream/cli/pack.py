@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightstream import __version__
-from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.cli.options import require
+from weightstream.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +32,7 @@ def pack(
 
     OUT is an ordinary safetensors checkpoint, and appears once it is whole.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'weightstream[transformers]'"
-        raise UnsupportedError(f"weightstream pack needs the package {error.name}: {remedy}") from error
+    transformers = require("transformers", "transformers", "weightstream pack")
     import torch
     from rich import progress
     from rich.console import Console

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from weightstream.cli import figure
-from weightstream.cli.options import Chosen, switch, takes_model
-from weightstream.cli.screen import LABEL, print_labelled, screen, write
-from weightstream.errors import ConfigError
+from weightstream.cli.options import Chosen, require, switch, takes_model
+from weightstream.cli.screen import LABEL, new_figure, print_labelled, save_figure, screen, write
 from weightstream.plan import shown
 from weightstream.plan.shown import human, milliseconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from weightstream.plan.manifest import Profile
     from weightstream.plan.plan import Plan
     from weightstream.plan.planner import Prospect
 
@@ -31,7 +31,19 @@ _LESS = 0.98  # a smaller budget that is worth a word
 _LOG = 20  # from this ratio on, step times are drawn on a logarithmic axis
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing here becomes garbage, and to look for it, now or when the process ends, takes a quarter of the time."""
+    gc.disable()
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @takes_model("batch", "context", "tokens")
+@_uncollected()
 def plan(
     chosen: Chosen,
     *,
@@ -48,42 +60,44 @@ def plan(
     Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is for what is free.
     """
     if plot is not None:
-        figure.require_matplotlib()
+        require("matplotlib", "plot", "--plot")
     from weightstream.front import prospect
 
-    options = {**chosen.loading, "profile": profile and _profile(profile)}
+    options = {**chosen.loading, "profile": profile}
     ahead = prospect(chosen.model, options.pop("config"), **options)
     planned = ahead.plan()[1]
-    others = _others(ahead, planned) if sweep or plot is not None else []
+    plans = _swept(ahead, planned) if sweep or plot is not None else []
     if save is not None:
         write("--save", save, planned.to_json())
     if plot is not None:
-        draw(chosen.model, planned, others, plot)
+        draw(chosen.model, planned, plans, plot)
     if as_json:
-        swept = {"sweep": [shown.numbers(p) for p in others]} if others else {}
+        swept = {"sweep": [shown.numbers(p) for p in plans if p is not planned]} if plans else {}
         typer.echo(json.dumps({"model": chosen.model, **facts(ahead, planned), **swept}))
         return
     show(chosen.model, planned, advice(ahead, planned))
     if sweep:
         screen().print("\nstep time over budget", style="bold")
-        screen().print(_sweep_table(planned, others))
+        screen().print(_sweep_table(planned, plans))
 
 
-def _others(ahead: Prospect, planned: Plan) -> list[Plan]:
-    """The plans at even shares of the model's bytes, where one fits."""
+def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
+    """The plan in its place among those at even shares of the model's bytes, where one fits."""
     budgets = [planned.manifest.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
-    return [plan for _, plan in ahead.sweep(budgets) if plan is not None]
+    others = [plan for _, plan in ahead.sweep(budgets) if plan is not None and plan.budget != planned.budget]
+    return sorted((planned, *others), key=_budget)
 
 
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
-    size = f"{_count(shown.num_parameters(planned))} parameters, {human(planned.manifest.nbytes)}"
+    num, dtype = shown.parameters(planned)
+    size = f"{_count(num)} parameters, {human(planned.manifest.nbytes)}, {dtype}"
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
         "takes the numbers of another"
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
-    print_labelled({"model": f"{model} ({size}, {shown.dtype(planned)})", "machine": machine})
+    print_labelled({"model": f"{model} ({size})", "machine": machine})
     bar, legend = shown.memory(planned)
     screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
     screen().print(Text(" " * (LABEL + 2)).append_text(legend))
@@ -124,10 +138,9 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
     return {"note": f"1 GiB more on the device would take about {milliseconds(saved_s)} off a step"}
 
 
-def _sweep_table(planned: Plan, others: Sequence[Plan]) -> Table:
+def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
     headings = ("", "budget GiB", "resident GiB", "ring GiB", "step ms", "tokens/s", "limit", "")
     table = shown.grid(*headings, left=("", "limit"))
-    plans = _with(planned, others)
     slowest = max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
@@ -143,21 +156,16 @@ def _sweep_table(planned: Plan, others: Sequence[Plan]) -> Table:
     return table
 
 
-def _with(planned: Plan, others: Sequence[Plan]) -> list[Plan]:
-    """The plan in its place among the others."""
-    return sorted((planned, *(p for p in others if p.budget != planned.budget)), key=_budget)
-
-
 def _budget(plan: Plan) -> int:
     return plan.budget or plan.device_nbytes
 
 
 def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    enough = ahead.enough(planned)
+    enough, (num, dtype) = ahead.enough(planned), shown.parameters(planned)
     return {
-        "num_parameters": shown.num_parameters(planned),
-        "dtype": shown.dtype(planned),
+        "num_parameters": num,
+        "dtype": dtype,
         **shown.numbers(planned),
         "enough_budget": enough.budget if enough else None,
         "shortage": ahead.shortage(planned),
@@ -165,21 +173,10 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     }
 
 
-def _profile(path: Path) -> Profile:
-    from weightstream.runtime.profile import from_json
-
-    try:
-        return from_json(path.read_bytes())
-    except (OSError, ConfigError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--profile {path}: {cause}; name a file of `weightstream doctor --save`") from error
-
-
-def draw(model: str, planned: Plan, others: Sequence[Plan], path: Path) -> None:
+def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
     """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
-    plans = _with(planned, others)
     budgets, steps = [_budget(plan) / _GIB for plan in plans], [plan.step_s for plan in plans]
-    image, axes = figure.new_figure()
+    image, axes = new_figure()
     for name, times, style in (
         ("predicted step", steps, {"color": "#1f4e9e", "marker": ".", "linewidth": 3}),
         ("link busy", [plan.copy_s for plan in plans], {"color": "#f4a340", "linestyle": "--"}),
@@ -199,4 +196,4 @@ def draw(model: str, planned: Plan, others: Sequence[Plan], path: Path) -> None:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.save(image, path)
+    save_figure(image, path)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from weightstream.cli.options import Chosen, switch, takes_model
+from weightstream.cli.comparison import first_difference
+from weightstream.cli.options import Chosen, require, switch, takes_model
 from weightstream.cli.screen import print_labelled
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
+from weightstream.plan.shown import human, milliseconds
 
 if TYPE_CHECKING:
     import torch
 
     from weightstream.adapters.decoder import Decoding
-    from weightstream.plan.plan import Plan
-    from weightstream.runtime.streamer import Stats, Streamer
+    from weightstream.runtime.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
 
@@ -39,25 +39,25 @@ def run(
     as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Generate text with MODEL, greedily, while its weights stream through the device."""
-    words = Words.open(chosen.model, chosen.trust_remote_code)
-    inputs = words.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
+    session = Session(chosen.model, chosen.options["trust_remote_code"])
+    inputs = session.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
     config = chosen.config
     if config.context is None:
         config = config.model_copy(update={"context": inputs["input_ids"].shape[1] + max_new_tokens})
-    watched = sys.stderr.isatty() and not as_json
-    session = Session.open(words, progress=watched, **chosen.loading | {"config": config})
-    with _waiting(session.streamer.plan, watched) as on_token:
-        tokens = session.generate(inputs, max_new_tokens, show=not as_json, on_token=on_token)
-    report = session.report(inputs, tokens)
+    session.load(progress=sys.stderr.isatty() and not as_json, **chosen.loading | {"config": config})
+    predicted = milliseconds(session.streamer.plan.step_s)
+    text = f"waiting for the first token; a step is predicted to take {predicted}"
+    with Console(stderr=True, quiet=as_json).status(text) as status:
+        tokens = session.generate(inputs, max_new_tokens, show=not as_json, on_token=status.stop)
+    found = session.report(inputs, tokens)
     if not as_json:
-        print_labelled(report.lines())
-    difference = _first_difference(tokens.ids, session.plain(inputs, max_new_tokens)) if verify else None
+        print_labelled(_lines(found, tokens))
+    difference = first_difference(tokens.ids, session.plain(inputs, max_new_tokens)) if verify else None
     if as_json:
         verdict = {"identical": difference is None if verify else None, "first_difference": difference}
-        typer.echo(json.dumps(dataclasses.asdict(report) | verdict))
+        typer.echo(json.dumps(found | verdict))
     elif verify:
-        found = "yes" if difference is None else f"no (first difference at token {difference})"
-        print_labelled({"identical": found})
+        print_labelled({"identical": "yes" if difference is None else f"no (first difference at token {difference})"})
     raise typer.Exit(0 if difference is None else 1)
 
 
@@ -84,80 +84,49 @@ class Tokens:
             self._text.end()
 
     @property
-    def seconds(self) -> float:
-        return self.times[-1] - self.times[0]
-
-    @property
     def per_second(self) -> float:
         """The rate after the first token, which is the prompt's; of that one when there is no other."""
         first = min(1, len(self.times) - 2)
         return (len(self.times) - 1 - first) / (self.times[-1] - self.times[first])
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a run took."""
-
-    model: str
-    device: str
-    plan: str
-    num_prompt_tokens: int
-    tokens: list[int]
-    text: str
-    seconds: float
-    first_token_s: float
-    tokens_per_s: float
-    decoding: Decoding | None
-    stats: Stats
-
-    def lines(self) -> dict[str, str]:
-        from weightstream.plan.shown import human, milliseconds
-
-        stats, num = self.stats, len(self.tokens)
-        lines = {
-            "plan": self.plan,
-            "speed": f"{self.tokens_per_s:.1f} tokens/s ({num} generated, the first after {self.first_token_s:.2f} s)",
-            "decode": str(self.decoding),
-            "device": f"{human(stats.held_nbytes['device'])} held on {self.device}, of the model's "
-            f"{human(stats.model_nbytes)}",
-            "streamed": f"{human(stats.filled_nbytes / stats.steps)} per step ({stats.steps} steps)",
-            "waited": f"{stats.stall_s:.2f} s of {self.seconds:.2f} s",
-        }
-        if stats.step_s is not None and stats.predicted_step_s:
-            error = stats.predicted_step_s / stats.step_s - 1
-            lines["predicted"] = (
-                f"{milliseconds(stats.predicted_step_s)} per step; measured {milliseconds(stats.step_s)} ({error:+.0%})"
-            )
-        if stats.unplanned_fills:
-            lines["unplanned"] = f"{stats.unplanned_fills} of {stats.fills} fills"
-        return lines
+def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
+    """A report for a person."""
+    stats, speed = found["stats"], f"{tokens.per_second:.1f} tokens/s ({len(tokens.ids)} generated"
+    held = f"{human(stats['held_nbytes']['device'])} held on {found['device']}"
+    lines = {
+        "plan": found["plan"],
+        "speed": f"{speed}, the first after {found['first_token_s']:.2f} s)",
+        "decode": str(tokens.decoding),
+        "device": f"{held}, of the model's {human(stats['model_nbytes'])}",
+        "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
+        "waited": f"{stats['stall_s']:.2f} s of {found['seconds']:.2f} s",
+    }
+    measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
+    if measured_s is not None and predicted_s:
+        error = f"{predicted_s / measured_s - 1:+.0%}"
+        lines["predicted"] = f"{milliseconds(predicted_s)} per step; measured {milliseconds(measured_s)} ({error})"
+    if stats["unplanned_fills"]:
+        lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
+    return lines
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """A checkpoint's tokenizer."""
+class Session:
+    """A model that streams, and its tokenizer: that comes first, so that a bad prompt is told before all is loaded."""
 
-    name: str
-    tokenizer: Any
-
-    @classmethod
-    def open(cls, name: str, trust_remote_code: bool) -> Words:
-        try:
-            import transformers
-        except ModuleNotFoundError as error:
-            remedy = "pip install 'weightstream[transformers]'"
-            raise UnsupportedError(f"weightstream run needs the package {error.name}: {remedy}") from error
+    def __init__(self, name: str, trust_remote_code: bool) -> None:
+        transformers = require("transformers", "transformers", "weightstream run")
         from weightstream.adapters.transformers import local_path
 
         path = local_path(name, trust_remote_code)
         folder = path if path.is_dir() else path.parent
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever transformers makes of the files
             raise CheckpointError(f"{name}: no tokenizer that can be read: {error}") from error
-        return cls(name=name, tokenizer=tokenizer)
+        self.name = name
 
-    def encode(self, prompt: str, *, chat: bool) -> dict[str, torch.Tensor]:
+    def encode(self, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:
         """The model's inputs, each of shape (1, tokens)."""
         if chat and not self.tokenizer.chat_template:
             raise ConfigError(f"{self.name} has no chat template: leave out --chat")
@@ -172,27 +141,17 @@ class Words:
             raise ConfigError(f"the prompt {prompt!r} has no tokens: give one with --prompt")
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """A model that streams, and its tokenizer."""
-
-    words: Words
-    model: Any
-    streamer: Streamer
-
-    @classmethod
-    def open(cls, words: Words, **options: Any) -> Session:
-        """Load the model of these words; `options` go to `from_pretrained`."""
+    def load(self, **options: Any) -> None:
+        """Load the model; `options` go to `from_pretrained`."""
         import transformers
 
         from weightstream import from_pretrained
 
-        model = from_pretrained(words.name, **options)
+        self.model = from_pretrained(self.name, **options)
+        self.streamer: Streamer = self.model.weightstream
         transformers.logging.set_verbosity_error()  # no advice on generation settings: they are not the user's
-        if not model.can_generate():
-            raise UnsupportedError(f"{words.name}: {type(model).__name__} does not generate text")
-        return cls(words=words, model=model, streamer=model.weightstream)
+        if not self.model.can_generate():
+            raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
 
     def generate(
         self,
@@ -206,7 +165,7 @@ class Session:
 
         from weightstream.adapters.generation import generate
 
-        text = TextStreamer(self.words.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
+        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
         tokens = Tokens(text, on_token)
         placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "streamer": tokens}
@@ -223,45 +182,25 @@ class Session:
             return self.generate(inputs, max_new_tokens).ids
         except torch.OutOfMemoryError as error:
             raise OffloadError(
-                f"--verify needs the whole model on {self.streamer.device}, where it does not fit: {error}"
+                f"--verify needs all of the model on the device, where it does not fit: {error}"
             ) from error
 
-    def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> Report:
-        return Report(
-            model=self.words.name,
-            device=str(self.streamer.device),
-            plan=self.streamer.plan.summary(),
-            num_prompt_tokens=inputs["input_ids"].shape[1],
-            tokens=tokens.ids,
-            text=self.words.tokenizer.decode(tokens.ids, skip_special_tokens=True),
-            seconds=tokens.seconds,
-            first_token_s=tokens.times[1] - tokens.times[0],
-            tokens_per_s=tokens.per_second,
-            decoding=tokens.decoding,
-            stats=self.streamer.stats(),
-        )
+    def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> dict[str, Any]:
+        """What a run took."""
+        return {
+            "model": self.name,
+            "device": str(self.streamer.device),
+            "plan": self.streamer.plan.summary(),
+            "num_prompt_tokens": inputs["input_ids"].shape[1],
+            "tokens": tokens.ids,
+            "text": self.tokenizer.decode(tokens.ids, skip_special_tokens=True),
+            "seconds": tokens.times[-1] - tokens.times[0],
+            "first_token_s": tokens.times[1] - tokens.times[0],
+            "tokens_per_s": tokens.per_second,
+            "decoding": tokens.decoding and dataclasses.asdict(tokens.decoding),
+            "stats": dataclasses.asdict(self.streamer.stats()),
+        }
 
 
 def _piped() -> str:
     return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
-
-
-def _first_difference(streamed: Sequence[int], plain: Sequence[int]) -> int | None:
-    """The 1-based place of the first token that differs."""
-    pairs = itertools.zip_longest(streamed, plain)
-    return next((place for place, (ours, theirs) in enumerate(pairs, 1) if ours != theirs), None)
-
-
-@contextmanager
-def _waiting(plan: Plan, shown: bool) -> Iterator[Callable[[], None]]:
-    """Says on stderr what is waited for, and for about how long, until what it gives is called."""
-    from rich.console import Console
-
-    from weightstream.plan.shown import milliseconds
-
-    if not shown:
-        yield lambda: None
-        return
-    text = f"waiting for the first token; a step is predicted to take {milliseconds(plan.step_s)}"
-    with Console(stderr=True).status(text) as status:
-        yield status.stop

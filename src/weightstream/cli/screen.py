@@ -1,10 +1,11 @@
-"""What a command writes: lines with a label, in at most 100 columns and without colour in a pipe; and whole files."""
+"""What a command writes: lines of at most 100 columns, without colour in a pipe; and whole files, and figures."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -43,3 +44,18 @@ def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error
+
+
+def new_figure(width: float = 8, height: float = 4.5) -> tuple[Any, Any]:
+    """A figure of inches on white, for light pages and dark ones, and its axes. No window, no state outside of it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no picture's
+        raise ConfigError(f"--plot {path}: {error}; name a .png file that can be written") from error

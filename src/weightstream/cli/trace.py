@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightstream.cli.options import Chosen, takes_model
-from weightstream.cli.run import DEFAULT_PROMPT, Session, Words
+from weightstream.cli.run import DEFAULT_PROMPT, Session
 from weightstream.cli.screen import print_labelled, screen
 from weightstream.errors import ConfigError
+from weightstream.plan.shown import grid, milliseconds
 from weightstream.trace import Span, SpanKind, Trace, covered_s
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    words = Words.open(chosen.model, chosen.trust_remote_code)
-    inputs = words.encode(prompt, chat=False)
-    session = Session.open(words, progress=sys.stderr.isatty(), **chosen.loading)
+    session = Session(chosen.model, chosen.options["trust_remote_code"])
+    inputs = session.encode(prompt)
+    session.load(progress=sys.stderr.isatty(), **chosen.loading)
     placed = {name: value.to(session.streamer.device) for name, value in inputs.items()}
     greedy = {"do_sample": False, "num_beams": 1}
     session.model.generate(**placed, **greedy, max_new_tokens=2)  # teaches the order of the units
@@ -51,17 +52,11 @@ def trace(
 
 
 def _show(session: Session, recorded: Trace, out: Path) -> None:
-    from weightstream.plan.shown import milliseconds
-
     steps = [span.seconds for span in _spans(recorded, "step")]
     measured, predicted = milliseconds(median(steps[1:])), milliseconds(session.streamer.plan.step_s)
-    print_labelled(
-        {
-            "plan": session.streamer.plan.summary(),
-            "prompt": f"1 step of {milliseconds(steps[0])}",
-            "decode": f"{len(steps) - 1} steps of {measured} each (median; predicted: {predicted})",
-        }
-    )
+    decode = f"{len(steps) - 1} steps of {measured} each (median; predicted: {predicted})"
+    about = {"plan": session.streamer.plan.summary(), "prompt": f"1 step of {milliseconds(steps[0])}"}
+    print_labelled(about | {"decode": decode})
     screen().print(_streams(recorded))
     if _spans(recorded, "wait"):
         screen().print(_waits(recorded))
@@ -78,7 +73,7 @@ def _streams(recorded: Trace) -> Table:
     steps, waits, fills = (_spans(recorded, kind) for kind in ("step", "wait", "fill"))
     whole_s = max(s.end_s for s in steps + fills) - min(s.begin_s for s in steps + fills)
     waited_s, copied_s, nbytes = covered_s(waits), covered_s(fills), sum(fill.nbytes for fill in fills)
-    table = _table("stream", "does", "ms", "% of all", "GiB", "GB/s", num_left=2)
+    table = grid("stream", "does", "ms", "% of all", "GiB", "GB/s", left=("stream", "does"))
     for stream, does, seconds in (
         ("compute", "computes", covered_s(steps) - waited_s),
         ("", "waits for copies", waited_s),
@@ -94,16 +89,7 @@ def _waits(recorded: Trace) -> Table:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for wait in _spans(recorded, "wait"):
         found[wait.name].append(wait.seconds)
-    table = _table("waited for longest", "waits", "longest ms", "all ms", num_left=1)
+    table = grid("waited for longest", "waits", "longest ms", "all ms", left=("waited for longest",))
     for name, waits in sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_WAITS]:
         table.add_row(name or "(root)", str(len(waits)), f"{1e3 * max(waits):,.2f}", f"{1e3 * sum(waits):,.2f}")
-    return table
-
-
-def _table(*headings: str, num_left: int) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < num_left else "right", overflow="fold")
     return table

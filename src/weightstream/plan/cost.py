@@ -64,26 +64,25 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
 
     What is on disk is read from when the copy is queued, after what was queued before.
     """
-    computes = _unit_s(plan, profile)
+    units = plan.manifest.units
+    computes = [*_unit_s(plan, profile), 0.0]  # the last is no unit: before the first step
+    after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
+    after.append(0.0)
     copies = [profile.copy_s(nbytes) for nbytes in plan.unit_nbytes]
-    reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else []
+    reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else [0.0] * len(units)
     filled = [0.0] * len(computes)
     copy_free = disk_free = now = started = 0.0
-
-    def fill(unit: int) -> None:
-        nonlocal copy_free, disk_free
-        copy_free = max(copy_free, now + profile.handover_s) + copies[unit]
-        if reads and reads[unit]:
-            disk_free = max(disk_free, now) + reads[unit]
-            copy_free = max(copy_free, disk_free)
-        filled[unit] = copy_free
-
-    for unit in plan.first:
-        fill(unit)
-    for _ in range(_STEPS):
+    step = list(zip(plan.manifest.order, plan.after, strict=True))
+    for positions in ([(len(units), plan.first)], *[step] * _STEPS):
         started = now
-        for unit, refills in zip(plan.manifest.order, plan.after, strict=True):
-            now = max(now, filled[unit]) + computes[unit]
-            for refill in refills:
-                fill(refill)
+        for unit, fills in positions:
+            ended = max(now, filled[unit]) + computes[unit]
+            now = ended - after[unit]
+            for fill in fills:
+                copy_free = max(copy_free, now + profile.handover_s) + copies[fill]
+                if reads[fill]:
+                    disk_free = max(disk_free, now) + reads[fill]
+                    copy_free = max(copy_free, disk_free)
+                filled[fill] = copy_free
+            now = ended
     return now - started

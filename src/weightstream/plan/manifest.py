@@ -73,9 +73,18 @@ class Manifest:
         """Every alias group of the model -> its bytes."""
         return {t.alias: t.nbytes for t in self.tensors()}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(self.aliases.values())
+
+    @cached_property
+    def users(self) -> dict[str, list[int]]:
+        """Every alias group of the model -> the units that use it."""
+        users: dict[str, list[int]] = {alias: [] for alias in self.aliases}
+        for index, unit in enumerate(self.units):
+            for alias in unit.aliases():
+                users[alias].append(index)
+        return users
 
     def without(self, aliases: frozenset[str]) -> Manifest:
         """The same units and order, less some of the weights."""
@@ -93,7 +102,8 @@ class Profile:
     of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, and `host_s` those that the host
-    takes to launch them, to which `overhead_s` comes for a unit that streams. Else a unit takes the time to read its
+    takes to launch them, to which `overhead_s` comes for a unit that streams; `after_share` is the share of a unit's
+    seconds for ops that follow its release, before the next unit opens. Else a unit takes the time to read its
     weights once, and at least `overhead_s`, and `launch_s` per tensor.
     """
 
@@ -114,6 +124,7 @@ class Profile:
     device_nbytes: int = 0
     unit_s: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
+    after_share: tuple[float, ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec, *, streams: bool = False) -> float:
         """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both."""

@@ -46,6 +46,8 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
         if best is not None and bound_s > best[0] + _TIE_S:
             break  # none behind is faster
         plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
+        if best is not None and cost.copy_s(plan, profile) > best[0] + _TIE_S:
+            continue  # nor is it faster than its copies
         found = (round(cost.simulate_s(plan, profile) / _TIE_S) * _TIE_S, plan.device_nbytes, plan)
         best = found if best is None or found[:2] < best[:2] else best
     assert best is not None
@@ -60,7 +62,7 @@ def _soonest_first(
     compute_s = sum(profile.compute_s(u, manifest.units[u]) for u in manifest.order)
 
     def bound_s(residents: frozenset[str], ring_nbytes: int) -> float:
-        streamed = sum(nbytes for alias, nbytes in aliases.items() if alias not in residents)
+        streamed = sum(map(aliases.__getitem__, aliases.keys() - residents))
         return max(compute_s, (streamed - ring_nbytes) / profile.link_bytes_per_s)
 
     return sorted(((bound_s(*choice[:2]), choice) for choice in choices), key=lambda item: item[0])
@@ -136,7 +138,8 @@ def place_homes(
             f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
     elsewhere = frozenset(aliases.keys() - movable)
-    kept = _fitting(plan.manifest, elsewhere, _columns(plan.manifest, elsewhere), host_budget - held, exact=True)
+    sizes, columns = streamed_nbytes(plan.manifest, elsewhere), _columns(plan.manifest, elsewhere)
+    kept = _fitting(plan.manifest, sizes, columns, host_budget - held, exact=True)
     profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
     step_s = plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile)
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
@@ -190,7 +193,9 @@ def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterabl
             residents = forced.union(*columns[:complete])
             ring = depth * unit_nbytes
             spare = budget - held - ring
-            for extra in {_fitting(manifest, residents, columns[complete:], spare * part // 4) for part in _PARTS}:
+            sizes = streamed_nbytes(manifest, residents)
+            extras = (_fitting(manifest, sizes, columns[complete:], spare * part // 4) for part in _PARTS)
+            for extra in dict.fromkeys(extras):
                 for slot in (0, unit_nbytes):
                     yield residents | extra, ring, slot
 
@@ -199,10 +204,6 @@ def _column_states(
     manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
 ) -> Iterable[tuple[int, int]]:
     """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
-    users: dict[str, list[int]] = {}
-    for index, unit in enumerate(manifest.units):
-        for alias in unit.aliases():
-            users.setdefault(alias, []).append(index)
     sizes = streamed_nbytes(manifest, forced)
     held = _nbytes(manifest, forced)
     yield held, max(sizes, default=0)
@@ -210,7 +211,7 @@ def _column_states(
         for alias in column:
             nbytes = aligned(manifest.aliases[alias])
             held += nbytes
-            for index in users[alias]:
+            for index in manifest.users[alias]:
                 sizes[index] -= nbytes
         yield held, max(sizes, default=0)
 
@@ -230,22 +231,23 @@ def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
 
 
 def _fitting(
-    manifest: Manifest, residents: frozenset[str], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
+    manifest: Manifest, sizes: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
 ) -> frozenset[str]:
     """What else fits, column by column: from the units that stream most first, else spread over the depth."""
-    unit_of = {alias: u for u, unit in reversed(list(enumerate(manifest.units))) for alias in unit.aliases()}
-    sizes = streamed_nbytes(manifest, residents)
+    sizes, users = list(sizes), manifest.users
     taken: set[str] = set()
     for column in columns:
         nbytes = manifest.aliases[column[0]] if exact else aligned(manifest.aliases[column[0]])
+        if not 0 < nbytes <= spare:
+            continue
         alike: dict[int, list[str]] = {}
         for alias in column:
-            alike.setdefault(-sizes[unit_of[alias]], []).append(alias)
+            alike.setdefault(-sizes[users[alias][0]], []).append(alias)
         for _, aliases in sorted(alike.items()):
-            num = min(len(aliases), spare // nbytes) if nbytes else 0
+            num = min(len(aliases), spare // nbytes)
             for alias in (aliases[(2 * i + 1) * len(aliases) // (2 * num)] for i in range(num)):  # evenly apart
                 taken.add(alias)
-                sizes[unit_of[alias]] -= nbytes
+                sizes[users[alias][0]] -= nbytes
             spare -= num * nbytes
     return frozenset(taken)
 

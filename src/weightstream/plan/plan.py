@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal
@@ -64,13 +64,14 @@ class Plan:
         """The plan that follows from a choice of residents and a ring; see `ring.allocate` for `slot_nbytes`."""
         sizes = streamed_nbytes(manifest, resident | mapped)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes)
+        after = refills(manifest.order, extents)
         return cls(
             manifest=manifest,
             resident=resident,
             ring_nbytes=max((e.offset + e.nbytes for e in extents), default=0),
             extents=extents,
-            first=first_fills(manifest.order, extents),
-            after=refills(manifest.order, extents),
+            first=first_fills(manifest.order, extents, after),
+            after=after,
             budget=budget,
             slot_nbytes=slot_nbytes,
             mapped=mapped,
@@ -80,9 +81,8 @@ class Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
         sizes = streamed_nbytes(self.manifest, self.resident | self.mapped)
         extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes)
-        manifest = replace(self.manifest, order=order)
-        fills = {"first": first_fills(order, extents), "after": refills(order, extents)}
-        return replace(self, manifest=manifest, extents=extents, **fills)  # type: ignore[arg-type]
+        manifest, after = replace(self.manifest, order=order), refills(order, extents)
+        return replace(self, manifest=manifest, extents=extents, first=first_fills(order, extents, after), after=after)
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
@@ -120,14 +120,14 @@ class Plan:
     @cached_property
     def unit_nbytes(self) -> tuple[int, ...]:
         """Bytes that a fill of each unit moves."""
-        aliases = self.manifest.aliases
-        return tuple(sum(aliases[a] for a in self.streamed(u)) for u in range(len(self.manifest.units)))
+        placed = self.resident | self.mapped
+        return tuple(_by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a not in placed}))
 
     @cached_property
     def unit_disk_nbytes(self) -> tuple[int, ...]:
         """Bytes of these that are read from disk."""
-        aliases, units = self.manifest.aliases, range(len(self.manifest.units))
-        return tuple(sum(aliases[a] for a in self.streamed(u) if a in self.disk) for u in units)
+        streamed = self.disk - self.resident - self.mapped
+        return tuple(_by_unit(self.manifest, {alias: self.manifest.aliases[alias] for alias in streamed}))
 
     @cached_property
     def step_nbytes(self) -> int:
@@ -184,7 +184,16 @@ def _layout(unit: UnitSpec, resident: frozenset[str]) -> Iterator[tuple[str, int
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:
     """Bytes of ring that each unit needs: its groups that are not resident, each aligned."""
-    return [sum(aligned(n) for a, n in unit.aliases().items() if a not in resident) for unit in manifest.units]
+    return _by_unit(manifest, {a: aligned(n) for a, n in manifest.aliases.items() if a not in resident})
+
+
+def _by_unit(manifest: Manifest, nbytes: Mapping[str, int]) -> list[int]:
+    """The bytes of each unit, from those of alias groups."""
+    found = [0] * len(manifest.units)
+    for alias, num in nbytes.items():
+        for unit in manifest.users[alias]:
+            found[unit] += num
+    return found
 
 
 @lru_cache(maxsize=1)

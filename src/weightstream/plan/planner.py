@@ -17,7 +17,7 @@ from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan, human
-from weightstream.plan.work import Op, Workload, device_s, host_s
+from weightstream.plan.work import Op, Workload, after_share, device_s, host_s
 
 _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
@@ -89,9 +89,14 @@ class Planner:
         refused: PlanError | None = None
         for mapped in self._mapped(manifest):
             try:
-                plans.append(self._within_host_budget(manifest, self._placed(manifest, mapped, profile), profile))
+                plan = self._placed(manifest, mapped, profile)
             except PlanError as error:
-                refused = refused or error
+                refused = error  # the last takes the least of the device
+                continue
+            try:
+                plans.append(self._within_host_budget(manifest, plan, profile))
+            except PlanError as error:
+                refused = refused or error  # and the first the least of the host
         if not plans:
             assert refused is not None
             raise refused
@@ -120,7 +125,12 @@ class Planner:
             )
 
         both = [seconds(index, unit) for index, unit in enumerate(manifest.units)]
-        return replace(profile, unit_s=tuple(device for device, _ in both), host_s=tuple(host for _, host in both))
+        return replace(
+            profile,
+            unit_s=tuple(device for device, _ in both),
+            host_s=tuple(host for _, host in both),
+            after_share=tuple(after_share(work.get(unit.name, ()), profile) for unit in manifest.units),
+        )
 
     @property
     def budget(self) -> int | None:

@@ -45,12 +45,13 @@ def refine(planner: Planner, plan: Plan, times: Times) -> Refined:
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
     elif rates := _rates(times, profile.copy_latency_s):
         profile = replace(profile, link_bytes_per_s=median(rates))
+    profile = replace(profile, overhead_s=0.0)  # measured seconds hold it
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=lambda: None)
     estimate = planner.profile(plan.manifest)
     computes = [estimate.compute_s(u, unit, streams=plan.streams(u)) for u, unit in enumerate(plan.manifest.units)]
     found = replace(planner, machine=machine, unit_s=unit_s(plan, computes, times), measured_reads=plan.mapped)
     refined = found.priced(plan)
-    return Refined(planner=found, plan=refined, better=_better(found, refined))
+    return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s))
 
 
 def _rates(times: Times, latency_s: float) -> list[float]:
@@ -82,13 +83,14 @@ def _spans(plan: Plan, times: Times) -> Iterator[tuple[list[int], float]]:
         yield [position % len(order) for position in range(begin, end)], times.computes[order[begin]]
 
 
-def _better(planner: Planner, plan: Plan) -> Plan | None:
+def _better(planner: Planner, plan: Plan, measured_s: float) -> Plan | None:
     if set(plan.manifest.order) != set(range(len(plan.manifest.units))):
         return None  # of units that the learned order leaves out nothing is known
     try:
         found = planner(plan.manifest)
     except PlanError:
         return None
-    gain_s, moved_s = plan.step_s - found.step_s, 2 * plan.resident_nbytes / _MOVED_BYTES_PER_S
+    step_s = min(plan.step_s, measured_s)  # less was measured where copies go on between the steps
+    gain_s, moved_s = step_s - found.step_s, 2 * plan.resident_nbytes / _MOVED_BYTES_PER_S
     home_again = plan.offloaded_nbytes + plan.resident_nbytes <= planner.machine.host_free_nbytes
-    return found if gain_s > _GAIN * plan.step_s and gain_s * _STEPS > moved_s and home_again else None
+    return found if gain_s > _GAIN * step_s and gain_s * _STEPS > moved_s and home_again else None

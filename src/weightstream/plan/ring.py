@@ -42,9 +42,7 @@ def allocate(
     """
     extents: dict[int, Extent] = {}
     cursor = 0
-    for unit in [*order, *range(len(unit_nbytes))]:
-        if unit in extents:
-            continue
+    for unit in dict.fromkeys([*order, *range(len(unit_nbytes))]):
         nbytes = aligned(unit_nbytes[unit])
         if nbytes > capacity:
             raise PlanError(f"unit {unit} needs {nbytes} bytes of ring, more than the ring's {capacity}")
@@ -68,34 +66,35 @@ def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:
     return [tuple(sorted(others)) for others in found]
 
 
-def previous_holder(position: int, order: Sequence[int], extents: Sequence[Extent]) -> int | None:
-    """The last position before this one, cyclically, whose unit shares bytes with this one's; None if only itself."""
-    mine = extents[order[position]]
-    for back in range(1, len(order)):
-        q = (position - back) % len(order)
-        if extents[order[q]].overlaps(mine):
-            return q
-    return None
+def previous_holders(order: Sequence[int], extents: Sequence[Extent]) -> list[int | None]:
+    """For each position: the last one before it, cyclically, whose unit shares bytes with its own; None if only it."""
+    holders: list[int | None] = [None] * len(order)
+    spans = [(p, extents[u].offset, extents[u].offset + extents[u].nbytes) for p, u in enumerate(order)]
+    spans = [span for span in spans if span[1] < span[2]]
+    for place, (position, begin, end) in enumerate(spans):
+        for back in range(place - 1, place - len(spans), -1):  # below 0 is around
+            holder, other_begin, other_end = spans[back]
+            if begin < other_end and other_begin < end:
+                holders[position] = holder
+                break
+    return holders
 
 
 def refills(order: Sequence[int], extents: Sequence[Extent]) -> tuple[tuple[int, ...], ...]:
     """For each position: the units to fill once it is released, soonest needed first."""
-    after: list[list[tuple[int, int]]] = [[] for _ in order]
-    for position, unit in enumerate(order):
-        if not extents[unit].nbytes:
-            continue
-        q = previous_holder(position, order, extents)
-        if q is not None and order[q] != unit:
-            after[q].append(((position - q) % len(order), unit))
-    return tuple(tuple(unit for _, unit in sorted(fills)) for fills in after)
+    after: list[list[int]] = [[] for _ in order]
+    held = [(q, p) for p, q in enumerate(previous_holders(order, extents)) if q is not None and order[q] != order[p]]
+    for q, position in sorted(held, key=lambda pair: pair[0] > pair[1]):  # of the next step: later
+        after[q].append(order[position])
+    return tuple(map(tuple, after))
 
 
-def first_fills(order: Sequence[int], extents: Sequence[Extent]) -> tuple[int, ...]:
-    """The units to fill before the first step: each whose bytes no earlier position of the step uses."""
+def first_fills(order: Sequence[int], extents: Sequence[Extent], after: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The units to fill before the first step: each that a position needs before a release of the step fills it."""
     fills: list[int] = []
-    for position, unit in enumerate(order):
-        if not extents[unit].nbytes or unit in fills:
-            continue
-        if not any(extents[order[q]].overlaps(extents[unit]) for q in range(position)):
+    filled: set[int] = set()
+    for unit, released in zip(order, after, strict=True):
+        if unit not in filled and extents[unit].nbytes:
             fills.append(unit)
+        filled.update(released, (unit,))
     return tuple(fills)

@@ -92,15 +92,9 @@ def _rows(plan: Plan) -> list[tuple[list[str], list[str]]]:
 
 
 def _span(names: list[str]) -> str:
-    """`layers.0…7.mlp`; the whole names where several numbers differ."""
-    if len(names) == 1:
-        return names[0]
-    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
-    differing = [i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
-    if len(differing) != 1:
-        return f"{names[0]} … {names[-1]}"
-    first[differing[0]] += f"…{last[differing[0]]}"
-    return "".join(first)
+    """`layers.0…7.mlp`."""
+    last = iter(re.findall(r"\d+", names[-1]))
+    return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}…{end}", names[0])
 
 
 def memory(plan: Plan) -> tuple[Text, Text]:
@@ -153,33 +147,22 @@ def numbers(plan: Plan) -> dict[str, Any]:
     return found | {"nbytes": plan.manifest.nbytes, "tokens_per_s": tokens_per_s(plan)}
 
 
-def num_parameters(plan: Plan) -> int:
-    """Numbers in the model's weights, tied ones once."""
-    return sum(_counted(plan).values())
-
-
-def dtype(plan: Plan) -> str:
-    """The dtype that most of them have."""
-    return max(_counted(plan).items(), key=lambda item: item[1], default=("nothing", 0))[0]
-
-
-def _counted(plan: Plan) -> Counter[str]:
-    """By dtype; of tensors that share bytes the largest counts."""
+def parameters(plan: Plan) -> tuple[int, str]:
+    """How many numbers the model's weights are, tied ones once, and the dtype that most of them have."""
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in plan.manifest.tensors():
         found = math.prod(tensor.shape), tensor.dtype.removeprefix("torch.")
-        sizes[tensor.alias] = max(sizes.get(tensor.alias, found), found)
+        sizes[tensor.alias] = max(sizes.get(tensor.alias, found), found)  # the largest of those that share bytes
     counted: Counter[str] = Counter()
     for num, kind in sizes.values():
         counted[kind] += num
-    return counted
+    return counted.total(), max(counted, key=lambda kind: counted[kind], default="nothing")
 
 
 def tokens_per_s(plan: Plan) -> float | None:
     """New tokens per second of all sequences together."""
-    if plan.workload is None or not plan.step_s:
-        return None
-    return float(plan.workload.batch * plan.workload.tokens / plan.step_s)
+    at = plan.workload
+    return at.batch * at.tokens / plan.step_s if at and plan.step_s else None
 
 
 def rate(plan: Plan) -> str:

@@ -28,12 +28,14 @@ class Workload:
 class Op:
     """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
 
-    `half` and `single` are matrix products in 16-bit floats and in float32.
+    `half` and `single` are matrix products in 16-bit floats and in float32. `after`: it runs once the unit is released,
+    before the next one opens.
     """
 
     rate: Rate = "none"
     flops: float = 0.0
     nbytes: int = 0
+    after: bool = False
 
     def seconds(self, profile: Profile) -> float:
         rates = {
@@ -53,3 +55,9 @@ def device_s(ops: Iterable[Op], profile: Profile) -> float:
 def host_s(ops: Sequence[Op], profile: Profile) -> float:
     """Seconds that the host launches them."""
     return profile.op_launch_s * len(ops)
+
+
+def after_share(ops: Iterable[Op], profile: Profile) -> float:
+    """The share of their seconds on the device that follows the unit's release."""
+    seconds = [(op.seconds(profile), op.after) for op in ops]
+    return sum(s for s, after in seconds if after) / (sum(s for s, _ in seconds) or 1.0)

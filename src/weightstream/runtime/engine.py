@@ -103,7 +103,8 @@ class Engine:
         self._backend = backend
         self.copies: Copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
-        self.sharing = sharing(plan.extents)
+        self.sharing = [frozenset(units) for units in sharing(plan.extents)]
+        self.live: set[int] = set()  # all whose bytes are in the ring or still read, and maybe more
         self._cursor = len(plan.manifest.order)  # the next position that has not been released
 
     def prime(self) -> None:
@@ -136,7 +137,7 @@ class Engine:
         """Whether a unit in use holds bytes of this one, so that it cannot be filled now."""
         if self.fences[unit].state is not State.EMPTY:
             return False
-        return any(self.fences[o].state is State.IN_USE for o in self.sharing[unit])
+        return any(self.fences[o].state is State.IN_USE for o in self.live & self.sharing[unit])
 
     def wait(self, unit: int) -> None:
         """Make compute wait until the unit is in its extent; fill it now if nobody has."""
@@ -229,13 +230,16 @@ class Engine:
         fence, copies = self.fences[unit], self.copies[unit]  # an error of the source changes nothing
         if after is not None:
             self._backend.wait(Side.COPY, after)
-        for other in (unit, *self.sharing[unit]):
+        for other in (unit, *sorted(self.live & self.sharing[unit])):
             held = self.fences[other]
             if held.reads_pending and after is None:
                 self._backend.wait(Side.COPY, held.last_read)
                 held.reads_pending = False
             if other != unit and held.state is not State.EMPTY:
                 held.move(State.EMPTY)
+            if not held.reads_pending:
+                self.live.discard(other)
+        self.live.add(unit)
         timed = self.timeline.fills(unit, planned)
         with profiled(self.plan.manifest.units[unit].name, "fill "):
             self._backend.copy(copies)

@@ -5,7 +5,6 @@ Every function takes `root`, the folder that holds proc, sys and etc, and takes 
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from dataclasses import dataclass
@@ -41,10 +40,10 @@ def link_now(address: str, root: Path = _ROOT) -> PciLink | None:
 def link_at_best(address: str, root: Path = _ROOT) -> PciLink | None:
     """What both ends of the link could do: the device, and the port above it where that is known."""
     device = _device(address, root).resolve()
-    ends = [link for link in (_link(device, "max"), _link(device.parent, "max")) if link is not None]
-    if not ends or _link(device, "max") is None:
+    if (own := _link(device, "max")) is None:
         return None
-    return PciLink(generation=min(end.generation for end in ends), width=min(end.width for end in ends))
+    port = _link(device.parent, "max") or own
+    return PciLink(generation=min(own.generation, port.generation), width=min(own.width, port.width))
 
 
 def numa_node(address: str, root: Path = _ROOT) -> int | None:
@@ -64,12 +63,8 @@ def cores_of_node(node: int, root: Path = _ROOT) -> frozenset[int]:
 
 def nvidia_gpus(root: Path = _ROOT) -> tuple[str, ...]:
     """PCI addresses of NVIDIA's display and compute devices, whether or not a driver runs them."""
-    folder = root / "sys/bus/pci/devices"
-    try:
-        addresses = sorted(os.listdir(folder))
-    except OSError:
-        return ()
-    facts = ((a, _text(folder / a / "vendor"), _text(folder / a / "class")) for a in addresses)
+    folders = sorted(root.glob("sys/bus/pci/devices/*"))
+    facts = ((folder.name, _text(folder / "vendor"), _text(folder / "class")) for folder in folders)
     return tuple(address for address, vendor, kind in facts if vendor == _NVIDIA and kind.startswith(_DISPLAY))
 
 

@@ -22,12 +22,7 @@ from weightstream.runtime.backend import Backend
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 1  # of what is kept; to be raised whenever a number is measured in another way
-
-
-def measure(backend: Backend) -> Profile:
-    """What the backend's machine can do; a number that cannot be measured is the backend's own, with a warning."""
-    return bench.measure(backend)[0]
+_FORMAT = 2  # of what is kept; to be raised whenever a number is measured in another way
 
 
 def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
@@ -63,6 +58,15 @@ def from_json(text: str | bytes) -> Profile:
     except ValueError as error:  # pydantic's is one
         raise ConfigError(f"not a profile: {error}") from error
     return profile
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file; raises `ConfigError` that names it."""
+    try:
+        return from_json(path.read_bytes())
+    except (OSError, ConfigError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"profile {path}: {cause}; name a file of `weightstream doctor --save`") from error
 
 
 def _check(profile: Profile) -> None:

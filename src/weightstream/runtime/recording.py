@@ -137,8 +137,10 @@ class Recording:
         engine.forget(overwritten - self.held)
         for unit in self.held & (self._reads.keys() | self.filled):
             engine.fences[unit].left_by_a_graph()
+            engine.live.add(unit)
         for unit in self._reads:
             engine.fences[unit].last_read, engine.fences[unit].reads_pending = end, True
+            engine.live.add(unit)
         for unit in self.due:
             if engine.fences[unit].state is State.EMPTY:
                 last = self._last_reader(unit)  # of an edge nobody outside knows: then the end of the graph
