@@ -30,6 +30,7 @@ from weightstream.cli import app
 from weightstream.errors import StoreError, UnsupportedError
 from weightstream.store import pack as store
 from weightstream.store.folder import OffloadFolder
+from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -233,9 +234,7 @@ def test_files_beside_the_weights(llama: Path, out: Path) -> None:
 
 
 def test_run_takes_it(llama: Path, out: Path) -> None:
-    from test_cli import save_tokenizer
-
-    save_tokenizer(llama, None)
+    tokenizer(None).save_pretrained(llama)
     packed(llama, out)
     flags = ["--prompt", "w5 w9", "--device", "cpu", "--device-budget", "512KiB", "--max-new-tokens", "4", "--json"]
     ran = [CliRunner().invoke(app, ["run", str(folder), *flags]) for folder in (llama, out)]

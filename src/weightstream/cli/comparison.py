@@ -41,10 +41,10 @@ def compare(model: Any, seconds: float) -> tuple[Plan, dict[str, Any]]:
     try:
         with closing(backend_of(device)) as backend:  # the streamer's ends with the streamer
             offloaded, ours = _timed("offloaded", model, planned.workload, backend, seconds)
-            plan = streamer.plan
+            plan, read = streamer.plan, streamer.read_in_place
             offloaded["weights_nbytes"] = streamer.stats().held_nbytes["device"]
             streamer.remove()
-            floor, bytes_per_s = _floor(plan, backend, seconds)
+            floor, bytes_per_s = _floor(plan, read, backend, seconds)
             resident, theirs, skipped = _resident(model, plan, backend, seconds)
             difference = first_difference(ours, theirs, torch.equal) if resident else None
             reproducible = difference is None or _repeats(model, planned.workload, device, theirs)
@@ -112,11 +112,11 @@ def _repeats(model: Any, workload: Workload, device: torch.device, outputs: Sequ
     return first_difference(outputs, _outputs(Steps(model, workload, device)), torch.equal) is None
 
 
-def _floor(plan: Plan, backend: Backend, seconds: float) -> tuple[System | None, float]:
-    """The link alone, with what a step of the plan streams (None: nothing), and its bytes per second."""
+def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
+    """The link alone with all that a step moves (None: nothing), `read` in place included, and its bytes per second."""
     from weightstream.runtime.pace import copies_s
 
-    sizes = [plan.unit_nbytes[unit] for fills in plan.after for unit in fills]
+    sizes = [*(plan.unit_nbytes[unit] for fills in plan.after for unit in fills), *read]
     moved = sizes or [unit.nbytes for unit in plan.manifest.units if unit.nbytes]
     floor = _system("link floor", copies_s(backend, moved, seconds))
     return floor if sizes else None, sum(moved) / floor["p50_s"]

@@ -126,8 +126,8 @@ class Plan:
     @cached_property
     def unit_disk_nbytes(self) -> tuple[int, ...]:
         """Bytes of these that are read from disk."""
-        streamed = self.disk - self.resident - self.mapped
-        return tuple(_by_unit(self.manifest, {alias: self.manifest.aliases[alias] for alias in streamed}))
+        read = self.disk - self.resident - self.mapped
+        return tuple(_by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a in read}))
 
     @cached_property
     def step_nbytes(self) -> int:

@@ -133,6 +133,12 @@ class Streamer(FixedAddresses):
         """Where the model computes."""
         return self._backend.device
 
+    @property
+    def read_in_place(self) -> tuple[int, ...]:
+        """Bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few rows."""
+        whole = self.plan.mapped - self._homes.by_row
+        return tuple(nbytes for alias, nbytes in self.plan.manifest.aliases.items() if alias in whole)
+
     def stats(self) -> Stats:
         """Counters and bytes held, as of now. Cheap; does not wait for the device."""
         held = self._homes.held_nbytes()
