@@ -99,7 +99,7 @@ def test_the_backend_goes_on_where_it_was(backend: CudaBackend) -> None:
     backend.synchronize()
 
 
-def test_the_workspace_is_known_after_other_products(backend: CudaBackend) -> None:
+def test_the_workspace_is_assumed_after_other_products(backend: CudaBackend) -> None:
     x = torch.ones(64, 64, device=DEVICE, dtype=torch.bfloat16)
     assert (x @ x)[0, 0] == 64  # takes the workspace of this stream
     found, is_complete = bench.measure(backend)

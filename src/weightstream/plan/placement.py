@@ -42,7 +42,7 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
     best: tuple[float, int, Plan] | None = None
-    for bound_s, (residents, ring, slot) in _soonest_first(manifest, choices, profile):
+    for bound_s, residents, ring, slot in _soonest_first(manifest, choices, profile):
         if best is not None and bound_s > best[0] + _TIE_S:
             break  # none behind is faster
         plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
@@ -56,16 +56,18 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
 
 def _soonest_first(
     manifest: Manifest, choices: Iterable[tuple[frozenset[str], int, int]], profile: Profile
-) -> list[tuple[float, tuple[frozenset[str], int, int]]]:
-    """The choices by the least time of a step: it computes, and copies what the ring cannot hold for good."""
+) -> list[tuple[float, frozenset[str], int, int]]:
+    """The choices, in a ring without and with slots, by the least time of a step: it computes, and copies what the ring
+    cannot hold for good. A ring that goes around twice holds less than a unit: only its end may be used once."""
     aliases = {alias: n for u in set(manifest.order) for alias, n in manifest.units[u].aliases().items()}  # a step's
     compute_s = sum(profile.compute_s(u, manifest.units[u]) for u in manifest.order)
-
-    def bound_s(residents: frozenset[str], ring_nbytes: int) -> float:
+    found: list[tuple[float, frozenset[str], int, int]] = []
+    for residents, ring, unit_nbytes in choices:
         streamed = sum(map(aliases.__getitem__, aliases.keys() - residents))
-        return max(compute_s, (streamed - ring_nbytes) / profile.link_bytes_per_s)
-
-    return sorted(((bound_s(*choice[:2]), choice) for choice in choices), key=lambda item: item[0])
+        held = unit_nbytes if streamed > 2 * ring else ring
+        bound_s = max(compute_s, (streamed - held) / profile.link_bytes_per_s)
+        found += [(bound_s, residents, ring, slot) for slot in (0, unit_nbytes)]
+    return sorted(found, key=lambda choice: choice[0])
 
 
 def place_layers(
@@ -131,13 +133,13 @@ def place_homes(
     if plan.offloaded_nbytes <= host_budget:
         return plan
     movable &= aliases.keys() - plan.resident - plan.mapped
-    held = sum(n for alias, n in aliases.items() if alias not in plan.resident | movable)
+    elsewhere = frozenset(aliases.keys() - movable)
+    held = sum(aliases[alias] for alias in elsewhere - plan.resident)
     if held > host_budget:
         raise PlanError(
             f"host budget {human(host_budget)} ({host_budget} bytes) < {human(held)} ({held} bytes) of weights that "
             f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
-    elsewhere = frozenset(aliases.keys() - movable)
     sizes, columns = streamed_nbytes(plan.manifest, elsewhere), _columns(plan.manifest, elsewhere)
     kept = _fitting(plan.manifest, sizes, columns, host_budget - held, exact=True)
     profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
@@ -183,7 +185,7 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 
 
 def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterable[tuple[frozenset[str], int, int]]:
-    """Residents, ring bytes and slot bytes that fit: complete columns, with and without what fills the rest."""
+    """Residents, bytes of the ring and of a unit that fit: complete columns, with and without what fills the rest."""
     columns = _columns(manifest, forced)
     states = list(_column_states(manifest, forced, columns))
     for depth in _DEPTHS:
@@ -195,9 +197,7 @@ def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterabl
             spare = budget - held - ring
             sizes = streamed_nbytes(manifest, residents)
             extras = (_fitting(manifest, sizes, columns[complete:], spare * part // 4) for part in _PARTS)
-            for extra in dict.fromkeys(extras):
-                for slot in (0, unit_nbytes):
-                    yield residents | extra, ring, slot
+            yield from ((residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
 
 
 def _column_states(

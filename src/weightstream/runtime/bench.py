@@ -65,7 +65,7 @@ def measure(backend: Backend) -> tuple[Profile, bool]:
     with closing(backend_of(backend.device)) as own, _left_as_found(own.device), torch.no_grad():
         numbers: dict[str, Any] = {}
         complete, bench = True, _Bench(own)
-        for measuring in (bench.workspace, bench.products, bench.attention, bench.kernels, bench.modules, bench.link):
+        for measuring in (bench.products, bench.attention, bench.kernels, bench.modules, bench.link):
             try:
                 numbers |= measuring()
             except (RuntimeError, StoreError) as error:
@@ -75,7 +75,7 @@ def measure(backend: Backend) -> tuple[Profile, bool]:
     if own.device.type == "cpu":
         numbers |= {"machine": machine.processor(), "device_nbytes": psutil.virtual_memory().total}
     else:
-        found, complete = cuda.facts(own.device), complete and "workspace_nbytes" in numbers
+        found = cuda.facts(own.device)
         numbers |= {"machine": found.name, "device_nbytes": found.total_nbytes}
     return replace(backend.profile, **numbers), complete
 
@@ -128,29 +128,25 @@ class _Bench:
         samples = [self._sample(work, repeats) for _ in range(_SAMPLES)]
         return choose(samples[_SAMPLES // 2 :])
 
-    def workspace(self) -> dict[str, int]:
-        """What a library takes at the first product of a stream, and keeps; not known where that was before us."""
-        if not self._on_gpu:
-            return {}
-        weight, before = self._weights[0], cuda.allocated_nbytes(self._device)
-        self._backend.synchronize()
-        with torch.Stream(self._device):  # the caller's may have its workspace already
-            for bias in (None, weight.flatten()[: len(weight)]):  # products with a bias may be of another library
-                F.linear(weight[:1], weight, bias)
-            self._backend.synchronize()
-        grown = cuda.allocated_nbytes(self._device) - before
+    def _workspace(self) -> dict[str, int]:
+        """What libraries take at the first product, and keep; not known where that was before us."""
+        weight, before = self._weights[0], cuda.allocated_nbytes(self._device) if self._on_gpu else 0
+        for bias in (None, weight.flatten()[: len(weight)]):  # products with a bias may be of another library
+            F.linear(weight[:1], weight, bias)
+        grown = cuda.allocated_nbytes(self._device) - before if self._on_gpu else 0
         return {"workspace_nbytes": grown} if grown else {}
 
     def products(self) -> dict[str, float]:
         """Reading weights for one row, then products of many rows in bf16 and float32."""
         num_rows, weight, settle_s = self._sizes.rows, self._weights[0], self._sizes.settle_s
         flops = 2 * num_rows * weight.numel()
+        workspace = self._workspace()
         read_s = self._seconds(self._read)
         rows = self._tensor(num_rows, _WIDTH)
         half_s = self._seconds(lambda: F.linear(rows, weight), settle_s)
         rows, weight = rows[: num_rows // 4].float(), weight.float()
         single_s = self._seconds(lambda: F.linear(rows, weight))
-        return {
+        return workspace | {
             "device_bytes_per_s": sum(w.nbytes for w in self._weights) / read_s,
             "half_flops_per_s": flops / half_s,
             "single_flops_per_s": flops / 4 / single_s,
