@@ -207,6 +207,21 @@ def test_mixed_sizes_and_any_order(data: st.DataObject) -> None:
     assert_right(plan_of(sizes, order, capacity), capacity)
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_ring_that_goes_around_twice_holds_at_most_one_unit_for_good(num_slots: int) -> None:
+    """What the search for a placement takes for the least that a step copies."""
+    held = set()
+    for sizes in itertools.product((1, 2, 3), repeat=7):
+        largest, streamed = max(sizes) * GRAIN, sum(sizes) * GRAIN
+        for slot_nbytes in (0, largest):
+            if streamed > 2 * num_slots * largest:
+                manifest = plan_of([s * GRAIN for s in sizes], range(7), sum(sizes) * GRAIN).manifest
+                plan = Plan.build(manifest, frozenset(), num_slots * largest, slot_nbytes=slot_nbytes)
+                held.add((streamed - plan.step_nbytes) / largest)
+    assert max(held) <= 1
+    assert num_slots == 1 or max(held) > 0.5
+
+
 def test_a_unit_larger_than_the_ring_is_refused_with_both_sizes() -> None:
     with pytest.raises(PlanError, match=r"unit 1 needs 1536 bytes of ring, more than the ring's 1024"):
         allocate([0, 1], [512, 1025], 1024)

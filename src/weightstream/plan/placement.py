@@ -46,8 +46,6 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
         if best is not None and bound_s > best[0] + _TIE_S:
             break  # none behind is faster
         plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
-        if best is not None and cost.copy_s(plan, profile) > best[0] + _TIE_S:
-            continue  # nor is it faster than its copies
         found = (round(cost.simulate_s(plan, profile) / _TIE_S) * _TIE_S, plan.device_nbytes, plan)
         best = found if best is None or found[:2] < best[:2] else best
     assert best is not None
@@ -198,6 +196,22 @@ def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterabl
             sizes = streamed_nbytes(manifest, residents)
             extras = (_fitting(manifest, sizes, columns[complete:], spare * part // 4) for part in _PARTS)
             yield from ((residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
+    yield from _few_streaming(manifest, columns, budget)
+
+
+def _few_streaming(
+    manifest: Manifest, columns: Sequence[Sequence[str]], budget: int
+) -> Iterable[tuple[frozenset[str], int, int]]:
+    """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
+    everything = frozenset(manifest.aliases)
+    missing = _nbytes(manifest, everything) - budget
+    for column in columns:
+        nbytes = aligned(manifest.aliases[column[0]])
+        for depth in _DEPTHS:
+            num = -(-(missing + depth * nbytes) // nbytes) if nbytes else 0
+            residents = everything - set(_evenly(column, num)) if depth <= num <= len(column) else everything
+            if max(streamed_nbytes(manifest, residents)) == nbytes:  # else several are of one unit
+                yield residents, depth * nbytes, nbytes
 
 
 def _column_states(
@@ -245,11 +259,16 @@ def _fitting(
             alike.setdefault(-sizes[users[alias][0]], []).append(alias)
         for _, aliases in sorted(alike.items()):
             num = min(len(aliases), spare // nbytes)
-            for alias in (aliases[(2 * i + 1) * len(aliases) // (2 * num)] for i in range(num)):  # evenly apart
+            for alias in _evenly(aliases, num):
                 taken.add(alias)
                 sizes[users[alias][0]] -= nbytes
             spare -= num * nbytes
     return frozenset(taken)
+
+
+def _evenly(column: Sequence[str], num: int) -> list[str]:
+    """That many of a column, evenly apart."""
+    return [column[(2 * i + 1) * len(column) // (2 * num)] for i in range(num)]
 
 
 def _nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:

@@ -1,0 +1,67 @@
+"""`weightstream plan` on the largest Llama, as a fresh process: how long it takes, and how much memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weightstream.plan.manifest import Profile
+from weightstream.runtime import profile as profiles
+
+pytest.importorskip("transformers")
+
+GIB = 2**30
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+COMMAND = """
+import atexit, runpy, sys
+atexit.register(lambda: sys.stderr.write(open("/proc/self/status").read()))
+runpy.run_module("weightstream", run_name="__main__")
+"""
+
+
+def planned(tmp_path: Path, *flags: str) -> tuple[str, float]:
+    """What the command prints, and its seconds from start to end; it takes less than 1 GiB."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    machine = tmp_path / "profile.json"  # of a GPU that is not here: nothing is measured
+    machine.write_text(profiles.to_json(Profile(machine="Test GPU", device_nbytes=80 * GIB)))
+    flags = (str(tmp_path), "--profile", str(machine), "--device-budget", "80GiB", "--host-budget", "1024GiB", *flags)
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", COMMAND, "plan", *flags], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - begin
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
+    assert peak is not None, done.stderr
+    print(f"{seconds:.1f} s, {int(peak[1]) / 1024:.0f} MiB")
+    assert "405.9B parameters" in done.stdout
+    assert int(peak[1]) * 1024 < GIB
+    return done.stdout, seconds
+
+
+def test_a_plan_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    """3.6 s and 380 MiB on two cores that do nothing else, most of it imports; the limit is for a shared machine."""
+    assert planned(tmp_path)[1] < 15
+
+
+@pytest.mark.slow
+def test_a_sweep_takes_seconds_more(tmp_path: Path) -> None:
+    """9 s on two cores that do nothing else."""
+    text, seconds = planned(tmp_path, "--sweep")
+    assert len(re.findall(r"│ *\d+\.\d\d │", text)) >= 20
+    assert seconds < 40
