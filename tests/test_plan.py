@@ -229,11 +229,11 @@ def test_the_table_has_a_row_for_each_run_of_equal_units() -> None:
     plan = Plan.build(manifest, resident, 4 * MIB)
     lines = printed(plan)
     assert cells(lines) == [
-        ["unit", "units", "tensors", "resident", "streams"],
-        ["(root)", "1", "1", "1.0MiB", "0B"],
-        ["blocks.0…2", "3", "2", "1.0MiB", "2.0MiB"],
-        ["blocks.3", "1", "1", "0B", "3.0MiB"],
-        ["blocks.4", "1", "2", "0B", "4.0MiB"],
+        ["unit", "units", "resident", "streams"],
+        ["(root)", "1", "1.0MiB", "0B"],
+        ["blocks.0…2", "3", "1.0MiB", "2.0MiB"],
+        ["blocks.3", "1", "0B", "3.0MiB"],
+        ["blocks.4", "1", "0B", "4.0MiB"],
     ]
     assert lines[0] == "4.0MiB resident + 4.0MiB ring of 17.0MiB; 5 units stream 13.0MiB per step"
 
@@ -286,9 +286,9 @@ def from_disk() -> Plan:
 def test_what_is_read_from_disk_is_printed_beside_what_streams() -> None:
     lines = printed(from_disk())
     assert cells(lines) == [
-        ["unit", "units", "tensors", "resident", "streams", "from disk"],
-        ["blocks.0", "1", "2", "1.0MiB", "2.0MiB", "0B"],
-        ["blocks.1…3", "3", "2", "0B", "3.0MiB", "2.0MiB"],
+        ["unit", "units", "resident", "streams", "from disk"],
+        ["blocks.0", "1", "1.0MiB", "2.0MiB", "0B"],
+        ["blocks.1…3", "3", "0B", "3.0MiB", "2.0MiB"],
     ]
     assert lines[0].endswith(", 6.0MiB of it from disk")
     assert lines[-1] == "predicted: 12.5 ms per step"

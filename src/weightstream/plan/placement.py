@@ -209,9 +209,10 @@ def _few_streaming(
         nbytes = aligned(manifest.aliases[column[0]])
         for depth in _DEPTHS:
             num = -(-(missing + depth * nbytes) // nbytes) if nbytes else 0
-            residents = everything - set(_evenly(column, num)) if depth <= num <= len(column) else everything
-            if max(streamed_nbytes(manifest, residents)) == nbytes:  # else several are of one unit
-                yield residents, depth * nbytes, nbytes
+            if depth <= num <= len(column):
+                residents = everything.difference(_evenly(column, num))
+                if max(streamed_nbytes(manifest, residents)) == nbytes:  # else several are of one unit
+                    yield residents, depth * nbytes, nbytes
 
 
 def _column_states(

@@ -71,7 +71,8 @@ def table(plan: Plan) -> Table:
     from rich.text import Text
 
     shares = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
-    shown = grid("unit", "units", "tensors", *shares, left=("unit",))
+    shown = grid("unit", "units", *shares, left=("unit",))
+    shown.columns[0].no_wrap, shown.columns[0].overflow = True, "ellipsis"
     for names, cells in _rows(plan):
         shown.add_row(Text(_span(names)), str(len(names)), *cells)
     return shown
@@ -85,7 +86,7 @@ def _rows(plan: Plan) -> list[tuple[list[str], list[str]]]:
         mapped = sum(nbytes for alias, nbytes in unit.aliases().items() if alias in plan.mapped)
         shares = [unit.nbytes - mapped - streamed, *[mapped] * bool(plan.mapped), streamed]
         shares += [plan.unit_disk_nbytes[index]] * bool(plan.disk)
-        cells = (str(len(unit.tensors)), *map(human, shares))
+        cells = tuple(map(human, shares))
         alike = kinds.setdefault(re.sub(r"\d+", "#", unit.name), {})
         alike.setdefault(cells, []).append(unit.name or "(root)")
     return [(names, list(cells)) for alike in kinds.values() for cells, names in alike.items()]
