@@ -161,7 +161,7 @@ class Cells:
             return
         with streamer:
             planned = streamer.plan
-            floor_ms = self.floor_ms(planned)
+            floor_ms = self.floor_ms(planned, streamer.read_in_place)
             for name in WORKLOADS if workload.tokens == 1 else [first]:
                 seconds, peak = self.timed(name)
                 ms = rows.percentiles([1e3 * s for s in seconds])
@@ -199,10 +199,9 @@ class Cells:
             row = self.row(name, percent, streamer.plan, ms, peak)
             yield row | {"system": f"{row['system']}, classic {settings}", "classic": settings, "num_classic": num}
 
-    def floor_ms(self, plan: Plan) -> float:
+    def floor_ms(self, plan: Plan, read: tuple[int, ...]) -> float:
         """The plan's copies back to back, and what kernels read from host memory at the same rate."""
-        sizes = [plan.unit_nbytes[u] for fills in plan.after for u in fills]
-        sizes += [plan.manifest.aliases[a] for a in plan.mapped if "embed" not in a]
+        sizes = [*(plan.unit_nbytes[u] for fills in plan.after for u in fills), *read]
         return rows.percentiles([1e3 * s for s in copies_s(self.backend, sizes, 1.0)])["p50"] if sizes else 0.0
 
     def row(self, name: str, percent: int, plan: Plan, ms: dict[str, float], peak: int) -> dict[str, Any]:

@@ -11,25 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from test_skeleton import LLAMA_405B
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import profile as profiles
 
 pytest.importorskip("transformers")
 
 GIB = 2**30
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}
 COMMAND = """
 import atexit, runpy, sys
 atexit.register(lambda: sys.stderr.write(open("/proc/self/status").read()))
@@ -39,7 +27,7 @@ runpy.run_module("weightstream", run_name="__main__")
 
 def planned(tmp_path: Path, *flags: str) -> tuple[str, float]:
     """What the command prints, and its seconds from start to end; it takes less than 1 GiB."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
     machine = tmp_path / "profile.json"  # of a GPU that is not here: nothing is measured
     machine.write_text(profiles.to_json(Profile(machine="Test GPU", device_nbytes=80 * GIB)))
     flags = (str(tmp_path), "--profile", str(machine), "--device-budget", "80GiB", "--host-budget", "1024GiB", *flags)

@@ -37,14 +37,15 @@ _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so 
 def machine_of_device(backend: Backend, config: OffloadConfig) -> Machine:
     """What there is to place in on this machine, for a model that is not loaded."""
     on_cpu = backend.device.type == "cpu"
-    free, total = (cpu.free_nbytes(), available_nbytes()) if on_cpu else cuda.memory(backend.device)
+    host = cpu.free_nbytes(), available_nbytes()
+    free, total = host if on_cpu else cuda.memory(backend.device)
     return Machine(
         profile=profile_for(backend),
         on_cpu=on_cpu,
         free_nbytes=free,
         total_nbytes=total,
-        host_free_nbytes=cpu.free_nbytes(),
-        host_total_nbytes=available_nbytes(),
+        host_free_nbytes=host[0],
+        host_total_nbytes=host[1],
         maps_host_memory=cache(partial(_maps_host_memory, backend, config)),
     )
 

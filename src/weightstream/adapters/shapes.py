@@ -8,7 +8,6 @@ the same shapes before is not run again: the layers of a model are alike, and me
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from weightstream.adapters import launch
 from weightstream.adapters.launch import Launch
+from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
 from weightstream.errors import UnsupportedError
 from weightstream.plan.work import Op, Workload
 from weightstream.runtime.values import tensors_in
@@ -30,7 +30,6 @@ from weightstream.runtime.weights import UnitModule
 
 _BLOCK_NBYTES = 512  # what PyTorch's allocator on CUDA rounds to
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_CACHES = ("past_key_values", "cache_params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,18 +105,17 @@ def observe(model: nn.Module, workload: Workload, *, inputs: tuple[Any, Any] | N
 
 
 def _language_model(model: nn.Module, workload: Workload) -> Footprint:
-    config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
-    if config is None or "input_ids" not in takes or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{type(model).__name__} takes more than token ids: give inputs=(args, kwargs)")
+    takes = takes_ids(model, "give inputs=(args, kwargs)")
+    config: Any = model.config
     config.pad_token_id = None  # some models look for it in the ids
-    options = {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in takes}
+    options = options_of(takes)
 
     def forward(num_tokens: int, **cache: Any) -> _Forward:
         ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
         return _Forward(model, (), {"input_ids": ids, **options, **cache})
 
     prompt = forward(max(workload.context, workload.tokens))
-    caches = {name: cache for name in _CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
+    caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
     past = workload.context - workload.tokens
     if not caches or past <= 0:
         return _footprint([prompt], *caches.values())
@@ -138,18 +136,13 @@ def _footprint(forwards: Sequence[_Forward], cache: Any = None) -> Footprint:
     )
 
 
-def _layers(cache: Any) -> Iterable[dict[str, Any]]:
-    """The attributes of each layer of a cache, or of the cache itself where it has no layers."""
-    return map(vars, getattr(cache, "layers", [] if cache is None else [cache]))
-
-
 def _cached(cache: Any) -> list[torch.Tensor]:
-    return [tensor for layer in _layers(cache) for tensor in tensors_in(layer) if tensor.is_meta and tensor.dim() > 1]
+    return [tensor for layer in layers_of(cache) for tensor in tensors_in(layer) if tensor.is_meta and tensor.dim() > 1]
 
 
 def _shorten(cache: Any, num_positions: int) -> None:
     """Makes a cache of shapes one that holds fewer positions; a state that does not grow with them stays."""
-    for layer in _layers(cache):
+    for layer in layers_of(cache):
         for name in ("keys", "values", "indexer_keys"):
             if isinstance(tensor := layer.get(name), torch.Tensor):
                 kept = min(num_positions, tensor.shape[-2])

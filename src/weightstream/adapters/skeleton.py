@@ -20,8 +20,8 @@ from torch import nn
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import ContextManagers
 
-from weightstream.adapters.transformers import config_and_class, local_path, unused_names
-from weightstream.errors import CheckpointError, ConfigError, WeightstreamError
+from weightstream.adapters.transformers import check_dtype, config_and_class, local_path, unused_names
+from weightstream.errors import CheckpointError, WeightstreamError
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.pack import RECORD, SUFFIXES
 
@@ -56,8 +56,7 @@ def skeleton(
     A folder needs no more than its config.json, and of a repository on the hub only JSON files are got; `hub` are
     `revision`, `token`, `cache_dir` and `local_files_only`. Raises `CheckpointError`, `UnsupportedError`.
     """
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
+    check_dtype(dtype)
     path = local_path(path_or_repo_id, trust_remote_code, weights=False, **hub)
     folder = path if path.is_dir() else path.parent
     checkpoint, nbytes = _weights(path)

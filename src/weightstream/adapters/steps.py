@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,26 @@ from torch import nn
 from weightstream.errors import UnsupportedError
 from weightstream.plan.work import Workload
 
+CACHES = ("past_key_values", "cache_params")
 _SEED = 7
+
+
+def takes_ids(model: nn.Module, otherwise: str) -> Mapping[str, inspect.Parameter]:
+    """What the forward of a language model takes; raises `UnsupportedError` for a model that takes more than ids."""
+    config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
+    if config is None or "input_ids" not in takes or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{type(model).__name__} takes more than token ids: {otherwise}")
+    return takes
+
+
+def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """What generation asks of a forward, as far as it takes it: a cache, and the last logits alone."""
+    return {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in takes}
+
+
+def layers_of(cache: Any) -> Iterable[dict[str, Any]]:
+    """The attributes of each layer of a cache, or of the cache itself where it has no layers."""
+    return map(vars, getattr(cache, "layers", [] if cache is None else [cache]))
 
 
 class Steps:
@@ -20,11 +39,9 @@ class Steps:
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         """Runs the prompt: `context - tokens` positions, all of random tokens."""
-        takes, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
-        if config is None or "input_ids" not in takes or getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedError(f"{type(model).__name__} takes more than token ids: no steps can be made up for it")
-        self._model = model
-        self._options = {k: v for k, v in (("use_cache", True), ("logits_to_keep", 1)) if k in takes}
+        takes = takes_ids(model, "no steps can be made up for it")
+        self._model, self._options = model, options_of(takes)
+        config: Any = model.config
         num_words = config.get_text_config().vocab_size
         shape = workload.batch, max(workload.context, workload.tokens)
         ids = torch.randint(num_words, shape, generator=torch.Generator().manual_seed(_SEED)).to(device)
@@ -32,7 +49,7 @@ class Steps:
         self._ids, self._caches = ids[:, past:], {}  # type: tuple[torch.Tensor, dict[str, Any]]
         if past:
             output = self._forward(ids[:, :past])
-            found = {name: getattr(output, name, None) for name in ("past_key_values", "cache_params")}
+            found = {name: getattr(output, name, None) for name in CACHES}
             self._caches = {name: cache for name, cache in found.items() if name in takes and cache is not None}
             if not self._caches:
                 self._ids = ids  # a model without a cache is given the whole context
@@ -51,4 +68,4 @@ class Steps:
 
     def _layers(self) -> Iterator[dict[str, Any]]:
         for cache in self._caches.values():
-            yield from map(vars, getattr(cache, "layers", [cache]))
+            yield from layers_of(cache)

@@ -68,8 +68,7 @@ def load_pretrained(
     Weights that transformers converts are written to `offload_folder`, and reused from there by later loads; None is
     a temporary folder. Other keywords go to transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
+    check_dtype(dtype)
     if refused := sorted(_REFUSED & kwargs.keys()):
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
     hub = {name: kwargs.pop(name) for name in ("token", "cache_dir") if name in kwargs}
@@ -249,6 +248,12 @@ def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     prefix = model.base_model_prefix
     placed = {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in sorted(names)}
     return [name for name, place in placed.items() if place not in state and name not in state]
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Raises `ConfigError` for a name that is no dtype's."""
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
 
 
 def local_path(path_or_repo_id: str | Path, remote_code: bool, *, weights: bool = True, **hub: Any) -> Path:

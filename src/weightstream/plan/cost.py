@@ -24,11 +24,12 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
 
 def compute_s(plan: Plan, profile: Profile) -> float:
     """Seconds that a step computes if it never waits for a copy."""
-    seconds = _unit_s(plan, profile)
+    seconds = unit_s(plan, profile)
     return sum(seconds[u] for u in plan.manifest.order)
 
 
-def _unit_s(plan: Plan, profile: Profile) -> list[float]:
+def unit_s(plan: Plan, profile: Profile) -> list[float]:
+    """Seconds of each unit at one of its positions under this plan."""
     units = enumerate(plan.manifest.units)
     return [profile.compute_s(u, unit, streams=plan.streams(u)) for u, unit in units]
 
@@ -51,7 +52,7 @@ def lower_bound_s(plan: Plan, profile: Profile) -> float:
 def closed_form_s(plan: Plan, profile: Profile) -> float:
     """The lower bound plus the copies that nothing can hide: those whose unit follows the release they wait for."""
     exposed = 0.0
-    computes, order = _unit_s(plan, profile), plan.manifest.order
+    computes, order = unit_s(plan, profile), plan.manifest.order
     for position, fills in enumerate(plan.after):
         following = order[(position + 1) % len(order)]
         if following in fills:
@@ -65,7 +66,7 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
     What is on disk is read from when the copy is queued, after what was queued before.
     """
     units = plan.manifest.units
-    computes = [*_unit_s(plan, profile), 0.0]  # the last is no unit: before the first step
+    computes = [*unit_s(plan, profile), 0.0]  # the last is no unit: before the first step
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
     after.append(0.0)
     copies = [profile.copy_s(nbytes) for nbytes in plan.unit_nbytes]

@@ -150,15 +150,11 @@ class Planner:
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
         """Alias groups that kernels read from host memory: each set that is worth a try."""
-        named = self._named()
-        budget = self.budget
-        reads = self.weights.can_map() and (named or budget is not None) and not self._streams_only
-        if not (reads and self.machine.maps_host_memory()):
-            yield frozenset()
-            return
-        yield named
+        named, budget = self._named(), self.budget
         chosen = budget is not None and self.config.backend == "none" and not self.machine.on_cpu
-        if not chosen or manifest.without(named).nbytes <= (budget or 0):
+        reads = (named or chosen) and self.weights.can_map() and self.machine.maps_host_memory()
+        yield named if reads else frozenset()
+        if not (reads and chosen) or manifest.without(named).nbytes <= (budget or 0):
             return
         sizes = manifest.aliases
         tables = frozenset(a for a in self.weights.by_row if sizes.get(a, 0) >= _TABLE_NBYTES)
@@ -166,11 +162,6 @@ class Planner:
             yield named | tables
         if lone := self._lone(manifest.without(named | tables)):
             yield named | tables | lone
-
-    @property
-    def _streams_only(self) -> bool:
-        """Whether nothing is read from host memory unless it is named."""
-        return not self._named() and (self.machine.on_cpu or self.config.backend != "none")
 
     def _named(self) -> frozenset[str]:
         patterns = self.config.zero_copy_params

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from weightstream.errors import PlanError
+from weightstream.plan import cost
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 
@@ -47,9 +48,8 @@ def refine(planner: Planner, plan: Plan, times: Times) -> Refined:
         profile = replace(profile, link_bytes_per_s=median(rates))
     profile = replace(profile, overhead_s=0.0)  # measured seconds hold it
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=lambda: None)
-    estimate = planner.profile(plan.manifest)
-    computes = [estimate.compute_s(u, unit, streams=plan.streams(u)) for u, unit in enumerate(plan.manifest.units)]
-    found = replace(planner, machine=machine, unit_s=unit_s(plan, computes, times), measured_reads=plan.mapped)
+    estimates = cost.unit_s(plan, planner.profile(plan.manifest))
+    found = replace(planner, machine=machine, unit_s=unit_s(plan, estimates, times), measured_reads=plan.mapped)
     refined = found.priced(plan)
     return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s))
 
