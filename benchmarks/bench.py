@@ -45,36 +45,50 @@ class Case:
 class Bench:
     """Builds models, times what it is given and keeps the rows of one benchmark."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.args = name, args
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        shape: Shape | None = None,
+        *,
+        suffix: str = "",
+        floor_steps: int = 10,
+    ) -> None:
+        """`suffix` tells the rows of a shape of its own from the others in the file."""
+        self.name, self.args, self.suffix = name, args, suffix
         self.device = torch.device("cpu" if args.smoke else "cuda")
-        self.shape = TINY if args.smoke else replace(Shape(), layers=args.layers)
+        self.shape = shape or (TINY if args.smoke else replace(Shape(), layers=args.layers))
         self.rows: list[dict[str, Any]] = []
         self._seed = time.time_ns() % 2**31
         self._common = environment()
         self._started = time.perf_counter()
         self._host: list[torch.Tensor] = []
-        self._fresh()
+        self.fresh()
         layer = build(replace(self.shape, layers=1), self.device, 0).layers[0]
         self.layer_nbytes = sum(p.nbytes for p in layer.parameters())
         self.nbytes = self.shape.layers * self.layer_nbytes
-        ms = percentiles(timing.floor_ms(self.shape.layers, self.layer_nbytes, self.device))
+        ms = percentiles(timing.floor_ms(self.shape.layers, self.layer_nbytes, self.device, floor_steps))
         self.floor_ms = ms["p50"]
-        self.add("link floor", ms=ms, nbytes=self.nbytes, gbps=round(self.nbytes / ms["p50"] / 1e6, 2))
+        gbps = round(self.nbytes / ms["p50"] / 1e6, 2)
+        self.add("link floor", ms=ms, nbytes=self.nbytes, layer_nbytes=self.layer_nbytes, gbps=gbps)
 
     def model(self) -> Decoder:
         """A model with this run's weights, on the device."""
-        self._fresh()
+        self.fresh()
         return build(self.shape, self.device, self._seed)
 
     def host_model(self) -> Decoder:
         """The same in host memory."""
         if not self._host:
             self._host = [p.data.cpu() for p in self.model().parameters()]
-        self._fresh()
+        self.fresh()
         return wrap(self.shape, iter(self._host))
 
-    def _fresh(self) -> None:
+    def forget_host_model(self) -> None:
+        self._host.clear()
+
+    def fresh(self) -> None:
+        """Begin with another system: what is allocated from here on is its own, and its set-up has begun."""
         self._base_nbytes = timing.clear(self.device)
         self._rss_nbytes = psutil.Process().memory_info().rss
         self._setup_s: float | None = None
@@ -119,10 +133,25 @@ class Bench:
                 self.measure(f"resident, {mode}", run, case)
         return case
 
-    def ours(self, case: Case, system: str, *, graph: bool = False, **settings: Any) -> None:
-        """weightstream under these settings, eager and, on request, in a CUDA graph."""
-        with self.guarded(system, tokens=case.tokens), self.streamed(**settings) as (model, streamer):
-            fields = {"streamer": streamer, "settings": settings}
+    def ours(
+        self,
+        case: Case,
+        system: str,
+        *,
+        graph: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """weightstream under these settings, eager and, on request, in a CUDA graph; `facts` go into the rows."""
+        with self.guarded(system, tokens=case.tokens):
+            self.offloaded(case, system, graph=graph, facts=facts, **settings)
+
+    def offloaded(
+        self, case: Case, system: str, *, graph: bool, facts: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        """The same; errors of the eager model come through."""
+        with self.streamed(**settings) as (model, streamer):
+            fields: dict[str, Any] = {"streamer": streamer, "settings": settings, **(facts or {})}
             self.measure(f"{system}, eager", model, case, **fields)
             if graph and self.device.type == "cuda":
                 name = f"{system}, CUDA graph"
@@ -157,13 +186,16 @@ class Bench:
         if self._setup_s is None:
             self._setup_s = time.perf_counter() - self._setup_from
         run(x)
-        num = max(5, min(100, int(1e3 * self.args.seconds / timing.once_ms(run, x))))
+        num = max(5, min(self.args.steps, int(1e3 * self.args.seconds / timing.once_ms(run, x))))
         before = streamer.stats() if streamer else None
         timing.reset_peak(self.device)
         ms = percentiles(timing.steps_ms(run, x, num))
-        fields |= {"steps": num, "peak_gib": round(timing.peak_nbytes(self.device) / GIB, 3)}
+        peak = timing.peak_nbytes(self.device)
+        fields |= {"steps": num, "peak_gib": round(peak / GIB, 3), "taken_nbytes": peak - self._base_nbytes}
         if streamer and before:
             fields |= self._streaming(streamer, before, num + timing.SETTLING)
+            fields["beside_nbytes"] = fields["taken_nbytes"] - streamer.plan.device_nbytes
+            fields["allocated_nbytes"] = timing.allocated_nbytes(self.device) - self._base_nbytes
         del x
         same = self._outputs_equal(run, case, case.want)
         if want is not None:
@@ -182,6 +214,9 @@ class Bench:
         found = {
             "plan": plan.summary(),
             "ring_gib": round(plan.ring_nbytes / GIB, 4),
+            "buffer_gib": round(plan.buffer_nbytes / GIB, 4),
+            "plan_device_nbytes": plan.device_nbytes,
+            "coded_share": round(plan.manifest.nbytes / plan.manifest.decoded_nbytes, 5),
             "device_gib": round(stats.held_nbytes["device"] / GIB, 3),
             "host_nbytes": stats.held_nbytes["host"],
             "host_gib": round(stats.held_nbytes["host"] / GIB, 4),
@@ -198,12 +233,15 @@ class Bench:
 
     def add(self, system: str, **fields: Any) -> None:
         """Write a row and show it."""
+        system += self.suffix
         row: dict[str, Any] = {"bench": self.name, "system": system, "layers": self.shape.layers} | fields
         if "ms" in fields:
             ms = fields["ms"]["p50"]
             row["x_floor"] = round(ms / self.floor_ms, 4) if self.rows else 1.0
             if fields.get("resident_ms"):
                 row["x_resident"] = round(ms / fields["resident_ms"], 4)
+            if fields.get("than_ms"):
+                row["times_faster"] = round(fields["than_ms"] / ms, 4)
             if "copy_ms" in fields:
                 row["x_copies"] = round(ms / fields["copy_ms"], 4)
                 row["limit_ms"] = max(fields["copy_ms"], fields["resident_ms"])
@@ -213,7 +251,7 @@ class Bench:
         row |= {"rss_growth_gib": round((psutil.Process().memory_info().rss - self._rss_nbytes) / GIB, 3)}
         self.rows.append(row)
         append(self.args.out, [row], self._common)
-        shown = fields.get("error") or f"{fields['ms']['p50']:.3f} ms"
+        shown = fields.get("error") or (f"{fields['ms']['p50']:.3f} ms" if "ms" in fields else "")
         print(
             f"{time.perf_counter() - self._started:6.1f} s  {system}, {fields.get('tokens', '')}: {shown}", flush=True
         )
@@ -236,7 +274,9 @@ COLUMNS = {
     "x_copies": "x copies",
     "x_resident": "x resident",
     "x_limit": "x limit",
+    "times_faster": "times faster",
     "ring_gib": "ring GiB",
+    "buffer_gib": "buffer GiB",
     "peak_gib": "peak GiB",
     "base_gib": "base GiB",
     "host_gib": "host GiB",
@@ -285,15 +325,18 @@ def main(
     seconds: float,
     tokens: tuple[int, ...],
     modes: Mapping[str, Callable[..., Any]] | None = None,
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
     """Parse the command line, measure the resident model for each length, then the groups that are asked for."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; names of others are skipped")
     parser.add_argument("--seconds", type=float, default=seconds, help="how long to time a system, at least 5 steps")
+    parser.add_argument("--steps", type=int, default=100, help="how many steps to time of a system, at most")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", default=",".join(map(str, tokens)))
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run at all?")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.jsonl")
+    options(parser)
     args = parser.parse_args()
     args.tokens = [min(int(n), 64) if args.smoke else int(n) for n in args.tokens.split(",")]
     wanted = [group for group in groups if group in args.only.split(",")]

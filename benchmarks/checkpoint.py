@@ -38,6 +38,7 @@ TINY = LLAMA | {
     "num_key_value_heads": 2,
     "vocab_size": 2048,
 }
+SMALL = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}  # 1.5 billion weights
 _ITEM_NBYTES = 2
 
 Shapes = dict[str, tuple[int, ...]]
@@ -56,7 +57,7 @@ def weights_nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in files(folder))
 
 
-def make(folder: Path, tiny: bool) -> None:
+def make(folder: Path, settings: dict[str, Any]) -> None:
     """Write the checkpoint, unless it is there; a run that is cut short leaves nothing that looks finished."""
     if (folder / INDEX).exists():
         print(f"{folder}: there already, {weights_nbytes(folder) / 1e9:.2f} GB", flush=True)
@@ -64,7 +65,7 @@ def make(folder: Path, tiny: bool) -> None:
     started, growing = time.perf_counter(), folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(growing, ignore_errors=True)
     growing.mkdir(parents=True)
-    shards = _shards(_config(growing, tiny), limit_nbytes=16_000_000 if tiny else 5_000_000_000)
+    shards = _shards(_config(growing, settings), limit_nbytes=16_000_000 if settings is TINY else 5_000_000_000)
     names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_write, [growing / name for name in names], shards, range(len(shards))))
@@ -75,11 +76,11 @@ def make(folder: Path, tiny: bool) -> None:
     print(f"{folder}: {total / 1e9:.2f} GB written in {time.perf_counter() - started:.1f} s", flush=True)
 
 
-def _config(folder: Path, tiny: bool) -> Any:
+def _config(folder: Path, settings: dict[str, Any]) -> Any:
     from transformers import LlamaConfig
 
     no_stop = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # generates as long as it is asked to
-    config = LlamaConfig(**(TINY if tiny else LLAMA), **no_stop, tie_word_embeddings=False, dtype="bfloat16")
+    config = LlamaConfig(**settings, **no_stop, tie_word_embeddings=False, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return config
@@ -132,4 +133,4 @@ if __name__ == "__main__":
     parser.add_argument("--smoke", action="store_true", help="a tiny shape")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    make(args.folder or default_folder(args.smoke), args.smoke)
+    make(args.folder or default_folder(args.smoke), TINY if args.smoke else LLAMA)

@@ -5,6 +5,7 @@ python benchmarks/plot.py [folder of the rows]
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from matplotlib.axes import Axes
 
 OURS, PEER, PLAIN, LINE = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020"
 STAGES = {"device_s": ("device starts", PEER), "load_s": ("load", OURS), "first_s": ("first step", PLAIN)}
+GIB = 2**30
 COLUMNS = (
-    *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "peak_gib", "graphs"),
+    *("bits_per_weight", "decode_tbps", "encode_gbps", "reference_tbps", "x_copy", "times_faster", "x_resident_turns"),
+    *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "buffer_gib", "peak_gib", "graphs"),
     *("device_s", "load_s", "first_s", "total_s", "seconds", "read_gbps", "x_direct", "x_predicted"),
-    *("x_host", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
+    *("x_host", "x_file", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
     *("predicted_ms", "refined_ms", "x_bound"),
 )
 Row = dict[str, Any]
@@ -152,6 +155,56 @@ def cells(rows: list[Row], folder: Path) -> None:
     figure.savefig(folder / "cells.png", dpi=130)
 
 
+def coded(rows: list[Row], folder: Path) -> None:
+    """Step time over device memory, raw, coded and of FlexTensor, with the link's floors; and the codec's rates."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
+    floor = next(row for row in rows if row["system"] == "link floor")
+    steps = [
+        row for row in rows if row.get("tokens") == 1 and "70B" not in row["system"] and "CUDA" not in row["system"]
+    ]
+    shown = {
+        "FlexTensor": ([row for row in steps if row["system"].startswith("FlexTensor")], "s", PLAIN),
+        "raw": ([row for row in steps if "codec none" in row["system"]], "^", PEER),
+        "coded": ([row for row in steps if row.get("coded_share", 1) < 1], "o", OURS),
+    }
+    most = max(row["taken_nbytes"] for row in steps if not row["system"].startswith("resident")) / GIB
+    share = next((row["coded_share"] for row in shown["coded"][0]), 1.0)
+    for name, part, color in (("raw", 1.0, PEER), ("coded", share, OURS)):
+        taken = [most * index / 100 for index in range(101)]
+        copies = [max(0.0, floor["nbytes"] * part - t * GIB) / floor["gbps"] / 1e6 for t in taken]
+        left.plot(taken, copies, "--", linewidth=1, color=color, label=f"link alone, {name}")
+    for name, (found, marker, color) in shown.items():
+        points = sorted((row["taken_nbytes"] / GIB, row["ms"]["p50"]) for row in found)
+        left.plot(*zip(*points, strict=True), marker, markersize=5, color=color, label=name) if points else None
+    left.axhline(floor["ms"]["p50"], color=LINE, linewidth=1, label=f"link floor, raw: {floor['ms']['p50']:.0f} ms")
+    left.set_ylim(0, 1.5 * floor["ms"]["p50"])
+    left.set_xlabel("device memory taken, GiB", fontsize=8)
+    left.set_ylabel("step, ms (p50)", fontsize=8)
+    left.legend(fontsize=7, loc="upper right", ncols=2)
+    _finish(left, f"8B-shape decoder, one token, {rows[-1]['gpu']}")
+    if (path := folder / "codec.jsonl").exists():
+        _rates(right, read(path))
+    figure.savefig(folder / "coded.png", dpi=130)
+
+
+def codec(rows: list[Row], folder: Path) -> None:
+    """A table alone: `coded` draws the rates."""
+
+
+def _rates(axes: Axes, rows: list[Row]) -> None:
+    """What decoding gives, beside a copy from device memory to device memory."""
+    shown = rows[::-1]
+    bars = axes.barh(_names(shown), [row["decode_tbps"]["p50"] for row in shown], color=OURS)
+    labels = [f"{row['decode_tbps']['p50']:.2f} TB/s, {row['bits_per_weight']:.2f} bits" for row in shown]
+    axes.bar_label(bars, labels, label_type="center", color="white", fontsize=7)
+    copy = statistics.median(row["copy_tbps"] for row in rows)
+    axes.axvline(copy, color=LINE, linewidth=1)
+    axes.set_xlim(0, 1.05 * max(copy, *(row["decode_tbps"]["p50"] for row in shown)))
+    axes.set_xlabel(f"plain bytes out, TB/s; line: a copy on the device, {copy:.2f}", fontsize=8)
+    _finish(axes, "decoding")
+    axes.tick_params(axis="y", labelsize=7)
+
+
 def markdown(rows: list[Row]) -> str:
     """The rows as a table in Markdown, without the columns that no row has."""
     shown = [column for column in COLUMNS if any(column in row for row in rows)]
@@ -185,7 +238,7 @@ def _finish(axes: Axes, title: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    for draw in (decoder, prefill, classic, start, disk, cells):
+    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
             found = read(path, last_commit=draw is not cells)  # the shapes may be measured one by one
             draw(found, folder)

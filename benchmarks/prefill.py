@@ -58,8 +58,9 @@ def paired(bench: Bench, case: Case, system: str, **settings: Any) -> None:
         in_turns(bench, case, system, model)
 
 
-def in_turns(bench: Bench, case: Case, system: str, run: Run) -> None:
-    resident = build(bench.shape, bench.device, 0)
+def in_turns(bench: Bench, case: Case, system: str, run: Run, resident: Run | None = None) -> None:
+    """Against `resident`, or the plain decoder."""
+    resident = build(bench.shape, bench.device, 0) if resident is None else resident
     x = case.x[0].to(bench.device)
     turns = [[timing.steps_ms(each, x, 2) for each in (resident, run)] for _ in range(ROUNDS)]
     ratios = [sum(ours) / sum(plain) for plain, ours in turns]

@@ -16,12 +16,12 @@ SETTLING = 2  # steps timed and not counted: the first finds a ring that was fil
 
 def steps_ms(run: Run, x: torch.Tensor, num: int) -> list[float]:
     """Milliseconds of each step, from one step's end to the next one's: nothing synchronises in between."""
-    marks = [_mark(x.device)]
+    marks = [mark(x.device)]
     for _ in range(num + SETTLING):
         run(x)
-        marks.append(_mark(x.device))
+        marks.append(mark(x.device))
     synchronize(x.device)
-    return [_between_ms(a, b) for a, b in itertools.pairwise(marks)][SETTLING:]
+    return [between_ms(a, b) for a, b in itertools.pairwise(marks)][SETTLING:]
 
 
 def once_ms(run: Run, x: torch.Tensor) -> float:
@@ -35,7 +35,8 @@ def once_ms(run: Run, x: torch.Tensor) -> float:
 
 def floor_ms(num_copies: int, nbytes: int, device: torch.device, num: int = 10) -> list[float]:
     """The same bytes over the link: copies of one layer each, back to back, from pinned memory."""
-    source = [torch.empty(nbytes, dtype=torch.uint8).random_(0, 256) for _ in range(2)]
+    drawn = torch.empty(nbytes, dtype=torch.uint8).random_(0, 256)
+    source = [drawn, drawn.clone()]
     if device.type == "cuda":
         source = [tensor.pin_memory() for tensor in source]
     target = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -63,6 +64,10 @@ def peak_nbytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
+def allocated_nbytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
 def clear(device: torch.device) -> int:
     """Give back what nobody refers to any more; returns the bytes of device memory that are still allocated."""
     gc.collect()
@@ -72,7 +77,8 @@ def clear(device: torch.device) -> int:
     return torch.cuda.memory_allocated()
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | float:
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """This point of the compute stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -80,5 +86,5 @@ def _mark(device: torch.device) -> torch.cuda.Event | float:
     return event
 
 
-def _between_ms(a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
+def between_ms(a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
     return 1e3 * (b - a) if isinstance(a, float) else a.elapsed_time(b)

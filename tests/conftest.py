@@ -1,11 +1,18 @@
-"""What every test has: a cache of its own that holds a profile, so that none measures or writes to the home."""
+"""What every test has: a cache of its own that holds a profile, so that none measures or writes to the home.
+
+Triton's kernels run in its interpreter where there is no GPU; Triton reads that when it is imported.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from weightstream.runtime import profile
 from weightstream.runtime.cpu import CPU_PROFILE

@@ -174,7 +174,10 @@ class GraphRig(Rig, FixedAddresses):
         self.clock = GraphClock(self.clock.backend)
         self._backend = self.graphs = Graphs(self.clock, queues)
         self.engine = Engine(plan, self.graphs, self.copies)
-        self._binding: Any = SimpleNamespace(engine=self.engine, hold=self._hold)
+        buffer = dict.fromkeys(("enter", "leave", "decode"), lambda unit: None)
+        self._binding: Any = SimpleNamespace(
+            engine=self.engine, hold=self._hold, let_go=self.engine.release, abandon=self.engine.abandon, **buffer
+        )
         self._counters = self.engine.counters
         self._lock = self._turn = threading.RLock()
         FixedAddresses.__init__(self, ())

@@ -84,7 +84,7 @@ def test_the_row_is_complete(folder: Path, tmp_path: Path) -> None:
     assert row["limit"] in ("compute", "link", "disk")
     assert row["predicted_s"] > 0
     assert 0 < row["device_nbytes"] <= 512 * 1024 < row["resident_nbytes"] + row["host_nbytes"] + row["disk_nbytes"]
-    assert [found["name"] for found in row["systems"]] == ["link floor", "offloaded", "resident"]
+    assert [found["name"] for found in row["systems"]] == ["raw link floor", "offloaded", "resident"]
 
 
 def test_the_numbers_agree(folder: Path, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_the_table_says_what_the_row_says(folder: Path, tmp_path: Path) -> None:
         name, p20, p50, p80, x_floor, x_resident, rate, memory = cells(result, found["name"])
         assert [p20, p50, p80] == [f"{1e3 * found[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
         assert [x_floor, x_resident] == [f"{found[key]:.3f}" for key in ("x_floor", "x_resident")]
-        assert rate == (f"{found['tokens_per_s']:,.1f}" if name != "link floor" else "")
-        assert memory == (f"{found['weights_nbytes'] / 2**30:.3f}" if name != "link floor" else "")
+        assert rate == (f"{found['tokens_per_s']:,.1f}" if name != "raw link floor" else "")
+        assert memory == (f"{found['weights_nbytes'] / 2**30:.3f}" if name != "raw link floor" else "")
     lines = dict(line.strip().split(": ", 1) for line in result.stdout.splitlines() if ": " in line)
     assert lines["step"] == "batch 2, tokens 3, context 12"
     assert lines["plan"] == row["plan"]
@@ -150,7 +150,7 @@ def made_up(name: str, p50_s: float) -> dict[str, Any]:
     return found | {"weights_nbytes": 2**39, "peak_nbytes": 2**40}
 
 
-SYSTEMS = [made_up("link floor", 119.9), made_up("offloaded", 123.45678), made_up("resident", 31.25)]
+SYSTEMS = [made_up("raw link floor", 119.9), made_up("offloaded", 123.45678), made_up("resident", 31.25)]
 
 
 def test_large_numbers_of_a_gpu_fit_too() -> None:
@@ -228,7 +228,7 @@ def test_no_room_for_the_resident_model(folder: Path, tmp_path: Path, monkeypatc
     assert "> 4.0KiB free on cpu" in result.stdout
     assert "equal: not compared" in result.stdout
     (row,) = rows_of(tmp_path / "rows.jsonl")
-    assert [found["name"] for found in row["systems"]] == ["link floor", "offloaded"]
+    assert [found["name"] for found in row["systems"]] == ["raw link floor", "offloaded"]
     assert row["equal"] is None
     assert row["skipped"] in result.stdout.replace("\n", " ").replace("           ", "")
 
@@ -366,5 +366,5 @@ def test_help_says_what_is_compared() -> None:
     ran = subprocess.run([sys.executable, "-m", "weightstream", "bench", "--help"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     shown = " ".join(ran.stdout.replace("│", " ").split())
-    for text in ("link floor", "offloaded", "resident", "--batch", "bit by bit", "exits with 1"):
+    for text in ("raw link floor", "offloaded", "resident", "--batch", "bit by bit", "exits with 1"):
         assert text in shown

@@ -95,6 +95,8 @@ def test_defaults() -> None:
         "pin_memory": True,
         "use_uva": True,
         "zero_copy_params": frozenset(),
+        "codec": "auto",
+        "verify_checksums": True,
     }
 
 
@@ -420,6 +422,7 @@ def test_backend(values: dict[str, Any], backend: str) -> None:
         ({"device_budget": 5, "offload_group_size": 1}, ["device_budget = 5", "'prefetch'"]),
         ({"device_budget": "8%", "offload_group_size": 1}, ["device_budget = 8%", "'prefetch'"]),
         ({"max_memory": {0: 5, "cpu": 7}, "cpu_offload_gb": 1}, ["max_memory[0] = 5", "'uva'"]),
+        ({"codec": "3bit", "cpu_offload_gb": 1}, ["codec = '3bit'", "'auto' selects 'uva'"]),
         ({"plan_file": "p.json", "offload_group_size": 1}, ["'offload_group_size': 1", "remove plan_file"]),
     ],
 )
@@ -454,6 +457,9 @@ def test_a_budget_and_both_backends_give_a_warning_each() -> None:
             "pin_memory": False,
         },
         {"device_budget": GIB, "host_budget": 0, "offload_folder": "/tmp", "pin_memory": False, "use_uva": False},
+        {"codec": "none", "cpu_offload_gb": 1},
+        {"codec": "4bit", "offload_group_size": 1},
+        {"codec": "4bit", "plan_file": "p.json"},
     ],
 )
 def test_a_configuration_without_conflict_is_silent(values: dict[str, Any]) -> None:
@@ -640,6 +646,8 @@ OTHER_VALUES: dict[str, Any] = {
     "pin_memory": False,
     "use_uva": False,
     "zero_copy_params": {"a"},
+    "codec": "3bit",
+    "verify_checksums": False,
 }
 
 

@@ -92,7 +92,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 100
     labels = re.findall(r"^ *(\w+): ", text, re.MULTILINE)
-    assert labels == ["model", "machine", "memory", "moves", "predicted", "limit", "note"]
+    assert labels == ["model", "machine", "memory", "moves", "predicted", "coded", "limit", "note"]
     assert f"{NUM_PARAMETERS / 1e6:.1f}M parameters" in text
     assert "Test GPU, measured" in text
     assert "(batch 4, tokens 1, context 2048)" in text
@@ -102,24 +102,29 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
 def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(plan: Callable[..., Result]) -> None:
     text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
-    swept = [row for row in rows if len(row) == 8]
+    swept = [row for row in rows if len(row) == 9]
     found = facts(plan("--device-budget", "8MiB", "--sweep", "--json"))
-    times = {f"{1e3 * p['step_s']:,.1f}" for p in [*found["sweep"], found]}
-    assert {row[4] for row in swept} == times
+    plans = [*found["sweep"], found]
+    assert {row[5] for row in swept} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
     assert [row[1] for row in swept if row[0]] == [f"{8 / 1024:.2f}"]
-    assert swept[-1][6] == "all fits"
+    assert swept[-1][7] == "all fits"
+    codes = {"3-bit": "3", "4-bit": "4", "3-bit and 4-bit": "3+4", None: ""}
+    assert {(row[4], row[5]) for row in swept} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
+    assert found["code"] == "3-bit"
+    assert swept[-1][4] == "", "all of it fits as it is"
 
 
 def test_the_bar_shows_every_part_without_colour() -> None:
-    fills = "█▓▒░·"
+    fills = "█▓▚▒░·"
     plan = Plan.from_json(json.dumps(_bare_plan()))
     plan = replace(plan, budget=100 * GIB, activation_nbytes=1, cache_nbytes=20 * GIB)
-    bar, legend = (text.plain for text in shown.memory(plan))
+    bar, legend, total = map(str, shown.memory(plan))
     assert len(bar) == 88
     assert re.fullmatch("▒+░·+", bar)
     assert bar.count("▒") == round(88 * 20 / 120)
     assert bar.count("░") == 1, "one byte is there"
-    assert legend == "▒ cache 20.0  ░ activations 0.00  · free 100  = 120 GiB"
+    assert legend == "▒ cache 20.0  ░ activations 0.00  · free 100"
+    assert total == "120 GiB"
     assert set(bar) <= set(fills)
 
 
@@ -180,8 +185,10 @@ def test_json_is_complete_and_alone(plan: Callable[..., Result], folder: Path) -
         "Test GPU",
     )
     assert found["budget"] == 8 << 20
-    assert found["device_nbytes"] == found["resident_nbytes"] + found["ring_nbytes"] <= 8 << 20
-    assert found["nbytes"] == NBYTES == found["resident_nbytes"] + found["host_nbytes"] + found["disk_nbytes"]
+    held = found["resident_nbytes"] + found["ring_nbytes"] + found["buffer_nbytes"]
+    assert found["device_nbytes"] == held <= 8 << 20
+    assert found["nbytes"] == NBYTES
+    assert found["held_nbytes"] == found["resident_nbytes"] + found["host_nbytes"] + found["disk_nbytes"]
     assert found["cache_nbytes"] == 2 * 64 * 6 * 2 * 128 * 2
     assert found["tokens_per_s"] == 2 / found["step_s"]
     assert found["limit"] == "link"

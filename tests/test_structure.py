@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "plan.manifest": {"errors"},
     "trace": set(),
     "plan": LEAVES,
-    "store": LEAVES,
+    "store": LEAVES | {"codec"},
     "codec": LEAVES,
     "runtime": LEAVES | {"plan", "store", "codec"},
     "testing": LEAVES | {"plan", "store", "codec", "runtime"},

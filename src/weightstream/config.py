@@ -109,6 +109,8 @@ class OffloadConfig(_Settings):
     pin_memory: _Switch = True
     use_uva: _Switch = True
     zero_copy_params: _Names = frozenset()
+    codec: Literal["auto", "none", "3bit", "4bit"] = "auto"
+    verify_checksums: _Switch = True
 
     @classmethod
     def take_from(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +222,8 @@ class OffloadConfig(_Settings):
                     f"{_listed(given[section], f'{section}.')} ignored: {why}. Remove to silence this; to use, set "
                     f"offload_backend = {section!r} and {section}.{switch} > 0"
                 )
+        if self.codec in ("3bit", "4bit") and self.backend == "uva":
+            yield f"codec = {self.codec!r} ignored: {why}, whose weights are read as they are. Remove to silence this"
         budget = f"max_memory[{self._of_map[0]}] = {self._of_map[1]}" if self._of_map else None
         if self.device_budget is not None:
             budget = f"device_budget = {self.device_budget}"

@@ -15,6 +15,7 @@ from torch import nn
 
 from weightstream.adapters import device_map
 from weightstream.adapters.module import find_blocks
+from weightstream.codec import coding
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.manifest import Profile
@@ -39,6 +40,7 @@ from weightstream.runtime.profile import read_profile
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.weights import UnitModule, empty_tensors, groups, leave_inference, manifest
 from weightstream.store.arena import Arena
+from weightstream.store.decoded import DecodedMemory
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
@@ -130,12 +132,18 @@ def from_pretrained(
         backend = _backend(config.device_for(device), config)  # first: a wrong device is told before gigabytes are read
         on_failure.callback(backend.close)
         loaded = load_pretrained(
-            path_or_repo_id, dtype=dtype, offload_folder=config.offload_folder, progress=progress, **kwargs
+            path_or_repo_id,
+            dtype=dtype,
+            offload_folder=config.offload_folder,
+            progress=progress,
+            verify_checksums=config.verify_checksums,
+            decode=not _decodes(backend, config),
+            **kwargs,
         )
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
-            _offload(loaded.model, backend, config, loaded.mappings, loaded.folder)
+            _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.decoded), loaded.folder)
         on_failure.pop_all()
     return loaded.model
 
@@ -243,7 +251,7 @@ def _offload(
     model: nn.Module,
     backend: Backend,
     config: OffloadConfig,
-    mappings: Sequence[FileMapping] = (),
+    mappings: Sequence[FileMapping | DecodedMemory] = (),
     folder: OffloadFolder | None = None,
     *,
     whole_layers: bool = False,
@@ -290,6 +298,8 @@ def _offload(
         plan=plan,
         on_plan=partial(save_plan, config.plan_file),
     )
+    if streamer.plan.manifest.codes and backend.device.type == "cuda":
+        cuda.give_back(workspaces=False)  # what encoding took
     closing.callback(device_map.attach(model, backend.device))
     _report(streamer.plan, config)
     return streamer
@@ -305,6 +315,13 @@ def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backen
     if device.type == "cuda":
         return cuda.CudaBackend(device, pin_memory=config.pin_memory)
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
+
+
+def _decodes(backend: Backend, config: OffloadConfig) -> bool:
+    """Whether coded weights can be decoded as they are needed."""
+    if config.codec == "none" or config.backend == "uva":
+        return False
+    return coding.available(backend.device) if backend.device.type == "cuda" else config.codec != "auto"
 
 
 def _arena(backend: Backend, config: OffloadConfig) -> Arena | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from torch import nn
 
 from weightstream.adapters.module import GRAINS, find_units, row_tables
 from weightstream.adapters.shapes import Footprint, observe
+from weightstream.codec import coding
+from weightstream.codec.estimate import ASSUMED_BITS, estimates
+from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError, UnsupportedError
 from weightstream.plan.check import violations
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan, human
 from weightstream.plan.planner import Demand, Machine, Planner, Prospect, Weights
+from weightstream.plan.ring import aligned
 from weightstream.plan.work import Workload
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend
@@ -32,6 +37,7 @@ from weightstream.store.limits import available_nbytes
 logger = logging.getLogger("weightstream")
 
 _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
+_NONE_CODED: Mapping[str, Layout] = MappingProxyType({})
 
 
 def machine_of_device(backend: Backend, config: OffloadConfig) -> Machine:
@@ -47,7 +53,19 @@ def machine_of_device(backend: Backend, config: OffloadConfig) -> Machine:
         host_free_nbytes=host[0],
         host_total_nbytes=host[1],
         maps_host_memory=cache(partial(_maps_host_memory, backend, config)),
+        can_decode=partial(can_decode, backend, config),
     )
+
+
+def can_decode(backend: Backend, config: OffloadConfig) -> bool:
+    """Whether coded weights are decoded as they are needed: on a GPU; on the CPU, which is slow, on request."""
+    if not uses_codes(config):
+        return False
+    return config.codec != "auto" if backend.device.type == "cpu" else coding.available(backend.device)
+
+
+def uses_codes(config: OffloadConfig) -> bool:
+    return config.codec != "none" and config.backend != "uva"
 
 
 def machine_elsewhere(profile: Profile) -> Machine:
@@ -88,10 +106,27 @@ def prospect_of_checkpoint(
     """What `from_pretrained` would plan with, from config.json and the headers of the shards alone."""
     from weightstream.adapters.skeleton import skeleton
 
-    model = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code).model
-    by_alias = groups(model, allow_meta=True)
-    weights = weights_of(by_alias, by_row=tables_of(model, by_alias), movable=frozenset(by_alias))
-    return prospect_of(model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
+    found = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    by_alias = groups(found.model, allow_meta=True)
+    entries = found.checkpoint.entries if found.checkpoint is not None else {}
+    layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
+    coded = (
+        _coded_in_files(by_alias, layouts) if layouts and uses_codes(config) and machine.can_decode() else _NONE_CODED
+    )
+    by_row, movable = tables_of(found.model, by_alias), frozenset(by_alias)
+    weights = weights_of(by_alias, by_row=by_row, movable=movable, coded=coded)
+    return prospect_of(found.model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
+
+
+def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Of the groups that are one tensor of a file, as it is there: transformers may convert the others."""
+    found: dict[str, Layout] = {}
+    for alias, group in by_alias.items():
+        spec = group.members[0].spec
+        layout = next((layouts[name] for m in group.members for name in m.names if name in layouts), None)
+        if layout is not None and (layout.dtype, layout.raw_nbytes) == (spec.dtype, group.nbytes):
+            found[alias] = layout
+    return found
 
 
 def prospect_of(
@@ -104,9 +139,37 @@ def prospect_of(
     return grains, Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
 
 
-def weights_of(by_alias: dict[str, Group], **facts: Any) -> Weights:
+def weights_of(
+    by_alias: Mapping[str, Group],
+    *,
+    by_row: frozenset[str] = frozenset(),
+    coded: Mapping[str, Layout] = _NONE_CODED,
+    before_read: Callable[[], None] = lambda: None,
+    **facts: Any,
+) -> Weights:
+    """What a planner is told of these groups; `coded` are those that are in a file in coded form."""
     names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
-    return Weights(names=names, **facts)
+
+    @cache
+    def codes() -> dict[str, dict[int, int]]:
+        before_read()
+        return {a: _sizes(group, coded.get(a)) for a, group in by_alias.items() if a not in by_row}
+
+    return Weights(names=names, by_row=by_row, coded_in_files=frozenset(coded), codes=codes, **facts)
+
+
+def _sizes(group: Group, layout: Layout | None) -> dict[int, int]:
+    """The bytes of a group by the bits of each code: in a file, from a sample, or assumed; parameters can be coded."""
+    dtype = group.members[0].spec.dtype
+    if layout is not None:
+        return {layout.bits: layout.nbytes}
+    if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.kind is not nn.Parameter for m in group.members):
+        return {}
+    if not group.home.is_meta:
+        return estimates(group.home, dtype)
+    count = group.nbytes // ELEMENTS[dtype].nbytes
+    least = {bits: Layout(dtype=dtype, bits=bits, count=count, num_escapes=0).nbytes for bits in ASSUMED_BITS[dtype]}
+    return {bits: max(n, aligned(round(count * ASSUMED_BITS[dtype][bits] / 8))) for bits, n in least.items()}
 
 
 def tables_of(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
@@ -152,9 +215,10 @@ def given_plan(config: OffloadConfig, prospect: Prospect) -> tuple[int, Plan] | 
         plan = Plan.from_json(path.read_bytes())
     except (PlanError, OSError) as error:
         raise PlanError(f"plan_file {path}: {error}. {remedy}") from error
-    found = [index for index, grain in enumerate(prospect.grains) if grain.units == plan.manifest.units]
+    units = plan.manifest.plain().units
+    found = [index for index, grain in enumerate(prospect.grains) if grain.units == units]
     if not found:
-        theirs = f"{len(plan.manifest.units)} units, {human(plan.manifest.nbytes)}"
+        theirs = f"{len(units)} units, {human(plan.manifest.decoded_nbytes)}"
         ours = f"{len(prospect.grains[0].units)} blocks, {human(prospect.grains[0].nbytes)}"
         raise PlanError(f"plan_file {path}: a plan of {theirs}, for other weights than this model's {ours}. {remedy}")
     budget = prospect.planners[found[0]].budget
@@ -171,14 +235,29 @@ def _unusable(plan: Plan, planner: Planner) -> str | None:
     machine = planner.machine
     if broken := list(violations(plan)):
         return "the plan is wrong: " + "; ".join(broken)
+    if plan.manifest.codes and (why := _why_not_coded(plan, planner)):
+        return f"{len(plan.manifest.codes)} weights are to be coded, and {why}"
     if plan.mapped and not (planner.weights.can_map() and machine.maps_host_memory()):
         return f"{len(plan.mapped)} weights are to be read from host memory, which the device cannot do"
-    if lost := plan.disk - planner.weights.movable:
+    if lost := plan.disk - planner.movable(plan.manifest):
         return f"{len(lost)} weights are to be read from files that this model lacks"
     budget = planner.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
     if budget is not None and plan.host_nbytes > budget:
         needed = f"{human(plan.host_nbytes)} ({plan.host_nbytes} bytes)"
         return f"needs {needed} of host memory > host budget {human(budget)} ({budget} bytes)"
+    return None
+
+
+def _why_not_coded(plan: Plan, planner: Planner) -> str | None:
+    config, codes, weights = planner.config, plan.manifest.codes, planner.weights
+    other = {bits for alias, (bits, _) in codes.items() if alias not in weights.coded_in_files} - set(planner.asked)
+    if config.codec == "none" or other:
+        return f"codec = {config.codec!r} does not allow that" + (f": {min(other)} bits" if other else "")
+    if not planner.machine.can_decode():
+        return "nothing decodes them here: that takes a CUDA GPU with Triton, or on the CPU an explicit codec"
+    in_files = codes.keys() & weights.coded_in_files
+    if wrong := [a for a in in_files if weights.codes()[a].get(codes[a][0]) != codes[a][1]]:
+        return f"{len(wrong)} of them are in the checkpoint in another form"
     return None
 
 

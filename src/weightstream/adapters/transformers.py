@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError, WeightstreamError
 from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.decoded import DecodedMemory
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
 
@@ -43,11 +44,15 @@ _REFUSED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in evaluation mode, the files its parameters view, and the folder that must outlive it."""
+    """A model in evaluation mode, the files its parameters view, and the folder that must outlive it.
+
+    Parameters that are coded in the file view `decoded`, and hold zeros until that is populated.
+    """
 
     model: Any
     checkpoint: Checkpoint
     mappings: tuple[FileMapping, ...]
+    decoded: tuple[DecodedMemory, ...]
     folder: OffloadFolder | None
 
 
@@ -61,12 +66,15 @@ def load_pretrained(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
+    verify_checksums: bool = True,
+    decode: bool = False,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to `offload_folder`, and reused from there by later loads; None is
-    a temporary folder. Other keywords go to transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
+    a temporary folder. With `decode` so are those that the file holds coded. Other keywords go to transformers. Raises
+    `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
     check_dtype(dtype)
     if refused := sorted(_REFUSED & kwargs.keys()):
@@ -75,12 +83,14 @@ def load_pretrained(
     path = local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)
     folder = path if path.is_dir() else path.parent
     checkpoint = Checkpoint.open(path)
+    if verify_checksums:
+        checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     try:
         config, cls = config_and_class(folder, model_class, trust_remote_code)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, offload.lock(), _progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options).run()
+            model = _Load(checkpoint, offload, cls, options, decode).run()
         _finish(model, folder, str(path_or_repo_id), kwargs)
     except (WeightstreamError, MemoryError):
         raise
@@ -93,6 +103,7 @@ def load_pretrained(
         model=model,
         checkpoint=checkpoint,
         mappings=checkpoint.mappings + offload.mappings,
+        decoded=tuple(checkpoint.decoded.values()),
         folder=offload if offload.mappings else None,
     )
 
@@ -100,10 +111,17 @@ def load_pretrained(
 class _Load:
     """One load: what transformers makes goes to the folder, and an index remembers where each parameter is."""
 
-    def __init__(self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any], decode: bool
+    ) -> None:
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
+        self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
+        self._decode = decode and bool(self._coded)
+        hidden = [] if decode else [checkpoint.memory(name) for name in self._coded]
+        self._files: list[FileMapping | DecodedMemory] = [*checkpoint.mappings, *hidden]  # that tensors can view
         facts = {**options, "config": options["config"].to_json_string()}
         versions = [transformers.__version__, torch.__version__, f"{cls.__module__}.{cls.__qualname__}"]
+        versions += ["decoded"] * self._decode
         text = json.dumps([checkpoint.fingerprint(), versions, sorted((k, str(v)) for k, v in facts.items())])
         self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._written: dict[int, str] = {}  # address -> name in the folder
@@ -114,22 +132,75 @@ class _Load:
         index = None if self._folder.is_private else self._folder.load_index(self._key)
         if index is not None and (model := self._reuse(index)) is not None:
             return model
-        sources = {name: self._home(name, tensor) for name, tensor in self._checkpoint.tensors().items()}
-        hook = register_module_parameter_registration_hook(self._on_parameter)
-        try:
-            model, missing = self._build(sources)
-        finally:
-            hook.remove()
-            _trim_heap()
-        if self._written and self._folder.is_private:
+        if self._decode:
+            self._tell_of_decoding()
+        else:
+            self._decode_what_is_cast()
+        model, missing = self._convert()
+        if not self._decode and (consumed := self._consumed(model)):
+            _LOGGER.info("%s: transformers converts %d coded tensors: loading again", self._where, len(consumed))
+            shapes = {self._checkpoint.entries[name].shape for name in consumed}
+            self._populate(name for name in self._coded if self._checkpoint.entries[name].shape in shapes)
+            model, missing = self._convert()
+        for memory in self._checkpoint.decoded.values():
+            memory.forget()
+        if (num := len(self._written) - len(self._coded) * self._decode) > 0 and self._folder.is_private:
             _LOGGER.warning(
                 "transformers converted %d tensors: %d bytes written to %s for this process only; "
                 "pass offload_folder= to keep them for the next load",
-                *(len(self._written), self._folder.nbytes, self._folder.path),
+                *(num, self._folder.nbytes, self._folder.path),
             )
-        elif self._written:
+        elif self._written and not self._folder.is_private:
             self._folder.save_index(self._key, self._places(model, missing))
         return model
+
+    def _convert(self) -> tuple[Any, set[str]]:
+        """Has transformers make the model, and gives what it makes a home."""
+        for title in self._written.values():
+            self._folder.remove(title)
+        self._written.clear()
+        sources = {name: self._home(name, self._tensor(name)) for name in self._checkpoint.entries}
+        hook = register_module_parameter_registration_hook(self._on_parameter)
+        try:
+            return self._build(sources)
+        finally:
+            hook.remove()
+            _trim_heap()
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = self._checkpoint.tensor(name)
+        if self._decode and name in self._coded:
+            self._populate([name])
+            del self._checkpoint.decoded[name]  # the memory goes with the tensor
+        return tensor
+
+    def _tell_of_decoding(self) -> None:
+        _LOGGER.warning(
+            "%s: %d coded tensors are decoded into %s%s: %d bytes on disk and on every way from there in place of %d, "
+            "since nothing decodes them on the device (that takes a CUDA GPU with Triton, and codec other than 'none')",
+            *(self._where, len(self._coded), self._folder.path),
+            " for this process only (offload_folder= keeps them)" if self._folder.is_private else "",
+            sum(layout.raw_nbytes for layout in self._coded.values()),
+            sum(layout.nbytes for layout in self._coded.values()),
+        )
+
+    def _decode_what_is_cast(self) -> None:
+        """What transformers is told to cast must hold its values."""
+        if (dtype := self._options["dtype"]) != "auto":
+            wanted = str(dtype).removeprefix("torch.")
+            self._populate(name for name, layout in self._coded.items() if layout.dtype != wanted)
+
+    def _populate(self, names: Iterable[str]) -> None:
+        for memory in map(self._checkpoint.memory, names):
+            memory.populate(0, memory.nbytes)
+
+    def _consumed(self, model: Any) -> list[str]:
+        """Coded tensors that are not decoded, and that the model has something made of in place of them."""
+        shown = {(t.data_ptr(), t.nbytes) for t in model.state_dict().values()}
+        memories = {name: self._checkpoint.memory(name) for name in self._coded}
+        hidden = [name for name, m in memories.items() if not m.is_decoded and (m.address, m.nbytes) not in shown]
+        unused = set(unused_names(model, hidden)) if hidden else set()
+        return [name for name in hidden if name not in unused]
 
     def _build(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, set[str]]:
         allowed = self._options.get("ignore_mismatched_sizes", False)
@@ -182,7 +253,7 @@ class _Load:
         return home
 
     def _place(self, tensor: torch.Tensor) -> list[Any] | None:
-        for number, mapping in enumerate(self._checkpoint.mappings):
+        for number, mapping in enumerate(self._files):
             if (offset := mapping.locate(tensor.data_ptr())) is not None:
                 return [number, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         return None
@@ -206,10 +277,17 @@ class _Load:
             _LOGGER.warning("%s: converting again: %s", self._folder.path, error)
             return None
         state = model.state_dict()
-        if not all(name in state and _is_same(state[name], tensor) for name, tensor in tensors.items()):
+        if not all(name in state and self._is_same(state[name], tensor) for name, tensor in tensors.items()):
             _LOGGER.info("%s: converting again: transformers changed what was converted before", self._folder.path)
             return None
         return model
+
+    def _is_same(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        if found.data_ptr() == expected.data_ptr():
+            return True
+        if any(memory.locate(expected.data_ptr()) is not None for memory in self._checkpoint.decoded.values()):
+            return False  # nobody knows yet what it holds
+        return found.dtype == expected.dtype and torch.equal(found, expected)  # a bias that transformers pads anew
 
     def _at(self, place: str | list[Any]) -> torch.Tensor:
         if isinstance(place, str):
@@ -217,7 +295,7 @@ class _Load:
         number, offset, name, shape = place
         dtype: torch.dtype = getattr(torch, name)
         size = torch.Size(shape)
-        data: torch.Tensor = self._checkpoint.mappings[number].bytes(offset, offset + dtype.itemsize * size.numel())
+        data: torch.Tensor = self._files[number].bytes(offset, offset + dtype.itemsize * size.numel())
         return data.view(dtype).view(size)
 
     @property
@@ -229,12 +307,6 @@ def _trim_heap() -> None:
     # glibc keeps freed tensors between small live blocks: without this, memory grew by half of what was converted
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
-
-
-def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.data_ptr() == expected.data_ptr():
-        return True
-    return found.dtype == expected.dtype and torch.equal(found, expected)  # a bias that transformers pads anew
 
 
 def unused_names(model: Any, names: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from weightstream.plan.plan import Plan
 
-_COLORS = MappingProxyType({"link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
+_COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"
 
 
@@ -43,8 +43,9 @@ def bench(
 
     Three systems in one run:
 
-    - link floor: copies of the bytes that a step streams, and nothing else;
-      no schedule can be faster while the link is the limit
+    - raw link floor: copies of the weights that a step streams, as they are
+      without a code, and nothing else; while the link is the limit, no
+      schedule can be faster, but weights that move coded can
 
     - offloaded: a step of the model while its weights stream
 

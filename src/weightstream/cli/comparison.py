@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ def compare(model: Any, seconds: float) -> tuple[Plan, dict[str, Any]]:
         **numbers(plan),
         "predicted_s": planned.step_s,
         "link_bytes_per_s": bytes_per_s,
-        "whole_floor_s": plan.manifest.nbytes / bytes_per_s,
+        "whole_floor_s": plan.manifest.decoded_nbytes / bytes_per_s,
         "systems": systems,
         "skipped": skipped or None,
         "reproducible": reproducible,
@@ -113,12 +113,17 @@ def _repeats(model: Any, workload: Workload, device: torch.device, outputs: Sequ
 
 
 def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
-    """The link alone with all that a step moves (None: nothing), `read` in place included, and its bytes per second."""
+    """The link alone with all that a step moves (None: nothing), in plain form, and its bytes per second.
+
+    `read` are the bytes that kernels read in place.
+    """
     from weightstream.runtime.pace import copies_s
 
-    sizes = [*(plan.unit_nbytes[unit] for fills in plan.after for unit in fills), *read]
-    moved = sizes or [unit.nbytes for unit in plan.manifest.units if unit.nbytes]
-    floor = _system("link floor", copies_s(backend, moved, seconds))
+    plain = plan.manifest.plain()
+    nbytes = replace(plan, manifest=plain).unit_nbytes
+    sizes = [*(nbytes[unit] for fills in plan.after for unit in fills), *read]
+    moved = sizes or [unit.nbytes for unit in plain.units if unit.nbytes]
+    floor = _system("raw link floor", copies_s(backend, moved, seconds))
     return floor if sizes else None, sum(moved) / floor["p50_s"]
 
 
@@ -131,7 +136,7 @@ def _resident(
     from weightstream.runtime import cuda
     from weightstream.store.limits import available_nbytes
 
-    device, nbytes, beside = backend.device, plan.manifest.nbytes, plan.activation_nbytes + plan.cache_nbytes
+    device, nbytes, beside = backend.device, plan.manifest.decoded_nbytes, plan.activation_nbytes + plan.cache_nbytes
     free = available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
     skipped = f"{human(nbytes)} of weights + {human(beside)} beside them > {human(free)} free on {device}"
     if nbytes + beside <= free and plan.workload is not None:

@@ -40,7 +40,7 @@ _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
 )
 _OPTIONAL = MappingProxyType(
     {
-        "triton": "for compiled models on a GPU",
+        "triton": "for coded weights and compiled models on a GPU",
         "transformers": "for language models by name, and weightstream run",
         "diffusers": "for pipelines for images and video",
         "matplotlib": "for figures",
@@ -117,7 +117,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
             "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend)] if on_gpu else [],
             "host": [*_host()],
-            "speed": [*_speed(profile)],
+            "speed": [*_speed(profile), _codec(backend)],
             "disk": [_disk(path)],
             "software": [*_software(on_gpu=on_gpu)],
         }
@@ -243,6 +243,21 @@ def _speed(profile: Profile) -> Iterator[Finding]:
     yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
     yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
     yield Finding("kernels", kernels)
+
+
+def _codec(backend: Backend) -> Finding:
+    """Whether coded weights can be used, and how fast they are decoded."""
+    from weightstream.codec import coding
+
+    profile = backend.profile
+    rates = {f"{bits}bit": profile.decode_bytes_per_s(bits) for bits in (3, 4)}
+    text = f"decoded at {per_second(rates['3bit'])} in the 3-bit code, {per_second(rates['4bit'])} in the 4-bit code"
+    if backend.device.type == "cpu":
+        return Finding("coded weights", f"{text}: used on request alone, --codec 3bit", "note", value=rates)
+    if (reason := coding.why_not(backend.device)) is None:
+        return Finding("coded weights", text, value=rates)
+    remedy = "Weights move as they are, 1.4 times the bytes. pip install -U triton, or a torch that brings it."
+    return Finding("coded weights", f"cannot be used: {reason}", "better", remedy)
 
 
 def _disk(path: Path) -> Finding:

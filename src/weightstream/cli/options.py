@@ -100,6 +100,13 @@ def _options(
     host_budget: Annotated[str | None, typer.Option(help="Host memory for weights, such as 30GiB or 50%.")] = None,
     offload_folder: Annotated[Path | None, typer.Option(help="Where to keep weights that need converting.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")] = None,
+    codec: Annotated[
+        Literal["auto", "none", "3bit", "4bit"] | None,
+        typer.Option(
+            help="Compress weights without loss, and decode them on the GPU as they are needed: auto (the default) "
+            "where that is predicted to be faster, 3bit and 4bit always, none never."
+        ),
+    ] = None,
     zero_copy_params: Annotated[list[str] | None, typer.Option(help="Read matching weights from host memory.")] = None,
     offload_backend: Annotated[
         Literal["auto", "uva", "prefetch"] | None, _classic("Default: by which flags are set.")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,11 +19,21 @@ if TYPE_CHECKING:
     import torch
 
     from weightstream.adapters.transformers import LoadedModel
+    from weightstream.codec.chunks import Coder
+    from weightstream.store.checkpoint import Checkpoint
+    from weightstream.store.header import TensorEntry
+    from weightstream.store.mapping import FileMapping
+
+_DEVICE_TILES = 2048  # 16 MiB of bfloat16
 
 
 def pack(
     model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")],
     out: Annotated[Path, typer.Argument(help="Folder to write: the same model, to be used in its place.")],
+    codec: Annotated[
+        Literal["none", "auto", "3bit", "4bit"],
+        typer.Option("--codec", help="Code the weights, bit for bit; auto: what gains, each by its smaller code."),
+    ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")
@@ -30,7 +41,8 @@ def pack(
 ) -> None:
     """Write MODEL's weights to OUT in the order that they stream in. Interrupted, the same command goes on.
 
-    OUT is an ordinary safetensors checkpoint, and appears once it is whole.
+    OUT is an ordinary safetensors checkpoint, and appears once it is whole. Coded, it is smaller, and weightstream
+    alone reads it.
     """
     transformers = require("transformers", "transformers", "weightstream pack")
     import torch
@@ -40,13 +52,14 @@ def pack(
     from weightstream.adapters.transformers import load_pretrained, local_path
     from weightstream.plan.plan import human
     from weightstream.store import pack as store
+    from weightstream.store import shard
     from weightstream.store.checkpoint import Checkpoint
 
     began = time.perf_counter()
     source = local_path(model, trust_remote_code)
     folder = source if source.is_dir() else source.parent
     place = _place(out.expanduser(), folder)
-    packed = store.is_packed(place, Checkpoint.open(source).fingerprint())
+    packed = store.is_packed(place, Checkpoint.open(source).fingerprint(), codec)
     if packed and not verify:
         typer.echo(f"{out}: already packed; --verify compares it with {model}")
         return
@@ -59,19 +72,30 @@ def pack(
     with store.growing(place) as partial_folder:
         converted = partial_folder / store.CONVERTED
         loaded = load_pretrained(source, offload_folder=converted, trust_remote_code=trust_remote_code, progress=shown)
-        shards = store.lay_out(streaming_order(loaded), loaded.checkpoint.metadata)
-        nbytes = sum(shard.nbytes for shard in shards)
+        streamed, rest = streaming_order(loaded)
+        mappings: list[shard.Mapped] = [*loaded.mappings, *loaded.decoded]
+        coder = _coder()
+        candidates = shard.codable({name: tensor for unit in streamed for name, tensor in unit.items()}, codec)
+        counted = sum(tensor.nbytes for tensor in candidates.values())
         with bar:
-            advance = partial(bar.advance, bar.add_task("", total=nbytes * (verify + (not packed))))
+            task = bar.add_task("", total=counted)
+            advance = partial(bar.advance, task)
+            layouts = shard.choose(candidates, codec, mappings, coder, advance)
+            units = [unit for unit in (*streamed, rest) if unit]
+            shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, coder=coder)
+            nbytes = sum(file.nbytes for file in shards)
+            bar.update(task, total=counted + nbytes * (verify + (not packed)))
             if not packed:
-                origin = {"source": loaded.checkpoint.fingerprint(), **made_by}
-                store.write(partial_folder, shards, loaded.mappings, origin, advance)
+                origin = {"source": loaded.checkpoint.fingerprint(), "codec": codec, **made_by}
+                store.write(partial_folder, shards, mappings, origin, advance)
             if verify:
-                store.verify(place if packed else partial_folder, shards, loaded.mappings, advance)
+                store.verify(place if packed else partial_folder, shards, mappings, advance)
         if not packed:
             store.finish(partial_folder, place, folder)
     done = " and ".join(["packed"] * (not packed) + ["verified"] * verify)
-    count = f"{sum(len(shard.tensors) for shard in shards)} tensors, {human(nbytes)} ({nbytes} bytes)"
+    count = f"{sum(len(file.tensors) for file in shards)} tensors, {human(nbytes)} ({nbytes} bytes)"
+    raw = sum(tensor.nbytes for file in shards for tensor in file.tensors.values())
+    count += f", {nbytes / raw:.2f} of {human(raw)}," if layouts else ""
     typer.echo(f"{out}: {done} {count} in {len(shards)} files in {time.perf_counter() - began:.1f} s")
 
 
@@ -85,8 +109,21 @@ def _place(out: Path, folder: Path) -> Path:
     return out.resolve()
 
 
-def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
-    """The weights by unit, in the ring's order; last, together, what is too small to stream and what is not used.
+def _coder() -> Coder:
+    """A GPU that codes, else the CPU."""
+    import torch
+
+    from weightstream.codec import coding
+    from weightstream.codec.chunks import Coder
+
+    device = torch.accelerator.current_accelerator()
+    if device is None or coding.why_not(device) is not None:
+        return Coder()
+    return Coder(encode=coding.encode, device=str(device), num_tiles=_DEVICE_TILES)
+
+
+def streaming_order(loaded: LoadedModel) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """The weights by unit, in the ring's order; and, together, what is too small to stream and what is not used.
 
     A tensor that views the checkpoint keeps its name there; one that transformers made has the model's, the first of
     tied ones.
@@ -100,7 +137,7 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
     files = {mapping.path: mapping for mapping in loaded.checkpoint.mappings}
     state = model.state_dict()
     names = {
-        (files[entry.path].bytes(entry.begin, entry.end).data_ptr(), entry.shape): entry.name
+        (_address(entry, files, loaded.checkpoint), entry.shape): entry.name
         for entry in entries.values()
         if entry.begin < entry.end
     }
@@ -117,7 +154,13 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
         found = (names.get(_key(member.tensor), "") for member in members)
         units.append({name: left.pop(name) for name in found if name in left})
     unused = {name: loaded.checkpoint.tensor(name) for name in unused_names(model, entries)}
-    return [unit for unit in (*units, left | unused) if unit]
+    return units, left | unused
+
+
+def _address(entry: TensorEntry, files: Mapping[Path, FileMapping], checkpoint: Checkpoint) -> int:
+    if entry.layout is not None:
+        return checkpoint.memory(entry.name).address
+    return files[entry.path].bytes(entry.begin, entry.end).data_ptr()
 
 
 def _key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:

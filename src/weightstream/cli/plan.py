@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weightstream.plan.planner import Prospect
 
 _GIB = 2**30
-_BAR = 18
+_BAR, _CODE = 18, 7  # columns of a table
 _BUDGETS = 20
 _LESS = 0.98  # a smaller budget that is worth a word
 _LOG = 20  # from this ratio on, step times are drawn on a logarithmic axis
@@ -83,7 +83,7 @@ def plan(
 
 def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
     """The plan in its place among those at even shares of the model's bytes, where one fits."""
-    budgets = [planned.manifest.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
+    budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
     others = [plan for _, plan in ahead.sweep(budgets) if plan is not None and plan.budget != planned.budget]
     return sorted((planned, *others), key=_budget)
 
@@ -91,16 +91,16 @@ def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
     num, dtype = shown.parameters(planned)
-    size = f"{_count(num)} parameters, {human(planned.manifest.nbytes)}, {dtype}"
+    size = f"{_count(num)} parameters, {human(planned.manifest.decoded_nbytes)}, {dtype}"
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
         "takes the numbers of another"
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
     print_labelled({"model": f"{model} ({size})", "machine": machine})
-    bar, legend = shown.memory(planned)
+    bar, legend, total = shown.memory(planned)
     screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
-    screen().print(Text(" " * (LABEL + 2)).append_text(legend))
+    screen().print(Text(f"{total:>{LABEL}} ").append_text(legend))
     screen().print(shown.table(planned))
     print_labelled({"moves": _moved(planned), **shown.predictions(planned), **notes})
 
@@ -125,6 +125,9 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
     """What to do with the budget, as a labelled line: nothing, less, or more."""
     if shortage := ahead.shortage(planned):
         return {"shortage": shortage}
+    if not planned.offloaded_nbytes and planned.manifest.codes:
+        plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
+        return {"note": f"everything fits, coded; in plain form it would take {plain}, and {saved} less per step"}
     if not planned.offloaded_nbytes:
         return {"note": "everything fits and nothing streams: leave out the budget, offloading gains nothing here"}
     enough = ahead.enough(planned)
@@ -139,18 +142,20 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 
 
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
-    headings = ("", "budget GiB", "resident GiB", "ring GiB", "step ms", "tokens/s", "limit", "")
-    table = shown.grid(*headings, left=("", "limit"))
+    coded = any(plan.manifest.codes for plan in plans)
+    headings = ("", "budget GiB", "resident GiB", "ring GiB", *["code"] * coded, "step ms", "tokens/s", "limit", "")
+    table, bar = shown.grid(*headings, left=("", "limit")), _BAR - _CODE * coded
     slowest = max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
         table.add_row(
             "▶" if plan is planned else "",
             *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
+            *["+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()}))] * coded,
             f"{1e3 * plan.step_s:,.1f}",
             shown.rate(plan),
             plan.limit if plan.offloaded_nbytes else "all fits",
-            "█" * max(1, round(_BAR * plan.step_s / slowest)),
+            "█" * max(1, round(bar * plan.step_s / slowest)),
             style="bold" if plan is planned else None,
         )
     return table

@@ -59,6 +59,13 @@ def _homes(plan: Plan) -> Iterator[str]:
             if offset < end or offset % ALIGN_NBYTES:
                 yield f"{alias} of unit {index} at {offset} overlaps its neighbour or is not aligned"
             end = offset + aliases[alias]
+        coded = unit.coded()
+        if mixed := coded.keys() & plan.mapped:
+            yield f"{sorted(mixed)} of unit {index} are coded and zero-copy"
+        if unknown_code := [a for a, t in coded.items() if t.bits not in (3, 4) or t.decoded_nbytes <= 0]:
+            yield f"{unknown_code} of unit {index} are coded in no code"
+        if unit.enclosing and coded:
+            yield f"unit {index} encloses others and is coded: they share the buffer"
         if end > extent.nbytes:
             yield f"unit {index} needs {end} bytes, its extent has {extent.nbytes}"
 

@@ -16,6 +16,7 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
         plan,
         step_s=simulate_s(plan, profile),
         compute_s=compute_s(plan, profile),
+        decode_s=sum(profile.decode_s(plan.manifest.units[u]) for u in plan.manifest.order),
         copy_s=copy_s(plan, profile),
         disk_s=disk_s(plan, profile),
         machine=profile.machine,
@@ -31,7 +32,7 @@ def compute_s(plan: Plan, profile: Profile) -> float:
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
     """Seconds of each unit at one of its positions under this plan."""
     units = enumerate(plan.manifest.units)
-    return [profile.compute_s(u, unit, streams=plan.streams(u)) for u, unit in units]
+    return [profile.compute_s(u, unit, streams=plan.opens(u)) for u, unit in units]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:

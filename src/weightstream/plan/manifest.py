@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,7 +12,8 @@ class TensorSpec:
     """One named tensor: a view of the bytes of its alias group.
 
     Tensors that share bytes (tied weights, views of one storage) carry the same `alias`. `nbytes` is the span of
-    the whole group, `offset` the first byte of this view inside it; `stride` counts elements.
+    the whole group, `offset` the first byte of this view inside it; `stride` counts elements. Of a coded group
+    `nbytes` is what its coded form takes, with so many `bits` per exponent, and `decoded_nbytes` the span.
     """
 
     name: str
@@ -22,6 +23,8 @@ class TensorSpec:
     alias: str
     nbytes: int
     offset: int = 0
+    bits: int = 0
+    decoded_nbytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,10 @@ class UnitSpec:
         """Alias group -> bytes, in order of first appearance, each once."""
         return {t.alias: t.nbytes for t in self.tensors}
 
+    def coded(self) -> dict[str, TensorSpec]:
+        """The alias groups that are held and moved in coded form -> one tensor of each."""
+        return {t.alias: t for t in self.tensors if t.bits}
+
     @property
     def nbytes(self) -> int:
         return sum(self.aliases().values())
@@ -57,10 +64,12 @@ class Manifest:
     order: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        sizes: dict[str, int] = {}
+        forms: dict[str, tuple[int, int, int]] = {}
         for tensor in self.tensors():
-            if sizes.setdefault(tensor.alias, tensor.nbytes) != tensor.nbytes:
-                raise ValueError(f"alias group {tensor.alias!r} has two sizes: {sizes[tensor.alias]}, {tensor.nbytes}")
+            form = (tensor.nbytes, tensor.bits, tensor.decoded_nbytes)
+            if (first := forms.setdefault(tensor.alias, form)) != form:
+                what, index = ("sizes", 0) if first[0] != form[0] else ("codes", slice(1, None))
+                raise ValueError(f"alias group {tensor.alias!r} has two {what}: {first[index]}, {form[index]}")
         if bad := [u for u in self.order if not 0 <= u < len(self.units)]:
             raise ValueError(f"order names units {bad} of {len(self.units)}")
 
@@ -86,6 +95,47 @@ class Manifest:
                 users[alias].append(index)
         return users
 
+    @cached_property
+    def spans(self) -> dict[str, int]:
+        """Every alias group of the model -> its bytes in plain form."""
+        return {t.alias: t.decoded_nbytes or t.nbytes for t in self.tensors()}
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of all weights in plain form."""
+        return sum(self.spans.values())
+
+    @cached_property
+    def codes(self) -> dict[str, tuple[int, int]]:
+        """The coded alias groups -> their bits, and bytes."""
+        return {t.alias: (t.bits, t.nbytes) for t in self.tensors() if t.bits}
+
+    @property
+    def coded_aliases(self) -> frozenset[str]:
+        return frozenset(self.codes)
+
+    def coded(self, codes: Mapping[str, tuple[int, int]]) -> Manifest:
+        """The same with these alias groups coded, which are plain: in so many bits, that take so many bytes."""
+
+        def coded(spec: TensorSpec) -> TensorSpec:
+            if spec.alias not in codes:
+                return spec
+            bits, nbytes = codes[spec.alias]
+            return replace(spec, bits=bits, nbytes=nbytes, decoded_nbytes=spec.nbytes)
+
+        return self._with(coded) if codes else self
+
+    def plain(self) -> Manifest:
+        """The same with nothing coded."""
+
+        def plain(spec: TensorSpec) -> TensorSpec:
+            return replace(spec, bits=0, nbytes=spec.decoded_nbytes, decoded_nbytes=0) if spec.bits else spec
+
+        return self._with(plain) if self.codes else self
+
+    def _with(self, change: Callable[[TensorSpec], TensorSpec]) -> Manifest:
+        return replace(self, units=tuple(replace(u, tensors=tuple(map(change, u.tensors))) for u in self.units))
+
     def without(self, aliases: frozenset[str]) -> Manifest:
         """The same units and order, less some of the weights."""
         units = (replace(u, tensors=tuple(t for t in u.tensors if t.alias not in aliases)) for u in self.units)
@@ -98,13 +148,14 @@ class Profile:
 
     The link copies from pinned host memory. `half_flops_per_s` and `single_flops_per_s` are matrix products in 16-bit
     floats and in float32, `attention_flops_per_s` fused attention. A kernel takes at least `op_s` of the device, and
-    its launch `op_launch_s` of the host. `workspace_nbytes` is what libraries keep on the device, `device_nbytes` all
-    of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
+    its launch `op_launch_s` of the host. `decode3_bytes_per_s` and `decode4_bytes_per_s` are bytes of plain weights
+    that come out of the 3-bit and the 4-bit code. `workspace_nbytes` is what libraries keep on the device,
+    `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
 
-    Where the work of the units is known, `unit_s` holds their seconds on the device, and `host_s` those that the host
-    takes to launch them, to which `overhead_s` comes for a unit that streams; `after_share` is the share of a unit's
-    seconds for ops that follow its release, before the next unit opens. Else a unit takes the time to read its
-    weights once, and at least `overhead_s`, and `launch_s` per tensor.
+    Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
+    that the host takes to launch them, to which `overhead_s` comes for a unit that streams or is decoded;
+    `after_share` is the share of a unit's seconds for ops that follow its release, before the next unit opens. Else a
+    unit takes the time to read its weights once, and at least `overhead_s`, and `launch_s` per tensor.
     """
 
     machine: str = ""
@@ -120,6 +171,8 @@ class Profile:
     launch_s: float = 0.0
     handover_s: float = 0.0
     disk_bytes_per_s: float = 2e9
+    decode3_bytes_per_s: float = 1.2e12
+    decode4_bytes_per_s: float = 1.7e12
     workspace_nbytes: int = 0
     device_nbytes: int = 0
     unit_s: tuple[float, ...] = ()
@@ -132,7 +185,25 @@ class Profile:
             return self.unit_s[index]
         if self.unit_s:
             return max(self.unit_s[index], self.host_s[index] + self.overhead_s * streams)
-        return max(self.overhead_s + self.launch_s * len(unit.tensors), unit.nbytes / self.device_bytes_per_s)
+        nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
+        device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
+        return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s)
+
+    def decode_s(self, unit: UnitSpec) -> float:
+        """Seconds that the device takes to decode a unit's weights before it computes."""
+        return sum(t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in unit.coded().values())
+
+    def decode_bytes_per_s(self, bits: int) -> float:
+        return self.decode3_bytes_per_s if bits == 3 else self.decode4_bytes_per_s
+
+    def decoding(self, manifest: Manifest) -> Profile:
+        """The profile of a manifest whose units take `unit_s` in plain form."""
+        if not self.unit_s or not manifest.codes:
+            return self
+        decodes = [self.decode_s(unit) for unit in manifest.units]
+        unit_s = tuple(s + more for s, more in zip(self.unit_s, decodes, strict=True))
+        shares = zip(self.after_share, self.unit_s, unit_s, strict=False)
+        return replace(self, unit_s=unit_s, after_share=tuple(share * s / (all_s or 1) for share, s, all_s in shares))
 
     def copy_s(self, nbytes: int) -> float:
         return self.copy_latency_s + nbytes / self.link_bytes_per_s if nbytes else 0.0

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
-from weightstream.plan.plan import Plan, human, streamed_nbytes
+from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, human, streamed_nbytes
 from weightstream.plan.ring import aligned
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
@@ -34,11 +34,11 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
 
     Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
     """
-    profile = profile or Profile()
-    if budget is None or manifest.nbytes <= budget:
+    profile, buffer = profile or Profile(), buffer_nbytes(manifest)
+    if budget is None or manifest.nbytes + buffer <= budget:
         return cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
     forced = always_resident(manifest)
-    choices = list(_choices(manifest, forced, budget))
+    choices = list(_choices(manifest, forced, budget - buffer))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
     best: tuple[float, int, Plan] | None = None
@@ -46,7 +46,8 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
         if best is not None and bound_s > best[0] + _TIE_S:
             break  # none behind is faster
         plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
-        found = (round(cost.simulate_s(plan, profile) / _TIE_S) * _TIE_S, plan.device_nbytes, plan)
+        held = plan.resident_nbytes + plan.ring_nbytes
+        found = (round(cost.simulate_s(plan, profile) / _TIE_S) * _TIE_S, held, plan)
         best = found if best is None or found[:2] < best[:2] else best
     assert best is not None
     return cost.predicted(best[2], profile)
@@ -66,6 +67,33 @@ def _soonest_first(
         bound_s = max(compute_s, (streamed - held) / profile.link_bytes_per_s)
         found += [(bound_s, residents, ring, slot) for slot in (0, unit_nbytes)]
     return sorted(found, key=lambda choice: choice[0])
+
+
+def decoding_less(plan: Plan, sizes: Mapping[str, Mapping[int, int]], profile: Profile) -> Plan:
+    """A plan in which nothing streams, with as much as there is room for in a form that takes less time to decode.
+
+    `sizes` are the bytes of each alias group in each of its codes. The faster code comes first, where it saves more
+    time per byte than no code; then none. Whole units one after the other: one that is plain has nothing to wait for.
+    """
+    codes, spans = dict(plan.manifest.codes), plan.manifest.spans
+    spare = (plan.budget or 0) - plan.device_nbytes
+
+    def seconds_per_byte(alias: str, bits: int) -> float:
+        """What is saved with these bits in place of those that it has, by each byte that it takes more."""
+        more = (sizes[alias][bits] if bits else spans[alias]) - codes[alias][1]
+        left_s = 1 / profile.decode_bytes_per_s(bits) if bits else 0.0
+        return (1 / profile.decode_bytes_per_s(codes[alias][0]) - left_s) / more if more > 0 else -1.0
+
+    for bits in (3, 4, 0):
+        for alias, (_, nbytes) in list(codes.items()):
+            if bits and (bits not in sizes[alias] or seconds_per_byte(alias, bits) <= seconds_per_byte(alias, 0)):
+                continue
+            more = (sizes[alias][bits] if bits else spans[alias]) - nbytes
+            if more <= spare:
+                spare -= more
+                codes[alias] = bits, nbytes + more
+    manifest = plan.manifest.plain().coded({alias: code for alias, code in codes.items() if code[0]})
+    return Plan.build(manifest, frozenset(manifest.aliases), 0, budget=plan.budget)
 
 
 def place_layers(
@@ -138,8 +166,8 @@ def place_homes(
             f"host budget {human(host_budget)} ({host_budget} bytes) < {human(held)} ({held} bytes) of weights that "
             f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
-    sizes, columns = streamed_nbytes(plan.manifest, elsewhere), _columns(plan.manifest, elsewhere)
-    kept = _fitting(plan.manifest, sizes, columns, host_budget - held, exact=True)
+    columns = _columns(plan.manifest, elsewhere)
+    kept = _fitting(plan.manifest, elsewhere, columns, host_budget - held, exact=True)
     profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
     step_s = plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile)
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
@@ -193,8 +221,7 @@ def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterabl
             residents = forced.union(*columns[:complete])
             ring = depth * unit_nbytes
             spare = budget - held - ring
-            sizes = streamed_nbytes(manifest, residents)
-            extras = (_fitting(manifest, sizes, columns[complete:], spare * part // 4) for part in _PARTS)
+            extras = (_fitting(manifest, residents, columns[complete:], spare * part // 4) for part in _PARTS)
             yield from ((residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
     yield from _few_streaming(manifest, columns, budget)
 
@@ -206,13 +233,14 @@ def _few_streaming(
     everything = frozenset(manifest.aliases)
     missing = _nbytes(manifest, everything) - budget
     for column in columns:
-        nbytes = aligned(manifest.aliases[column[0]])
+        sizes = [aligned(manifest.aliases[alias]) for alias in column]
+        least, most = min(sizes), max(sizes)
         for depth in _DEPTHS:
-            num = -(-(missing + depth * nbytes) // nbytes) if nbytes else 0
+            num = -(-(missing + depth * most) // least) if least else 0
             if depth <= num <= len(column):
                 residents = everything.difference(_evenly(column, num))
-                if max(streamed_nbytes(manifest, residents)) == nbytes:  # else several are of one unit
-                    yield residents, depth * nbytes, nbytes
+                if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
+                    yield residents, depth * most, most
 
 
 def _column_states(
@@ -232,7 +260,10 @@ def _column_states(
 
 
 def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
-    """Alias groups that play the same part in every block, largest (times reads per step) first."""
+    """Alias groups that play the same part in every block, in the same form, largest (times reads per step) first.
+
+    In coded form they take nearly, and not exactly, the same bytes.
+    """
     positions = Counter(manifest.order)
     columns: dict[tuple[object, ...], list[str]] = {}
     reads: Counter[str] = Counter()
@@ -240,30 +271,32 @@ def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
         for tensor in {t.alias: t for t in reversed(unit.tensors)}.values():
             if tensor.alias not in reads and tensor.alias not in forced:
                 part = re.sub(r"\d+", "", tensor.name) if unit.layer is not None else tensor.name
-                columns.setdefault((part, tensor.nbytes), []).append(tensor.alias)
+                form = tensor.bits, tensor.decoded_nbytes or tensor.nbytes
+                columns.setdefault((part, *form), []).append(tensor.alias)
             reads[tensor.alias] += positions[index]
     return sorted(columns.values(), key=lambda column: -manifest.aliases[column[0]] * reads[column[0]])
 
 
 def _fitting(
-    manifest: Manifest, sizes: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
+    manifest: Manifest, placed: frozenset[str], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
 ) -> frozenset[str]:
     """What else fits, column by column: from the units that stream most first, else spread over the depth."""
-    sizes, users = list(sizes), manifest.users
+    padded: Callable[[int], int] = int if exact else aligned
+    sizes, users, spans = manifest.aliases, manifest.users, manifest.spans
+    streamed = by_unit(manifest, {alias: padded(n) for alias, n in spans.items() if alias not in placed})
     taken: set[str] = set()
     for column in columns:
-        nbytes = manifest.aliases[column[0]] if exact else aligned(manifest.aliases[column[0]])
-        if not 0 < nbytes <= spare:
+        most = padded(max(map(sizes.__getitem__, column)))
+        if not 0 < most <= spare:
             continue
-        alike: dict[int, list[str]] = {}
+        alike: dict[int, list[str]] = {}  # by plain bytes: coded ones are never quite the same
         for alias in column:
-            alike.setdefault(-sizes[users[alias][0]], []).append(alias)
+            alike.setdefault(-streamed[users[alias][0]], []).append(alias)
         for _, aliases in sorted(alike.items()):
-            num = min(len(aliases), spare // nbytes)
-            for alias in _evenly(aliases, num):
+            for alias in _evenly(aliases, min(len(aliases), spare // most)):
                 taken.add(alias)
-                sizes[users[alias][0]] -= nbytes
-            spare -= num * nbytes
+                streamed[users[alias][0]] -= padded(spans[alias])
+                spare -= padded(sizes[alias])
     return frozenset(taken)
 
 
@@ -279,9 +312,10 @@ def _nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
     sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    held = _nbytes(manifest, forced)
+    held, buffer = _nbytes(manifest, forced), buffer_nbytes(manifest)
+    needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
     return (
-        f"device budget {human(budget)} ({budget} bytes) < resident {human(held)} + ring {human(sizes[largest])} "
-        f"= {human(held + sizes[largest])} ({held + sizes[largest]} bytes): the ring must hold the largest unit, "
+        f"device budget {human(budget)} ({budget} bytes) < resident {human(held)} + ring {human(sizes[largest])}{more} "
+        f"= {human(needed)} ({needed} bytes): the ring must hold the largest unit, "
         f"{manifest.units[largest].name or '(root)'}. Raise the budget, or use a smaller dtype."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal
@@ -12,8 +12,8 @@ from pydantic import PlainSerializer, TypeAdapter, ValidationError
 from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, UnitSpec
 from weightstream.plan.ring import Extent, aligned, allocate, first_fills, refills
+from weightstream.plan.shown import code, text
 from weightstream.plan.shown import human as human
-from weightstream.plan.shown import text
 from weightstream.plan.work import Workload
 
 
@@ -23,12 +23,14 @@ class Plan:
 
     `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
     link (zero-copy). The others stream, from host memory or, those in `disk`, from files: unit u owns `extents[u]` of
-    the ring; `first` are filled before the first step, `after[p]` once position p of `manifest.order` is released.
+    the ring; what is coded is decoded, before its unit computes, into a buffer that all units share; `first` are
+    filled before the first step, `after[p]` once position p of `manifest.order` is released.
     `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
     `slot_nbytes` unless that is 0.
 
     Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, and those
-    that compute, link and disk are busy; and the bytes of activations, at most, and of the cache beside the weights.
+    that compute (`decode_s` of them to decode), link and disk are busy; and the bytes of activations, at most, and of
+    the cache beside the weights.
     """
 
     manifest: Manifest
@@ -41,6 +43,7 @@ class Plan:
     slot_nbytes: int = 0
     step_s: float = 0.0
     compute_s: float = 0.0
+    decode_s: float = 0.0
     copy_s: float = 0.0
     disk_s: float = 0.0
     workload: Workload | None = None
@@ -91,6 +94,19 @@ class Plan:
     def streams(self, unit: int) -> bool:
         return self.extents[unit].nbytes > 0
 
+    def decoded(self, unit: int) -> dict[str, int]:
+        """Coded alias groups of a unit -> byte offset inside the buffer."""
+        return dict(_spread((alias, t.decoded_nbytes) for alias, t in self.manifest.units[unit].coded().items()))
+
+    def opens(self, unit: int) -> bool:
+        """Whether something has to be done before the unit computes."""
+        return self.streams(unit) or any(t.bits for t in self.manifest.units[unit].tensors)
+
+    @cached_property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the buffer that coded weights are decoded into."""
+        return buffer_nbytes(self.manifest)
+
     @cached_property
     def resident_nbytes(self) -> int:
         return sum(n for alias, n in self.manifest.aliases.items() if alias in self.resident)
@@ -114,20 +130,20 @@ class Plan:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of weights that the device holds: residents and the ring."""
-        return self.resident_nbytes + self.ring_nbytes
+        """Bytes of weights that the device holds: residents, the ring and the buffer."""
+        return self.resident_nbytes + self.ring_nbytes + self.buffer_nbytes
 
     @cached_property
     def unit_nbytes(self) -> tuple[int, ...]:
         """Bytes that a fill of each unit moves."""
         placed = self.resident | self.mapped
-        return tuple(_by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a not in placed}))
+        return tuple(by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a not in placed}))
 
     @cached_property
     def unit_disk_nbytes(self) -> tuple[int, ...]:
         """Bytes of these that are read from disk."""
         read = self.disk - self.resident - self.mapped
-        return tuple(_by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a in read}))
+        return tuple(by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a in read}))
 
     @cached_property
     def step_nbytes(self) -> int:
@@ -148,14 +164,17 @@ class Plan:
 
     def summary(self) -> str:
         """The plan in one line."""
-        total = human(self.manifest.nbytes)
+        total, buffer = human(self.manifest.nbytes), ""
+        if self.manifest.codes:
+            total += f" ({code(self)} code of {human(self.manifest.decoded_nbytes)})"
+            buffer = f" + {human(self.buffer_nbytes)} decode buffer"
         if not self.offloaded_nbytes:
-            return f"everything fits: {total} resident, nothing streams"
+            return f"everything fits: {total} resident{buffer}, nothing streams"
         num = sum(self.streams(u) for u in range(len(self.manifest.units)))
         mapped = f" + {human(self.mapped_nbytes)} zero-copy" if self.mapped else ""
         disk = f", {human(self.step_disk_nbytes)} of it from disk" if self.disk else ""
         return (
-            f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring{mapped} of {total}; "
+            f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring{buffer}{mapped} of {total}; "
             f"{num} units stream {human(self.step_nbytes)} per step{disk}"
         )
 
@@ -175,19 +194,29 @@ class Plan:
 
 
 def _layout(unit: UnitSpec, resident: frozenset[str]) -> Iterator[tuple[str, int]]:
+    return _spread((alias, n) for alias, n in unit.aliases().items() if alias not in resident and n)
+
+
+def _spread(sized: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Each at the next aligned byte."""
     cursor = 0
-    for alias, nbytes in unit.aliases().items():
-        if alias not in resident and nbytes:
-            yield alias, cursor
-            cursor += aligned(nbytes)
+    for alias, nbytes in sized:
+        yield alias, cursor
+        cursor += aligned(nbytes)
+
+
+def buffer_nbytes(manifest: Manifest) -> int:
+    """Bytes of a buffer for the coded weights of any unit, decoded."""
+    units = manifest.units if manifest.codes else ()
+    return max((sum(aligned(t.decoded_nbytes) for t in unit.coded().values()) for unit in units), default=0)
 
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:
     """Bytes of ring that each unit needs: its groups that are not resident, each aligned."""
-    return _by_unit(manifest, {a: aligned(n) for a, n in manifest.aliases.items() if a not in resident})
+    return by_unit(manifest, {a: aligned(n) for a, n in manifest.aliases.items() if a not in resident})
 
 
-def _by_unit(manifest: Manifest, nbytes: Mapping[str, int]) -> list[int]:
+def by_unit(manifest: Manifest, nbytes: Mapping[str, int]) -> list[int]:
     """The bytes of each unit, from those of alias groups."""
     found = [0] * len(manifest.units)
     for alias, num in nbytes.items():

@@ -1,8 +1,9 @@
 """The planner: what turns a manifest into a plan, under one configuration and on one machine. Moves and asks nothing.
 
 Each way to place that the configuration allows is planned, and the one with the least predicted time wins: with the
-tables of which a step reads a few rows on the device or read from host memory, and with a unit far larger than all
-others (a head) through the ring or read from there as well, since a ring must hold the largest unit.
+tables of which a step reads a few rows on the device or read from host memory, with a unit far larger than all
+others (a head) through the ring or read from there as well, since a ring must hold the largest unit, and with weights
+coded or plain.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ from weightstream.config import OffloadConfig, name_matches
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
-from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
-from weightstream.plan.plan import Plan, human
+from weightstream.plan.placement import (
+    always_resident,
+    decoding_less,
+    map_to_host,
+    place,
+    place_homes,
+    place_host_bytes,
+    place_layers,
+)
+from weightstream.plan.plan import Plan, buffer_nbytes, human
 from weightstream.plan.work import Op, Workload, after_share, device_s, host_s
 
 _TABLE_NBYTES = 1 << 20
@@ -26,6 +35,7 @@ _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
 _BISECTIONS = 8
+_WORTH = 0.97  # of its bytes: a code that saves less is none
 _AS_FAST = 1e-3
 
 
@@ -33,7 +43,8 @@ _AS_FAST = 1e-3
 class Machine:
     """What weights may be placed in: bytes that are free and all that there are, of the device and of the host.
 
-    `maps_host_memory`: kernels can read what is in host memory. `disk_bytes_per_s` measures, where that takes time.
+    `maps_host_memory`: kernels can read what is in host memory. `can_decode`: coded weights can be used where the
+    planner is to choose. `disk_bytes_per_s` measures, where that takes time.
     """
 
     profile: Profile
@@ -43,18 +54,23 @@ class Machine:
     host_free_nbytes: int
     host_total_nbytes: int
     maps_host_memory: Callable[[], bool] = lambda: True
+    can_decode: Callable[[], bool] = lambda: True
     disk_bytes_per_s: Callable[[], float | None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """What a planner knows of alias groups beside their bytes: all their names; those of which a step reads a few rows;
-    those that may be on disk; tensor names that the classic settings leave where they are."""
+    those that may be on disk; tensor names that the classic settings leave where they are; those whose coded form is
+    in a file, which may be on disk in no other; and, which takes time to find out, of those that can be coded the bytes
+    by the bits of each code."""
 
     names: Mapping[str, tuple[str, ...]]
     by_row: frozenset[str] = frozenset()
     movable: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    coded_in_files: frozenset[str] = frozenset()
+    codes: Callable[[], Mapping[str, Mapping[int, int]]] = dict
     can_map: Callable[[], bool] = lambda: True  # until pinning is refused
 
 
@@ -70,8 +86,8 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
-    """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, which go over the work, and
-    in which the groups `measured_reads` were read from host memory.
+    """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
+    over the work, and in which the groups `measured_reads` were read from host memory.
 
     Raises `PlanError` with the arithmetic where no plan fits.
     """
@@ -84,23 +100,28 @@ class Planner:
     measured_reads: frozenset[str] = frozenset()
 
     def __call__(self, manifest: Manifest) -> Plan:
-        profile = self.profile(manifest)
-        plans: list[Plan] = []
-        refused: PlanError | None = None
-        for mapped in self._mapped(manifest):
+        plain = manifest.plain()
+        profile, ways = self.profile(plain), list(self._ways(plain))
+        bounds = sorted((self._bound_s(*way, profile), index) for index, way in enumerate(ways))
+        best: Plan | None = None
+        refused: dict[tuple[bool, int], PlanError] = {}
+        for bound_s, index in bounds:
+            if best is not None and bound_s > best.step_s:
+                break  # none behind is faster
             try:
-                plan = self._placed(manifest, mapped, profile)
+                plan = self._placed(*ways[index], profile)
             except PlanError as error:
-                refused = error  # the last takes the least of the device
+                refused[True, -index] = error  # the last takes the least of the device
                 continue
             try:
-                plans.append(self._within_host_budget(manifest, plan, profile))
+                plan = self._within_host_budget(plan, profile)
             except PlanError as error:
-                refused = refused or error  # and the first the least of the host
-        if not plans:
-            assert refused is not None
-            raise refused
-        best = min(plans, key=lambda plan: (plan.step_s, plan.device_nbytes))
+                refused[False, index] = error  # and the first the least of the host
+                continue
+            if best is None or (plan.step_s, plan.device_nbytes) < (best.step_s, best.device_nbytes):
+                best = plan
+        if best is None:
+            raise refused[min(refused)]
         return self._for_demand(best)
 
     def _for_demand(self, plan: Plan) -> Plan:
@@ -114,7 +135,7 @@ class Planner:
         profile = self.machine.profile
         if self.demand is None and not self.unit_s:
             return profile
-        work = {} if self.demand is None else self.demand.work
+        plain, work = manifest.plain(), {} if self.demand is None else self.demand.work
 
         def seconds(index: int, unit: UnitSpec) -> tuple[float, float]:
             if unit.name in self.unit_s:
@@ -124,13 +145,14 @@ class Planner:
                 (profile.compute_s(index, unit), 0.0) if ops is None else (device_s(ops, profile), host_s(ops, profile))
             )
 
-        both = [seconds(index, unit) for index, unit in enumerate(manifest.units)]
-        return replace(
+        both = [seconds(index, unit) for index, unit in enumerate(plain.units)]
+        found = replace(
             profile,
             unit_s=tuple(device for device, _ in both),
             host_s=tuple(host for _, host in both),
-            after_share=tuple(after_share(work.get(unit.name, ()), profile) for unit in manifest.units),
+            after_share=tuple(after_share(work.get(unit.name, ()), profile) for unit in plain.units),
         )
+        return found.decoding(manifest)
 
     @property
     def budget(self) -> int | None:
@@ -145,6 +167,78 @@ class Planner:
             return max(0, int(free * 0.9) - (1 << 30))  # nobody knows the activations
         needed = self.demand.activation_nbytes + self.demand.cache_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
+
+    def _ways(self, manifest: Manifest) -> Iterator[tuple[Manifest, frozenset[str]]]:
+        """The manifest with what is coded, and what kernels read from host memory: all that are worth a try."""
+        for mapped in self._mapped(manifest):
+            yield from ((manifest.coded(codes), mapped) for codes in self._codings(manifest.without(mapped)))
+
+    def _bound_s(self, manifest: Manifest, mapped: frozenset[str], profile: Profile) -> float:
+        """No plan of this way takes less: it computes, and copies what the budget has no room for."""
+        aside, profile = manifest.without(mapped), profile.decoding(manifest)
+        read_s = self._read_nbytes(manifest, mapped) / profile.link_bytes_per_s
+        in_order = {alias: n for u in set(aside.order) for alias, n in aside.units[u].aliases().items()}
+        over = sum(in_order.values()) + buffer_nbytes(aside) - (self.budget or 0)
+        if over <= 0 and manifest.codes:
+            return read_s  # of what is coded, some may stay plain
+        compute_s = sum(profile.compute_s(u, unit) for u, unit in ((u, aside.units[u]) for u in aside.order))
+        return max(compute_s, over / profile.link_bytes_per_s if self.budget is not None else 0.0) + read_s
+
+    # -- what is coded ----------------------------------------------------------------------------------------------
+
+    def _codings(self, manifest: Manifest) -> Iterator[dict[str, tuple[int, int]]]:
+        """Alias groups to code, with their bits and bytes: each set that is worth a try.
+
+        All in the code that is asked for; else in the smaller code of each, or in the one that saves most in the time
+        that it takes, without large units that would set the size of the buffer alone; all of them; and none.
+        """
+        sizes = self._sizes(manifest)
+        if self.config.codec != "auto" or not sizes:
+            yield {alias: (bits, n) for alias, codes in sizes.items() for bits, n in codes.items()}
+            return
+        smallest: dict[str, tuple[int, int]] = {}
+        cheapest: dict[str, tuple[int, int]] = {}
+        for alias, codes in sizes.items():
+            saved = {bits: manifest.aliases[alias] - n for bits, n in codes.items()}
+            in_time = {bits: n * self.machine.profile.decode_bytes_per_s(bits) for bits, n in saved.items()}
+            for found, gains in ((smallest, saved), (cheapest, in_time)):
+                bits = max(gains, key=gains.__getitem__)
+                found[alias] = bits, codes[bits]
+        tried = [*(_worth_the_buffer(manifest, codes) for codes in (smallest, cheapest)), smallest, {}]
+        yield from (codes for index, codes in enumerate(tried) if codes not in tried[:index])
+
+    def _sizes(self, manifest: Manifest) -> dict[str, dict[int, int]]:
+        """Alias groups that are worth to be coded, where that may be, and their bytes in each code that may be used."""
+        if not self._may_code(manifest):
+            return {}
+        plain = always_resident(manifest)
+        if self.config.backend == "prefetch":
+            plain |= self._streaming(manifest, self.machine.profile).resident
+        found: dict[str, dict[int, int]] = {}
+        for alias, codes in self.weights.codes().items():
+            if alias in manifest.aliases and alias not in plain:
+                most = _WORTH * manifest.aliases[alias]
+                allowed = codes if alias in self.weights.coded_in_files else self.asked  # in a file it is in one alone
+                found[alias] = {bits: n for bits, n in codes.items() if bits in allowed and n <= most}
+        return {alias: codes for alias, codes in found.items() if codes}
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Bits of the codes that the configuration allows."""
+        return {"3bit": (3,), "4bit": (4,), "none": ()}.get(self.config.codec, (3, 4))
+
+    def movable(self, manifest: Manifest) -> frozenset[str]:
+        """What may be on disk, in the form that it has in this manifest."""
+        coded, in_files = manifest.coded_aliases, self.weights.coded_in_files
+        return (self.weights.movable - in_files - coded) | (in_files & coded)
+
+    def _may_code(self, manifest: Manifest) -> bool:
+        """Whether codes can be used and, where the planner is to choose, there is a reason to."""
+        config = self.config
+        if not self.asked or config.backend == "uva":
+            return False
+        chosen = config.backend == "none" and not self.machine.on_cpu and manifest.nbytes > (self.budget or 0)
+        return (config.codec != "auto" or chosen) and self.machine.can_decode()
 
     # -- what kernels read from host memory -----------------------------------------------------------------------
 
@@ -184,10 +278,14 @@ class Planner:
         return frozenset(largest.aliases()) if largest.nbytes > _LONE * second.nbytes else frozenset()
 
     def _placed(self, manifest: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
-        plan = self._streaming(manifest.without(mapped), profile)
+        plan = self._streaming(manifest.without(mapped), profile.decoding(manifest))
+        if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
+            fuller = decoding_less(plan, self._sizes(plan.manifest.plain()), profile)
+            plan = cost.predicted(fuller, profile.decoding(fuller.manifest))
         if not mapped:
             return plan
-        return map_to_host(plan, manifest, self._read_nbytes(manifest, mapped), profile)
+        whole = manifest.plain().coded(plan.manifest.codes)
+        return map_to_host(plan, whole, self._read_nbytes(whole, mapped), profile)
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
@@ -225,7 +323,7 @@ class Planner:
             )
         return place(manifest, budget=self.budget, profile=profile)
 
-    def _within_host_budget(self, manifest: Manifest, plan: Plan, profile: Profile) -> Plan:
+    def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
         machine = self.machine
         budget = self.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
@@ -234,11 +332,25 @@ class Planner:
         if budget is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget."
-        placed = partial(place_homes, plan, host_budget=budget, movable=self.weights.movable, remedy=remedy)
+        placed = partial(place_homes, plan, host_budget=budget, movable=self.movable(plan.manifest), remedy=remedy)
         found = placed(profile=profile)
         if found.disk and (measured := machine.disk_bytes_per_s()) is not None:
             return placed(profile=replace(profile, disk_bytes_per_s=measured))
         return found
+
+
+def _worth_the_buffer(manifest: Manifest, codes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Those of the units up to the size with which most is saved, less a buffer for the largest of them."""
+    sizes = manifest.aliases
+    units = [[alias for alias in unit.aliases() if alias in codes] for unit in manifest.units]
+    units.sort(key=lambda unit: sum(map(sizes.__getitem__, unit)))
+    saved, most, num, taken = 0, 0, 0, set[str]()
+    for index, unit in enumerate(units, 1):
+        saved += sum(sizes[alias] - codes[alias][1] for alias in unit if alias not in taken)
+        taken.update(unit)
+        if (left := saved - sum(map(sizes.__getitem__, unit))) > most:
+            most, num = left, index
+    return {alias: codes[alias] for unit in units[:num] for alias in unit}
 
 
 def eligible(patterns: frozenset[str], kept: frozenset[str] = frozenset()) -> Callable[[str], bool]:

@@ -49,7 +49,9 @@ def refine(planner: Planner, plan: Plan, times: Times) -> Refined:
     profile = replace(profile, overhead_s=0.0)  # measured seconds hold it
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=lambda: None)
     estimates = cost.unit_s(plan, planner.profile(plan.manifest))
-    found = replace(planner, machine=machine, unit_s=unit_s(plan, estimates, times), measured_reads=plan.mapped)
+    decodes = {unit.name: profile.decode_s(unit) for unit in plan.manifest.units}
+    seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
+    found = replace(planner, machine=machine, unit_s=seconds, measured_reads=plan.mapped)
     refined = found.priced(plan)
     return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s))
 

@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
@@ -20,7 +20,10 @@ Plan = Any  # of plan.plan, which imports this module
 COLUMNS = 100
 _BAR = 88
 # Each its own fill, so that the bar can be read without colour.
-_FILLS = (("█", "blue"), ("▓", "magenta"), ("▒", "cyan"), ("░", "yellow"), ("·", "bright_black"))
+_FILLS = (
+    *(("█", "blue"), ("▓", "magenta"), ("▚", "green")),
+    *(("▒", "cyan"), ("░", "yellow"), ("·", "bright_black")),
+)
 
 
 def human(nbytes: float) -> str:
@@ -70,26 +73,42 @@ def table(plan: Plan) -> Table:
     """A row per kind of unit: how many there are, and the bytes of one of them by where they live."""
     from rich.text import Text
 
-    shares = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
-    shown = grid("unit", "units", *shares, left=("unit",))
+    shown = grid("unit", "units", *["plain"] * bool(plan.manifest.codes), *_places(plan), left=("unit",))
     shown.columns[0].no_wrap, shown.columns[0].overflow = True, "ellipsis"
     for names, cells in _rows(plan):
         shown.add_row(Text(_span(names)), str(len(names)), *cells)
     return shown
 
 
+def _places(plan: Plan) -> list[str]:
+    return ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
+
+
 def _rows(plan: Plan) -> list[tuple[list[str], list[str]]]:
-    """Names and cells of each kind of unit: names differ in numbers alone, with the same bytes in the same places."""
-    kinds: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    for index, unit in enumerate(plan.manifest.units):
-        streamed = plan.unit_nbytes[index]
-        mapped = sum(nbytes for alias, nbytes in unit.aliases().items() if alias in plan.mapped)
-        shares = [unit.nbytes - mapped - streamed, *[mapped] * bool(plan.mapped), streamed]
-        shares += [plan.unit_disk_nbytes[index]] * bool(plan.disk)
-        cells = tuple(map(human, shares))
-        alike = kinds.setdefault(re.sub(r"\d+", "#", unit.name), {})
-        alike.setdefault(cells, []).append(unit.name or "(root)")
-    return [(names, list(cells)) for alike in kinds.values() for cells, names in alike.items()]
+    """Names and cells of each kind of unit: names differ in numbers alone, with the same bytes in the same places.
+
+    The same in plain form: of coded ones, whose bytes are never quite the same, the mean is shown.
+    """
+    kinds: dict[tuple[str, ...], list[tuple[str, list[int]]]] = {}
+    for unit in plan.manifest.units:
+        coded, plain = (list(_shares(plan, unit, sizes)) for sizes in (plan.manifest.aliases, plan.manifest.spans))
+        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
+        whole = [sum(plain)] * bool(plan.manifest.codes)
+        kinds.setdefault(kind, []).append((unit.name or "(root)", [*whole, *coded]))
+    cells = (
+        [human(sum(sizes) / len(found)) for sizes in zip(*(c for _, c in found), strict=True)]
+        for found in kinds.values()
+    )
+    return [([name for name, _ in found], shown) for found, shown in zip(kinds.values(), cells, strict=True)]
+
+
+def _shares(plan: Plan, unit: Any, sizes: Mapping[str, int]) -> Iterator[int]:
+    """The bytes of a unit in each of the places."""
+    aliases = unit.aliases().keys()
+    streams = aliases - plan.resident - plan.mapped
+    groups = {"resident": aliases & plan.resident, "zero-copy": aliases & plan.mapped, "streams": streams}
+    groups["from disk"] = streams & plan.disk
+    yield from (sum(sizes[alias] for alias in groups[place]) for place in _places(plan))
 
 
 def _span(names: list[str]) -> str:
@@ -98,25 +117,25 @@ def _span(names: list[str]) -> str:
     return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}…{end}", names[0])
 
 
-def memory(plan: Plan) -> tuple[Text, Text]:
-    """The device's memory that the plan speaks of, as a bar and its legend."""
+def memory(plan: Plan) -> tuple[Text, Text, str]:
+    """The device's memory that the plan speaks of, as a bar, its legend and all of it."""
     from rich.text import Text
 
-    names = ("resident", "ring", "cache", "activations", "free")
-    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.cache_nbytes, plan.activation_nbytes]
+    names = ("resident", "ring", "buffer", "cache", "activations", "free")
+    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.cache_nbytes, plan.activation_nbytes]
     sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
     total = sum(sizes)
     unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    bar, legend = Text(), Text()
+    bar, legend = Text(), list[Text]()
     for name, nbytes, num, (fill, colour) in zip(names, sizes, _cells(sizes, _BAR), _FILLS, strict=True):
         if nbytes:
             bar.append(fill * num, colour)
-            legend.append(fill, colour).append(f" {name} {_short(nbytes / size)}  ")
-    return bar, legend.append(f"= {_short(total / size)} {unit}")
+            legend.append(Text.assemble((fill, colour), f" {name} {_short(nbytes / size)}"))
+    return bar, Text("  ").join(legend), f"{_short(total / size)} {unit}"
 
 
 def _short(number: float) -> str:
-    """Three digits, so that five of them fit a line."""
+    """Three digits, so that six of them fit a line."""
     return f"{number:.{sum(number < limit for limit in (10, 100))}f}"
 
 
@@ -128,10 +147,26 @@ def _cells(sizes: Sequence[int], width: int) -> list[int]:
     return cells
 
 
+def coded(plan: Plan) -> str:
+    """What is coded, in words: `9.1GiB in place of 13.0GiB, in the 3-bit code`; empty where nothing is."""
+    codes = plan.manifest.codes
+    if not codes:
+        return ""
+    nbytes, span = sum(n for _, n in codes.values()), sum(plan.manifest.spans[alias] for alias in codes)
+    return f"{human(nbytes)} in place of {human(span)}, in the {code(plan)} code"
+
+
+def code(plan: Plan) -> str:
+    """The codes in use: `3-bit`, `3-bit and 4-bit`; empty where nothing is coded."""
+    return " and ".join(f"{bits}-bit" for bits in sorted({bits for bits, _ in plan.manifest.codes.values()}))
+
+
 def predictions(plan: Plan) -> dict[str, str]:
     """What is predicted of a step, as lines with a label each."""
     at = f", {rate(plan)} tokens/s ({workload(plan)})" if plan.workload else ""
     lines = {"predicted": f"{milliseconds(plan.step_s)} per step{at}"}
+    if plan.manifest.codes:
+        lines["coded"] = f"{coded(plan)}; decoding takes {milliseconds(plan.decode_s)} of a step's compute"
     busy = {"compute": plan.compute_s, "link": plan.copy_s} | ({"disk": plan.disk_s} if plan.disk else {})
     if any(busy.values()):
         others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != plan.limit)
@@ -141,11 +176,12 @@ def predictions(plan: Plan) -> dict[str, str]:
 
 def numbers(plan: Plan) -> dict[str, Any]:
     """The plan's bytes and predicted seconds."""
-    names = ["budget", "resident_nbytes", "ring_nbytes", "device_nbytes", "activation_nbytes", "cache_nbytes"]
-    names += ["host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
-    names += ["step_s", "compute_s", "copy_s", "disk_s", "limit"]
+    names = ["budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"]
+    names += ["cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
+    names += ["step_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit"]
     found = {name: getattr(plan, name) for name in names} | {"machine": plan.machine or None}
-    return found | {"nbytes": plan.manifest.nbytes, "tokens_per_s": tokens_per_s(plan)}
+    found |= {"nbytes": plan.manifest.decoded_nbytes, "held_nbytes": plan.manifest.nbytes, "code": code(plan) or None}
+    return found | {"tokens_per_s": tokens_per_s(plan)}
 
 
 def parameters(plan: Plan) -> tuple[int, str]:

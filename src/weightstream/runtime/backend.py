@@ -77,6 +77,9 @@ class Backend(Protocol):
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queue copies on the copy stream."""
 
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Queue a kernel on the compute stream: `kernel` queues it, or is it."""
+
     def stamp(self, side: Side) -> Stamp:
         """The time at which the device will have passed the present end of a stream; not inside of a capture."""
 

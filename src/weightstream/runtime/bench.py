@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from weightstream.codec import coding
+from weightstream.codec.format import BITS
 from weightstream.errors import StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cpu, cuda, machine
@@ -47,12 +49,13 @@ class _Sizes(NamedTuple):
     rows: int
     attention: tuple[int, int, int]
     settle_s: float
+    decoded_rows: int
 
 
-_CPU = _Sizes(64 << 20, 4096, 16, (4, 512, 64), _SAMPLE_S)
+_CPU = _Sizes(64 << 20, 4096, 16, (4, 512, 64), _SAMPLE_S, 256)
 # 448 MiB of weights: no cache holds what is read again. A GPU at rest raises its clock, then lowers it to what its
 # power allows.
-_GPU = _Sizes(128 << 20, 14336, 8192, (32, 8192, 128), 0.35)
+_GPU = _Sizes(128 << 20, 14336, 8192, (32, 8192, 128), 0.35, 14336)
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -65,7 +68,7 @@ def measure(backend: Backend) -> tuple[Profile, bool]:
     with closing(backend_of(backend.device)) as own, _left_as_found(own.device), torch.no_grad():
         numbers: dict[str, Any] = {}
         complete, bench = True, _Bench(own)
-        for measuring in (bench.products, bench.attention, bench.kernels, bench.modules, bench.link):
+        for measuring in (bench.products, bench.attention, bench.kernels, bench.modules, bench.link, bench.decoding):
             try:
                 numbers |= measuring()
             except (RuntimeError, StoreError) as error:
@@ -220,6 +223,22 @@ class _Bench:
             "handover_s": max(0.0, round_s - piece_s - reads_s),
         }
 
+    def decoding(self) -> dict[str, float]:
+        """Bytes of plain weights that come out of each code, weight by weight into the same memory.
+
+        One a second where nothing decodes them: then no plan is faster with codes.
+        """
+        if self._on_gpu and not coding.available(self._device):
+            return {f"decode{bits}_bytes_per_s": 1.0 for bits in BITS}
+        weights = [w[: self._sizes.decoded_rows].view(-1).view(torch.uint8) for w in self._weights]
+        found, weights = {}, weights if self._on_gpu else weights[:1]
+        out = self._backend.alloc(weights[0].numel())
+        for bits in BITS:
+            coded = [coding.encode(weight, "bfloat16", bits) for weight in weights]
+            runs = [coding.decoding([(data, layout, out)]) for layout, data in coded]
+            found[f"decode{bits}_bytes_per_s"] = sum(w.nbytes for w in weights) / self._seconds(partial(_run_all, runs))
+        return found
+
     def _rounds(self, pieces: list[Copy]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
         drained, filled = self._backend.event(), self._backend.event()
@@ -231,6 +250,11 @@ class _Bench:
             self._backend.copy([piece])
             self._backend.record(Side.COPY, filled)
             self._backend.wait(Side.COMPUTE, filled)
+
+
+def _run_all(works: Sequence[Callable[[], object]]) -> None:
+    for work in works:
+        work()
 
 
 @contextmanager

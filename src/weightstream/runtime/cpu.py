@@ -181,6 +181,9 @@ class CpuBackend:
             self._staging = staging(Arena().take)
         return self._staging.start(*copy.read)
 
+    def launch(self, kernel: Callable[[], None]) -> None:
+        kernel()
+
     def stamp(self, side: Side) -> CpuStamp:
         stamp = CpuStamp()
         if side is Side.COPY:

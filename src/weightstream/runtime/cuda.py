@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -252,6 +252,10 @@ class CudaBackend:
                     drained = torch.cuda.Event()
                     drained.record(self._copies)
                     piece.release(drained.synchronize)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        with torch.cuda.device(self.device):
+            kernel()
 
     def stamp(self, side: Side) -> CudaStamp:
         stamp, stream = CudaStamp(), self._stream(side)

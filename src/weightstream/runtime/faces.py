@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from weightstream.errors import OffloadError, StoreError
-from weightstream.runtime.homes import Home
+from weightstream.runtime import lazy
+from weightstream.runtime.homes import Home, words
 from weightstream.runtime.readonly import plainly
 from weightstream.runtime.weights import Member, span
 
-_SAMPLES = 64
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
 _HANDED_OUT = "_weightstream_handed_out"
 _DOORS = ("numpy", "__array__", "__dlpack__")
@@ -63,14 +61,16 @@ _WATCHED: Mapping[type, type] = MappingProxyType({base: _watched(base) for base 
 
 @dataclass(kw_only=True, slots=True)
 class Face:
-    """One tensor object of a unit: both views, and its version when they last agreed."""
+    """One tensor object of a unit: both views, and its version when they last agreed. `source` is its home's."""
 
     member: Member
+    source: Home
     home: torch.Tensor
     ring: torch.Tensor
     alone: bool  # no other tensor views the bytes
     version: int = 0
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
+    resting: bool = False  # outside of steps
 
     def current_version(self) -> int:
         return self.member.tensor._version
@@ -80,10 +80,27 @@ class Face:
 
     def watch(self) -> None:
         """Outside of steps: notice who takes the memory out."""
-        self.member.tensor.__class__ = _WATCHED[self.member.kind]
+        self.resting = True
+        self.guard()
 
     def unwatch(self) -> None:
-        self.member.tensor.__class__ = self.member.kind
+        self.resting = False
+        self.guard()
+
+    def guard(self) -> None:
+        """The home is shown: decode it before it is read, where it holds nothing yet."""
+        tensor, kind = self.member.tensor, self.member.kind
+        if self.source.is_undecoded:
+            lazy.guard(tensor, kind, self._decode)
+        else:
+            lazy.unguard(tensor, kind)
+            tensor.__class__ = _WATCHED[kind] if self.resting else kind
+
+    def _decode(self, takes_memory: bool) -> None:
+        self.source.check()
+        if takes_memory:
+            self.lend()
+        self.guard()
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
@@ -124,6 +141,7 @@ class Face:
                 f"{self.home.stride()}): call remove(), change it, and offload again"
             )
         self.relaid = self.relaid or data.stride() != self.home.stride()
+        self.source.check()
         source = data.clone() if same_memory else data
         self.home = self.home.as_strided(data.shape, data.stride())
         self.ring = self.ring.as_strided(data.shape, data.stride())
@@ -144,7 +162,8 @@ class UnitFaces:
 
     def __init__(self, faces: list[Face], homes: list[Home]) -> None:
         self.faces = faces
-        self._words = [(home, _words(home.group.home)) for home in homes]
+        self._homes = homes
+        self._words = [(home, words(home.group.home)) for home in homes]
         self._mappings = {home.mapping for home in homes if home.mapping is not None}
         self._samples: list[bytes] | None = None
         for face in faces:
@@ -152,6 +171,7 @@ class UnitFaces:
 
     def to_ring(self) -> None:
         for face in self.faces:
+            lazy.unguard(face.member.tensor, face.member.kind)
             face.show(face.ring)
 
     def to_home(self, training: bool) -> list[Face]:
@@ -162,9 +182,11 @@ class UnitFaces:
         updated = []
         for face in self.faces:
             if face.changed() or (training and face.member.kind is torch.Tensor):
+                face.source.check()
                 face.home.copy_(face.ring)
                 updated.append(face)
             face.show(face.home)
+            face.guard()
         return updated
 
     def sample(self) -> None:
@@ -178,16 +200,14 @@ class UnitFaces:
         """Whether the home differs from what the ring was filled with, or may."""
         return any(face.handed_out() for face in self.faces) or self._read() != self._samples
 
+    def coded_written(self) -> set[str]:
+        """Alias groups that are coded, and of which somebody may have changed the plain bytes."""
+        lent = {face.source.group.alias for face in self.faces if face.handed_out()}
+        coded = (home for home in self._homes if home.layout is not None)
+        return {home.group.alias for home in coded if home.group.alias in lent or home.was_written()}
+
     def _read(self) -> list[bytes]:
         for mapping in self._mappings:
             mapping.check()  # reading what a file no longer has would kill the process
         # What copies take from a file is left alone: the kernel tells of writes, and reading would bring in the pages.
         return [words.tobytes() for home, words in self._words if not home.is_copied_from_file]
-
-
-def _words(home: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Up to 64 rows of up to 8 bytes, evenly spread over the home."""
-    flat: npt.NDArray[np.uint8] = home.numpy()
-    stride = max(8, flat.size // _SAMPLES)
-    rows = max(1, flat.size // stride)
-    return np.lib.stride_tricks.as_strided(flat, (rows, min(8, flat.size)), (stride, 1), writeable=False)

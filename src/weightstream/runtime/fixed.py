@@ -221,21 +221,25 @@ class FixedAddresses:
             self._recording, self._before, self._stale = None, None, True  # its capture failed before join()
         if self._recording is None and self._backend.capturing():
             self._record_alone()
+        self._binding.enter(unit)
         if self._recording is not None:
             self._recording.wait(unit)
+            self._binding.decode(unit)
             return
         with self._lock:
             self._forget_unseen()
             self._before = None
             self._binding.hold(unit)
+            self._binding.decode(unit)
 
     def release_unit(self, unit: int) -> None:
         """What `weightstream::release` does: the unit's last kernel is queued."""
+        self._binding.leave(unit)
         if self._recording is not None:
             self._recording.release(unit)
             return
         with self._lock:
-            self._binding.engine.release(unit)
+            self._binding.let_go(unit)
 
     def _run_held(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit's forward at fixed addresses, eager or captured."""
@@ -285,7 +289,7 @@ class FixedAddresses:
             try:
                 return (self._entry or forward)(*args, **kwargs)
             except BaseException:
-                self._binding.engine.abandon()  # compiled code does not release what an error leaves in use
+                self._binding.abandon()  # compiled code does not release what an error leaves in use
                 raise
             finally:
                 self._in_step = False

@@ -4,26 +4,36 @@ Residents go to the device. What streams stays where it is (RAM, or a file), or 
 device copies from that alone, or into the offload folder where RAM is short. What stays in a file has two sources: its
 pages in the page cache, or, if the plan has it on disk, direct reads; once it was written to in this process, its true
 bytes are no longer in the file, and it is copied from the map in which they are. Knows no schedule.
+
+What a plan wants coded is encoded on the device, and its plain bytes are let go: the tensors then view memory that is
+decoded when somebody reads it. Once it was written to, it is coded no more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from weightstream.codec import coding
+from weightstream.codec.format import Layout
 from weightstream.errors import StoreError
+from weightstream.plan.manifest import TensorSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.ring import ALIGN_NBYTES, aligned
 from weightstream.runtime import bench, readonly
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.weights import Group, Member
 from weightstream.store.arena import Arena
+from weightstream.store.decoded import DecodedMemory
 from weightstream.store.file import DirectFile
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
@@ -34,6 +44,15 @@ logger = logging.getLogger("weightstream")
 _STAGED = "Copies go through a small staging ring instead: the CPU copies each byte once more."
 _MEASURED_NBYTES = 256 << 20
 _CPU_ALIGNMENT = 64  # what PyTorch gives tensors on the CPU
+_SAMPLES = 64
+
+
+class CodeOverflow(Exception):
+    """Coded forms that are larger than was planned for: alias group -> bits -> bytes."""
+
+    def __init__(self, sizes: dict[str, dict[int, int]]) -> None:
+        super().__init__(f"coded weights take more than planned: {sizes}")
+        self.sizes = sizes
 
 
 class Tier(Enum):
@@ -46,12 +65,19 @@ class Tier(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Home:
-    """The true bytes of one alias group. `origin` is the device they came from; `moved` says that they left it."""
+    """The true bytes of one alias group. `origin` is the device they came from; `moved` says that they left it.
+
+    With a `layout` the group is coded in force: as `coded`, or as a file has it. `left`: it was, and was written to.
+    """
 
     group: Group
     origin: torch.device
     tier: Tier
-    mapping: FileMapping | None = None
+    mapping: FileMapping | DecodedMemory | None = None
+    layout: Layout | None = None
+    coded: torch.Tensor | None = None
+    left: bool = False
+    sample: bytes | None = None  # of memory that was decoded, from then
     pages: Pages | None = None  # where copies find the bytes of a mapped file
     file: DirectFile | None = None  # or what reads them
     pinned: bool = False
@@ -62,14 +88,33 @@ class Home:
     def extent(self) -> tuple[int, int]:
         """The bytes of the file that this is."""
         assert self.mapping is not None
+        if isinstance(self.mapping, DecodedMemory):  # whose storage may have been put into shared memory since
+            return 0, self.group.nbytes
         begin = self.mapping.locate((self.group.home if self.host is None else self.host).data_ptr())
         assert begin is not None
         return begin, begin + self.group.nbytes
+
+    @property
+    def in_file(self) -> tuple[FileMapping, int, int] | None:
+        """Where copies find the bytes in a file: the file, begin and end."""
+        mapping = self.mapping
+        if isinstance(mapping, DecodedMemory):
+            if self.layout is None or mapping.mapping is None or mapping.extent is None:
+                return None
+            return mapping.mapping, *mapping.extent
+        return None if mapping is None else (mapping, *self.extent)
+
+    @property
+    def is_undecoded(self) -> bool:
+        """Whether the tensors view memory that holds nothing yet."""
+        return isinstance(self.mapping, DecodedMemory) and not self.mapping.is_decoded
 
     def check(self) -> None:
         """Make sure that the bytes can be read here and now; raises `StoreError`."""
         if (prepare := self.prepare()) is not None:
             prepare()
+        if isinstance(self.mapping, DecodedMemory) and self.sample is None:
+            self.sample = words(self.group.home).tobytes()
 
     def prepare(self) -> Callable[[], None] | None:
         """What makes sure that the bytes can be read: a mapped file may have changed."""
@@ -77,19 +122,29 @@ class Home:
 
     def copy_into(self, ring: torch.Tensor, backend: Backend) -> Copy:
         """The copy of the bytes from the best source there is; waits for pages that are on their way."""
-        if self.file is not None:
-            return Copy(dst=ring, src=self.group.home, read=(self.file, *self.extent))
-        if self.pages is not None and self.mapping is not None:
-            memory = self.pages.source(*self.extent)
-            if memory is not None:
-                return Copy(dst=ring, src=memory, pinned=True, prepare=self.mapping.check)
-        if self.mapping is not None and backend.device.type != "cpu":
-            return Copy(dst=ring, src=self.group.home, read=(self.mapping, *self.extent))
+        if self.coded is not None:
+            return Copy(dst=ring, src=self.coded, pinned=self.pinned)
+        if (where := self.in_file) is not None:
+            mapping, begin, end = where
+            src = self.group.home if self.layout is None else mapping.bytes(begin, end)
+            if self.file is not None:
+                return Copy(dst=ring, src=src, read=(self.file, begin, end))
+            if self.pages is not None and (memory := self.pages.source(begin, end)) is not None:
+                return Copy(dst=ring, src=memory, pinned=True, prepare=mapping.check)
+            if backend.device.type != "cpu":
+                return Copy(dst=ring, src=src, read=where)
+            return Copy(dst=ring, src=src, prepare=partial(mapping.populate, begin, end))
         return Copy(dst=ring, src=self.group.home, pinned=self.pinned, prepare=self.prepare())
+
+    def was_written(self) -> bool:
+        """Whether memory that was decoded differs from then."""
+        return self.sample is not None and words(self.group.home).tobytes() != self.sample
 
     @property
     def is_copied_from_file(self) -> bool:
-        """Whether copies take the bytes from the file itself, where updates made in this process are not."""
+        """Whether copies take the bytes from a file or the coded form, where updates made in this process are not."""
+        if self.layout is not None:
+            return True
         on_its_way = self.pages is not None and not self.pages.done.is_set()
         return self.file is not None or on_its_way or (self.pages is not None and self.pages.window is not None)
 
@@ -101,7 +156,9 @@ class Home:
     def leave_file(self) -> bool:
         """The bytes in the file are not the true ones any more; whether copies took them from there."""
         found = self.is_copied_from_file
-        self.pages = self.file = None
+        if self.layout is not None:
+            self.left, self.tier = True, Tier.HOST
+        self.pages = self.file = self.coded = self.layout = None
         return found
 
 
@@ -114,7 +171,7 @@ class Homes:
         backend: Backend,
         *,
         empty: Sequence[torch.Tensor] = (),
-        mappings: Sequence[FileMapping] = (),
+        mappings: Sequence[FileMapping | DecodedMemory] = (),
         arena: Arena | None = None,
         pages: PageCache | None = None,
         spill: OffloadFolder | None = None,
@@ -137,6 +194,19 @@ class Homes:
         }
         for home in self.homes.values():
             self._locate(home)
+        for mapping in mappings:
+            if isinstance(mapping, DecodedMemory):
+                mapping.decode = self._decode
+        for home in self.homes.values():
+            if isinstance(home.mapping, DecodedMemory) and home.mapping.nbytes != home.group.nbytes:
+                home.mapping.populate(0, home.mapping.nbytes)  # a part of a coded tensor cannot be taken as it is
+                home.mapping = None
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Of the groups whose file holds them coded."""
+        lazy = ((alias, home.mapping) for alias, home in self.homes.items() if home.is_undecoded)
+        return {alias: mapping.layout for alias, mapping in lazy if isinstance(mapping, DecodedMemory)}
 
     @property
     def movable(self) -> frozenset[str]:
@@ -150,7 +220,8 @@ class Homes:
 
     def disk_bytes_per_s(self) -> float | None:
         """What direct reads of the largest file reach, in a tenth of a second; None where there is no file of size."""
-        mapping = max(self._mappings, key=lambda mapping: mapping.nbytes, default=None)
+        files = (mapping for mapping in self._mappings if isinstance(mapping, FileMapping))
+        mapping = max(files, key=lambda mapping: mapping.nbytes, default=None)
         if mapping is None or mapping.nbytes < _MEASURED_NBYTES:
             return None
         return bench.disk_bytes_per_s(DirectFile(mapping), _MEASURED_NBYTES)
@@ -158,18 +229,27 @@ class Homes:
     def settle(self, plan: Plan) -> None:
         """Move everything to where the plan wants it; on failure everything is moved back first."""
         try:
+            coded = {t.alias: t for t in plan.manifest.tensors() if t.bits}
             for alias in plan.manifest.aliases:  # residents first: what leaves the host makes room there
-                if alias in plan.resident:
+                if alias in plan.resident and alias in coded:
+                    self._make_coded(self.homes[alias], coded[alias], None)
+                elif alias in plan.resident:
                     self._make_resident(self.homes[alias])
+            for alias, spec in coded.items():
+                if alias not in plan.resident:
+                    self._take_coded_file(self.homes[alias], spec)
             for tensor, _ in self._empty:
                 tensor.data = tensor.data.to(self._backend.device)
             written = self._written(self.homes) if self._pages is not None or plan.disk else set()
             self._hold_pages(plan, written)
             self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
             for unit in range(len(plan.manifest.units)):
-                self._settle_unit(plan, unit)
+                self._settle_unit(plan, unit, coded)
             for alias in plan.disk:
                 self._read_directly(self.homes[alias], alias in written)
+            for home in self.homes.values():
+                if isinstance(home.mapping, DecodedMemory):
+                    home.mapping.poison()
         except BaseException:
             self.restore()
             raise
@@ -181,10 +261,16 @@ class Homes:
         """
         self.unguard()
         errors: list[StoreError] = []
+        for home in self.homes.values():
+            if home.is_undecoded and not home.moved:  # while there still is what it is decoded from
+                try:
+                    home.check()
+                except StoreError as error:
+                    errors.append(error)
         if self._pages is not None:
             self._pages.close()
         for home in self.homes.values():
-            home.leave_file()
+            home.pages = home.file = None
             if home.host is not None:
                 replaced = self._replaced(home)
                 home.group.home, home.host = home.host, None
@@ -202,8 +288,9 @@ class Homes:
                     self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
                 except StoreError as error:
                     errors.append(error)
+            home.layout = home.coded = home.sample = None
             self._locate(home)
-            home.moved = home.pinned = False
+            home.moved = home.pinned = home.left = False
         self._spilled = [m for m in self._spilled if any(home.mapping is m for home in self.homes.values())]
         if errors:
             raise errors[0]
@@ -212,8 +299,10 @@ class Homes:
         """What a fill of the unit moves into the ring, as few copies as possible. Waits for pages on their way."""
         found: list[Copy] = []
         for alias, offset in plan.streamed(unit).items():
+            if self.homes[alias].left and alias in plan.manifest.coded_aliases:
+                continue  # its plain bytes do not fit here
             start = plan.extents[unit].offset + offset
-            copy = self.homes[alias].copy_into(ring[start : start + self.homes[alias].group.nbytes], self._backend)
+            copy = self.homes[alias].copy_into(ring[start : start + plan.manifest.aliases[alias]], self._backend)
             if found and (joined := _joined(found[-1], copy)):
                 found[-1] = joined
             else:
@@ -234,7 +323,8 @@ class Homes:
         ranges: dict[FileMapping, list[tuple[int, int]] | None] = {}
         found: set[str] = set()
         for alias in aliases:
-            if (mapping := self.homes[alias].mapping) is None:
+            mapping = self.homes[alias].mapping
+            if mapping is None or isinstance(mapping, DecodedMemory):
                 continue
             if mapping not in ranges:
                 ranges[mapping] = mapping.written()
@@ -254,7 +344,9 @@ class Homes:
         """Bytes of weights whose home is on each tier."""
         held = dict.fromkeys((tier.value for tier in Tier), 0)
         for home in self.homes.values():
-            held[home.tier.value] += home.group.nbytes
+            held[home.tier.value] += home.group.nbytes if home.layout is None else home.layout.nbytes
+            if home.layout is not None and home.sample is not None:
+                held[Tier.HOST.value] += home.group.nbytes
         return held
 
     def _hold_pages(self, plan: Plan, written: set[str]) -> None:
@@ -263,11 +355,13 @@ class Homes:
             return
         streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.streamed(unit))
         everything = dict.fromkeys([*plan.mapped, *streamed, *plan.manifest.aliases])
-        kept = [a for a in everything if a not in plan.resident | plan.disk | written and self.homes[a].mapping]
+        out, coded = plan.resident | plan.disk | written, plan.manifest.coded_aliases
+        kept = [a for a in everything if a not in out and self.homes[a].in_file]
+        kept = [a for a in kept if (a in coded) == (self.homes[a].layout is not None)]
         if plan.mapped:  # kernels choose their way by alignment, and with it the last bits
             computed = plan.mapped - self.by_row
             kept = [a for a in kept if a not in computed or self.homes[a].extent[0] % ALIGN_NBYTES == 0]
-        ranges = [(mapping, *self.homes[a].extent) for a in kept if (mapping := self.homes[a].mapping) is not None]
+        ranges = [where for a in kept if (where := self.homes[a].in_file) is not None]
         for alias, pages in zip(kept, self._pages.hold(ranges, self._tell), strict=True):
             self.homes[alias].pages, self.homes[alias].tier = pages, Tier.HOST
 
@@ -334,12 +428,12 @@ class Homes:
         home.group.home = view
         self._point(home)
 
-    def _settle_unit(self, plan: Plan, unit: int) -> None:
+    def _settle_unit(self, plan: Plan, unit: int, coded: Mapping[str, TensorSpec]) -> None:
         """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""
         waiting = {
             alias: offset
             for alias, offset in plan.streamed(unit).items()
-            if not self.homes[alias].moved and self.homes[alias].pages is None
+            if not self.homes[alias].moved and self.homes[alias].pages is None and self.homes[alias].coded is None
         }
         for alias in [alias for alias in waiting if alias in plan.disk]:
             del waiting[alias]
@@ -347,23 +441,90 @@ class Homes:
                 self._spill(self.homes[alias], alias)
         if waiting and self._pinnable:
             assert self._arena is not None
-            block = self._arena.take(max(waiting[a] + self.homes[a].group.nbytes for a in waiting))
+            sizes = plan.manifest.aliases
+            block = self._arena.take(max(waiting[alias] + sizes[alias] for alias in waiting))
+            if coded.keys() & waiting.keys():
+                block.zero_()  # all cores touch it, where a copy from the device would page by page
             for alias, offset in waiting.items():
-                home = self.homes[alias]
-                self._move(home, block[offset : offset + home.group.nbytes], Tier.HOST)
+                memory = block[offset : offset + sizes[alias]]
+                if alias in coded:
+                    self._make_coded(self.homes[alias], coded[alias], memory)
+                else:
+                    self._move(self.homes[alias], memory, Tier.HOST)
             pinned = self._pin(block)
             for alias in waiting:
                 self.homes[alias].pinned = pinned
             return
-        for home in (self.homes[alias] for alias in waiting):
-            if home.tier is Tier.DEVICE:
+        for alias, home in ((alias, self.homes[alias]) for alias in waiting):
+            if alias in coded:
+                memory = torch.empty(plan.manifest.aliases[alias], dtype=torch.uint8, device="cpu")
+                self._make_coded(home, coded[alias], memory)
+            elif home.tier is Tier.DEVICE:
                 self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device="cpu"), Tier.HOST)
             home.tier = Tier.HOST
 
+    def _take_coded_file(self, home: Home, spec: TensorSpec) -> None:
+        """Let copies take the coded form from the file, if it is there as the plan wants it."""
+        lazy = home.mapping
+        if isinstance(lazy, DecodedMemory) and lazy.mapping is not None and not lazy.is_decoded:
+            home.layout = lazy.layout if lazy.layout.bits == spec.bits else None
+
+    def _make_coded(self, home: Home, spec: TensorSpec, memory: torch.Tensor | None) -> None:
+        """Hold a group in coded form, in `memory` of the host or else on the device; raises `CodeOverflow`."""
+        layout, coded = self._coded(home, spec)
+        if layout.nbytes > spec.nbytes:
+            raise CodeOverflow({spec.alias: {spec.bits: layout.nbytes}})
+        tier, memory = (Tier.DEVICE, self._backend.alloc(spec.nbytes)) if memory is None else (Tier.HOST, memory)
+        memory[: layout.nbytes].copy_(coded)
+        memory[layout.nbytes :].zero_()
+        home.coded, home.layout, home.tier, home.sample = memory, layout, tier, None
+        if home.mapping is None or (isinstance(home.mapping, DecodedMemory) and home.mapping.is_decoded):
+            replaced = self._replaced(home)
+            source = partial(torch.narrow, memory, 0, 0, layout.nbytes)
+            home.mapping = DecodedMemory(spec.name, Path(spec.name), layout, source, decode=self._decode)
+            home.group.home, home.moved = home.mapping.bytes(0, home.group.nbytes), True
+            self._point(home)
+            for tensor, data in replaced:
+                tensor.data = data.cpu()
+
+    def _coded(self, home: Home, spec: TensorSpec) -> tuple[Layout, torch.Tensor]:
+        lazy = home.mapping
+        if isinstance(lazy, DecodedMemory) and not lazy.is_decoded and lazy.layout.bits == spec.bits:
+            lazy.check()
+            return lazy.layout, lazy.source()
+        plain = home.group.home
+        if lazy is not None or plain.device != self._backend.device:
+            plain = torch.empty(home.group.nbytes, dtype=torch.uint8, device=self._backend.device)
+            self.plain_into(home, plain)
+        elif plain.data_ptr() % ALIGN_NBYTES:
+            plain = plain.clone()  # kernels read whole words
+        return coding.encode(plain, spec.dtype, spec.bits)
+
+    def plain_into(self, home: Home, target: torch.Tensor) -> None:
+        """Copy the plain bytes of a group; what nobody has read yet is not decoded on the host for it."""
+        if isinstance(home.mapping, DecodedMemory) and not home.mapping.is_decoded:
+            home.mapping.check()
+            self._decode(home.mapping.source(), home.mapping.layout, target)
+        else:
+            home.check()
+            target.copy_(home.group.home)
+
+    def _decode(self, coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
+        """Decode on the device, wherever the bytes are."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._backend.device.type == "cpu":
+                coding.decode(coded, layout, out)
+                return
+            found = torch.empty(-(-layout.raw_nbytes // 4) * 4, dtype=torch.uint8, device=self._backend.device)
+            coding.decode(coded.to(self._backend.device), layout, found)
+            if out.device.type == "cpu":
+                out.zero_()  # as above
+            out.copy_(found[: layout.raw_nbytes])
+
     def _read_directly(self, home: Home, written: bool) -> None:
-        assert home.mapping is not None
+        assert home.in_file is not None
         if not written:
-            home.file = DirectFile(home.mapping)
+            home.file = DirectFile(home.in_file[0])
 
     def _pin(self, block: torch.Tensor) -> bool:
         assert self._arena is not None
@@ -398,14 +559,14 @@ class Homes:
 
     def _move(self, home: Home, target: torch.Tensor, tier: Tier) -> None:
         """Copy the bytes and point every tensor of the group at the copy."""
-        home.check()
         replaced = self._replaced(home)
-        target.copy_(home.group.home)
+        self.plain_into(home, target)
         home.group.home = target
         self._point(home)
         for tensor, data in replaced:
             tensor.data = data.to(target.device)
         home.mapping, home.tier, home.moved = None, tier, True
+        home.layout = home.coded = None
 
     def _point(self, home: Home) -> None:
         for member in home.group.members:
@@ -423,6 +584,14 @@ class Homes:
         inside = (m for m in (*self._mappings, *self._spilled) if on_host and m.locate(data.data_ptr()) is not None)
         home.mapping = next(inside, None)
         home.tier = Tier.DISK if home.mapping else Tier.HOST if on_host else Tier.DEVICE
+
+
+def words(home: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Up to 64 rows of up to 8 bytes, evenly spread over memory of the host."""
+    flat: npt.NDArray[np.uint8] = home.numpy()
+    stride = max(8, flat.size // _SAMPLES)
+    rows = max(1, flat.size // stride)
+    return np.lib.stride_tricks.as_strided(flat, (rows, min(8, flat.size)), (stride, 1), writeable=False)
 
 
 def _joined(first: Copy, second: Copy) -> Copy | None:

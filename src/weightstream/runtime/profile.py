@@ -22,7 +22,7 @@ from weightstream.runtime.backend import Backend
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 2  # of what is kept; to be raised whenever a number is measured in another way
+_FORMAT = 3  # of what is kept; to be raised whenever a number is measured in another way
 
 
 def profile_for(backend: Backend, *, anew: bool = False) -> Profile:

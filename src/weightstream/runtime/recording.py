@@ -79,6 +79,8 @@ class Recording:
         """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
         self._due.pop(unit, None)
         self._advance(unit)
+        if not self._engine.plan.streams(unit):
+            return
         if unit not in self._inside and unit not in self._outside:
             self._fill(unit)
         if unit not in self._ordered:
@@ -93,6 +95,8 @@ class Recording:
 
     def release(self, unit: int) -> None:
         """The unit's last kernel is recorded."""
+        if not self._engine.plan.streams(unit):
+            return
         self._in_use[unit] -= 1
         if self._in_use[unit]:
             return

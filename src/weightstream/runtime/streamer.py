@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.errors import OffloadError, PlanError, StoreError
+from weightstream.errors import InvariantError, OffloadError, PlanError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
@@ -31,7 +31,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding, Opening
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.fixed import CAPTURED, FixedAddresses
-from weightstream.runtime.homes import Homes
+from weightstream.runtime.homes import CodeOverflow, Homes
 from weightstream.runtime.learning import ReadWatch, reading_module
 from weightstream.runtime.marks import Kind, kind_of
 from weightstream.runtime.timeline import Timeline, UnitTimes, profiled
@@ -51,8 +51,9 @@ class Stats:
     """What a streamer has done so far, and what it holds.
 
     `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
-    repeated or out of order. `held_nbytes` counts weights by tier: "device" (residents and the ring), "host" (RAM,
-    pages of mapped files included) and "disk" (read in every step); `model_nbytes` counts them once.
+    repeated or out of order. `held_nbytes` counts weights by tier, coded ones as they are held: "device" (residents,
+    the ring and the decode buffer), "host" (RAM, pages of mapped files included) and "disk" (read in every step);
+    `model_nbytes` counts them once, and plain.
 
     Times are of the device, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in 17.
     `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
@@ -113,7 +114,7 @@ class Streamer(FixedAddresses):
         FixedAddresses.__init__(self, blocks)
         try:
             try:
-                self._attach(plan or self._plan_units())
+                self._attach_coded(plan or self._plan_units())
             except StoreError:
                 if self._homes.can_map:
                     raise
@@ -134,6 +135,11 @@ class Streamer(FixedAddresses):
         return self._backend.device
 
     @property
+    def _opens(self) -> bool:
+        """Whether any unit must be opened before it computes."""
+        return any(map(self.plan.opens, range(len(self._units))))
+
+    @property
     def read_in_place(self) -> tuple[int, ...]:
         """Bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few rows."""
         whole = self.plan.mapped - self._homes.by_row
@@ -142,13 +148,13 @@ class Streamer(FixedAddresses):
     def stats(self) -> Stats:
         """Counters and bytes held, as of now. Cheap; does not wait for the device."""
         held = self._homes.held_nbytes()
-        held["device"] += self._ring.numel()
+        held["device"] += self._ring.numel() + self._buffer.numel()
         measured = self._timeline.measured()
         return Stats(
             **asdict(self._counters),
             stall_s=self._timeline.stall_s,
             held_nbytes=held,
-            model_nbytes=self.plan.manifest.nbytes,
+            model_nbytes=self.plan.manifest.decoded_nbytes,
             predicted_step_s=self.plan.step_s,
             step_s=measured.step_s if measured else None,
             units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
@@ -218,11 +224,26 @@ class Streamer(FixedAddresses):
         prove(plan)
         return plan
 
+    def _attach_coded(self, plan: Plan) -> None:
+        """Attach; sizes of coded weights are estimates, and where one was too small the plan is made again."""
+        while True:
+            try:
+                return self._attach(plan)
+            except CodeOverflow as error:
+                if not isinstance(self._planner, Planner):
+                    raise InvariantError(str(error)) from error
+                logger.info("%s", error)
+                known = dict(self._planner.weights.codes())
+                known |= {alias: {**known[alias], **sizes} for alias, sizes in error.sizes.items()}
+                weights = replace(self._planner.weights, codes=partial(dict, known))
+                self._planner = replace(self._planner, weights=weights)
+                plan = self._plan_units()
+
     def _attach(self, plan: Plan) -> None:
         try:
             self._homes.settle(plan)
-            self._ring = self._backend.alloc(plan.ring_nbytes)
-            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters, self._timeline)
+            self._ring, self._buffer = self._backend.alloc(plan.ring_nbytes), self._backend.alloc(plan.buffer_nbytes)
+            self._binding = self._bind(plan)
             self._surround()
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -232,11 +253,15 @@ class Streamer(FixedAddresses):
             self._detach()
             raise
 
+    def _bind(self, plan: Plan) -> Binding:
+        memory = (self._ring, self._buffer)
+        return Binding(plan, *memory, self._homes, self._backend, self._counters, self._timeline)
+
     def _surround(self) -> None:
-        self._session.streams = self.plan.ring_nbytes > 0
+        self._session.streams = self._opens
         self._undo.append(self._uncompile)
         for index, unit in enumerate(self._units):
-            if self.plan.streams(index):
+            if self.plan.opens(index):
                 for module in (unit.module, *unit.also):
                     run = partial(self._run_unit, index)
                     self._undo.append(guards.surround(module, run, self._session, index))
@@ -255,7 +280,7 @@ class Streamer(FixedAddresses):
             self._undo.pop()()
         if hasattr(self, "_binding"):
             self._binding.close_all()
-        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._ring = self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._homes.restore()
 
     def _close(self) -> None:
@@ -277,7 +302,7 @@ class Streamer(FixedAddresses):
             if self._session.fixed or self._is_compiled():
                 return self._run_fixed(forward, args, kwargs)
             if self._backend.capturing():
-                if self.plan.ring_nbytes:
+                if self._opens:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
             guards.refuse_foreign({unit.name: unit.module for unit in self._units})
@@ -395,7 +420,7 @@ class Streamer(FixedAddresses):
     def _learn(self) -> None:
         """Take over the order of the step that ended, if it is the first or the second of its kind in a row."""
         sequence = tuple(self._sequence)
-        planned = tuple(u for u in self.plan.manifest.order if self.plan.streams(u))
+        planned = tuple(u for u in self.plan.manifest.order if self.plan.opens(u))
         first, self._last_sequence = self._last_sequence is None, self._last_sequence
         if self._watching and self._strays:
             self._regroup(first)
@@ -422,7 +447,8 @@ class Streamer(FixedAddresses):
         refined, self._refined = refine(self._planner, self.plan, times), measured.kind
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * self.plan.step_s:.1f} predicted"
         self._binding.plan = refined.plan
-        if refined.better is None or self._num_moves >= _MOVES or not self._homes.came_from_host:
+        coded = refined.plan.manifest.coded_aliases  # of which the plain bytes may not fit the host
+        if refined.better is None or self._num_moves >= _MOVES or not self._homes.came_from_host or coded:
             logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
         else:
             logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
@@ -448,7 +474,7 @@ class Streamer(FixedAddresses):
         self._backend.synchronize()
         self._binding.close_all()
         try:
-            self._binding = Binding(plan, self._ring, self._homes, self._backend, self._counters, self._timeline)
+            self._binding = self._bind(plan)
         except BaseException:
             self._detach()
             self._close()

@@ -105,6 +105,11 @@ class OffloadFolder:
             partial.unlink(missing_ok=True)
         return self.read(name)
 
+    def remove(self, name: str) -> None:
+        """Removes what was written as `name`."""
+        self._mappings.pop(self.path / file_name(name), None)
+        (self.path / file_name(name)).unlink(missing_ok=True)
+
     def read(self, name: str) -> torch.Tensor:
         """Returns the tensor written as `name`, mapped; raises `CheckpointError` when it is absent or damaged."""
         checkpoint = Checkpoint.open(self.path / file_name(name))

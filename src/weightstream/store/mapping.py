@@ -16,6 +16,7 @@ import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from weightstream.store.pagemap import written_ranges
 
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
 _MADV_POPULATE_READ = 22
+_MAP_FIXED = 0x10
+_POISON_NBYTES = 32 << 20  # so that the maps of a model of 400 GB are fewer than vm.max_map_count
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # foreign calls release the GIL, so a slow disk stalls one thread only
@@ -38,6 +41,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def _map(descriptor: int, nbytes: int, path: Path, *, shared: bool = False, offset: int = 0) -> Any:
     # Not mmap.mmap: before Python 3.13 it keeps a descriptor per file, and folders hold thousands of files.
     flags = _MAP_NORESERVE | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+    flags |= mmap.MAP_ANONYMOUS if descriptor < 0 else 0
     protection = mmap.PROT_READ if shared else mmap.PROT_READ | mmap.PROT_WRITE
     address = _LIBC.mmap(None, nbytes, protection, flags, descriptor, offset)
     if address == _MAP_FAILED:
@@ -47,6 +51,41 @@ def _map(descriptor: int, nbytes: int, path: Path, *, shared: bool = False, offs
     # Tensors hold the buffer, so the map outlives the FileMapping. Not at exit: other threads may still read.
     weakref.finalize(buffer, _LIBC.munmap, address, nbytes).atexit = False
     return buffer
+
+
+def reserve(nbytes: int, path: Path) -> Any:
+    """Zeros in whole pages, which take no memory until they are written to; `path` is what an error names."""
+    return _map(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, path)
+
+
+def give_back(buffer: Any) -> None:
+    """Make zeros of reserved memory again, which take none."""
+    _put(buffer, 0, ctypes.sizeof(buffer), mmap.MAP_ANONYMOUS, -1)
+
+
+def poison(buffer: Any) -> None:
+    """Make bytes 0xFF of it, NaN in every float, which take no memory either: who reads them sees that they are none."""
+    descriptor = _nan_file()
+    for begin in range(0, ctypes.sizeof(buffer), _POISON_NBYTES) if descriptor >= 0 else ():
+        _put(buffer, begin, min(_POISON_NBYTES, ctypes.sizeof(buffer) - begin), 0, descriptor)
+
+
+def _put(buffer: Any, begin: int, nbytes: int, flags: int, descriptor: int) -> None:
+    flags |= _MAP_FIXED | _MAP_NORESERVE | mmap.MAP_PRIVATE
+    address = ctypes.addressof(buffer) + begin
+    if _LIBC.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) == _MAP_FAILED:
+        raise StoreError(f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}; see vm.max_map_count")
+
+
+@cache
+def _nan_file() -> int:
+    """A file in memory; -1 where there are none, and what is reserved stays zeros."""
+    try:
+        descriptor = os.memfd_create("weightstream")
+        os.write(descriptor, b"\xff" * _POISON_NBYTES)
+    except (AttributeError, OSError):
+        return -1
+    return descriptor
 
 
 def _populate(address: int, nbytes: int) -> int:

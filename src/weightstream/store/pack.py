@@ -12,93 +12,70 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from weightstream.errors import ConfigError, StoreError, UnsupportedError
-from weightstream.store.checkpoint import DTYPES
-from weightstream.store.mapping import FileMapping
+from weightstream.codec.chunks import Coder
+from weightstream.codec.format import Layout
+from weightstream.errors import ConfigError, StoreError
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.shard import HEADER, PAGE_NBYTES, Advance, Mapped, Shard, stored_nbytes
 
 CONVERTED = "converted"  # in the growing folder: tensors that had to be made before they could be written
 RECORD = "weightstream.json"
-_PAGE_NBYTES = 4096
-_PIECE_NBYTES = 16 << 20
+_CODED_ALIGN_NBYTES = 512  # of which coded bytes are multiples
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".npz", ".pkl")
 
-Advance = Callable[[int], None]  # told how many more bytes are done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shard:
-    """A safetensors file to be: a header of whole pages, and the tensors that follow it without gaps."""
-
-    name: str
-    header: bytes
-    tensors: Mapping[str, torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def pieces(self, mappings: Sequence[FileMapping]) -> Iterator[tuple[str, Any]]:
-        """The file's bytes in arrays, each with the tensor's name; raises `StoreError` where a mapped file changed."""
-        yield "the header", np.frombuffer(self.header, np.uint8)
-        for name, tensor in self.tensors.items():
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            for piece in flat.split(_PIECE_NBYTES) if flat.numel() else ():
-                for mapping in mappings:
-                    if (begin := mapping.locate(piece.data_ptr())) is not None:
-                        mapping.populate(begin, begin + piece.numel())
-                yield name, piece.numpy()
-
 
 def lay_out(
-    units: Iterable[Mapping[str, torch.Tensor]], metadata: Mapping[str, str], *, shard_nbytes: int = 5 * 10**9
+    units: Iterable[Mapping[str, torch.Tensor]],
+    metadata: Mapping[str, str],
+    *,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
+    coder: Coder = Coder(),  # noqa: B008  # frozen
+    shard_nbytes: int = 5 * 10**9,
 ) -> list[Shard]:
-    """The shards of a pack: a unit that would not begin a page, or exceed `shard_nbytes`, begins a new one."""
+    """The shards of a pack: a unit that would exceed `shard_nbytes` begins a new one, and so does one that would not
+    begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded by `coder`."""
+    aligned_nbytes = _CODED_ALIGN_NBYTES if layouts else PAGE_NBYTES
     files: list[dict[str, torch.Tensor]] = []
     end = 0
     for unit in units:
-        nbytes = sum(tensor.nbytes for tensor in unit.values())
-        if not files or end % _PAGE_NBYTES or (end and end + nbytes > shard_nbytes):
+        sizes = {name: stored_nbytes(name, tensor, layouts) for name, tensor in unit.items()}
+        nbytes = sum(sizes.values())
+        if not files or end % aligned_nbytes or (end and end + nbytes > shard_nbytes):
             files.append({})
             end = 0
-        begins = accumulate((tensor.nbytes for tensor in unit.values()), initial=0)
-        if any(begin % tensor.itemsize for begin, tensor in zip(begins, unit.values(), strict=False)):
-            unit = dict(sorted(unit.items(), key=lambda named: -named[1].itemsize))  # else a reader has to copy it
+        steps = {name: _CODED_ALIGN_NBYTES if name in layouts else tensor.itemsize for name, tensor in unit.items()}
+        if any(
+            begin % step for begin, step in zip(accumulate(sizes.values(), initial=0), steps.values(), strict=False)
+        ):
+            unit = {name: unit[name] for name in sorted(unit, key=lambda name: -steps[name])}  # else readers copy it
         files[-1] |= unit
         end += nbytes
     suffixes = [f"-{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)] if len(files) > 1 else [""]
     return [
-        Shard(name=f"model{suffix}.safetensors", header=_header(tensors, metadata), tensors=tensors)
+        Shard(
+            name=f"model{suffix}.safetensors",
+            tensors=tensors,
+            metadata=metadata,
+            layouts={name: layouts[name] for name in tensors if name in layouts},
+            coder=coder,
+        )
         for suffix, tensors in zip(suffixes, files, strict=True)
     ]
 
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    codes = {name: code for code, name in DTYPES.items()}
-    facts: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    end = 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in codes:
-            raise UnsupportedError(f"{name} is {dtype}, which safetensors cannot hold")
-        begin, end = end, end + tensor.nbytes
-        facts[name] = {"dtype": codes[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(facts, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
-    return len(text).to_bytes(8, "little") + text
-
-
-def is_packed(out: Path, source: str) -> bool:
-    """Whether `out` holds a finished pack of `source`, a fingerprint; False where nothing is.
+def is_packed(out: Path, source: str, codec: str = "none") -> bool:
+    """Whether `out` holds a finished pack of `source`, a fingerprint, with this codec; False where nothing is.
 
     Raises `ConfigError` when something else is there, `StoreError` when a part of the pack is missing.
     """
@@ -109,6 +86,8 @@ def is_packed(out: Path, source: str) -> bool:
     record = _read_record(out)
     if record.get("source") != source:
         raise ConfigError(f"{out} is a pack of other weights, or these changed: name another folder, or remove it")
+    if (made_with := record.get("codec", "none")) != codec:
+        raise ConfigError(f"{out} is a pack with --codec {made_with}: name another folder, or remove it")
     sizes = {path.name: path.stat().st_size for path in out.iterdir()}
     if lost := [facts["name"] for facts in record["shards"] if sizes.get(facts["name"]) != facts["size"]]:
         raise StoreError(f"{out}: {', '.join(lost)} missing or cut: remove the folder and pack again")
@@ -142,7 +121,7 @@ def growing(out: Path) -> Iterator[Path]:
 
 
 def write(
-    folder: Path, shards: Sequence[Shard], mappings: Sequence[FileMapping], origin: dict[str, str], advance: Advance
+    folder: Path, shards: Sequence[Shard], mappings: Sequence[Mapped], origin: dict[str, str], advance: Advance
 ) -> None:
     """Writes the shards that `folder` does not hold yet; `origin` is the `source`, a fingerprint, and what read it.
 
@@ -155,16 +134,28 @@ def write(
         raise StoreError(f"{folder}: {needed} bytes to write > {free} bytes free: make room for {needed - free} more")
     for shard in shards:
         if shard.name not in done:
-            done[shard.name] = _replace(folder / shard.name, (piece for _, piece in shard.pieces(mappings)), advance)
+            done[shard.name] = _write_shard(folder / shard.name, shard, mappings, advance)
             listed = [{"name": s.name, "size": s.nbytes, "sha256": done[s.name]} for s in shards if s.name in done]
             _replace(folder / RECORD, [json.dumps(record | {"shards": listed}, indent=1).encode()])
     if len(shards) > 1:
-        total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors.values())
+        total = sum(sum(shard.sizes().values()) for shard in shards)
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _replace(folder / "model.safetensors.index.json", [json.dumps(index, indent=1).encode()])
     for mapping in mappings:  # it may have changed after its last piece was read
         mapping.check()
+
+
+def _write_shard(path: Path, shard: Shard, mappings: Sequence[Mapped], advance: Advance) -> str:
+    sums: dict[str, int] = {}
+
+    def pieces() -> Iterator[Any]:
+        for name, piece in shard.pieces(mappings):
+            if name in shard.layouts:
+                sums[name] = zlib.crc32(piece, sums.get(name, 0))
+            yield piece
+
+    return _replace(path, pieces(), advance, (lambda: shard.sealed(sums)) if shard.layouts else None)
 
 
 def _finished(folder: Path, record: Mapping[str, Any], advance: Advance) -> dict[str, str]:
@@ -184,19 +175,18 @@ def _finished(folder: Path, record: Mapping[str, Any], advance: Advance) -> dict
     return done
 
 
-def verify(folder: Path, shards: Sequence[Shard], mappings: Sequence[FileMapping], advance: Advance) -> None:
+def verify(folder: Path, shards: Sequence[Shard], mappings: Sequence[Mapped], advance: Advance) -> None:
     """Reads a pack again; raises `StoreError` where it is not what was written, or not what the source holds."""
     sums = {facts["name"]: facts["sha256"] for facts in _read_record(folder)["shards"]}
     for shard in shards:
         digest, wrong = hashlib.sha256(), []
         with open(folder / shard.name, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the disk's bytes, not the page cache's
-            for name, piece in shard.pieces(mappings):
-                found = file.read(len(piece))
+            for name, found, is_same in _compared(folder / shard.name, shard, file, mappings):
                 digest.update(found)
-                if not np.array_equal(np.frombuffer(found, np.uint8), piece):
+                if not is_same:
                     wrong.append(name)
-                advance(len(piece))
+                advance(len(found))
             digest.update(file.read())
         intact = digest.hexdigest() == sums.get(shard.name)
         if wrong or not intact:
@@ -204,6 +194,25 @@ def verify(folder: Path, shards: Sequence[Shard], mappings: Sequence[FileMapping
                 f"{folder / shard.name}: {wrong[0] if wrong else 'nothing'} differs from the source, and the checksum "
                 f"is {'' if intact else 'not '}that of when it was written: remove {folder} and pack again"
             )
+
+
+def _compared(path: Path, shard: Shard, file: BinaryIO, mappings: Sequence[Mapped]) -> Iterator[tuple[str, Any, bool]]:
+    """The file's bytes in pieces, each with the tensor's name, and whether that is what the source holds."""
+    found: Any
+    checkpoint = Checkpoint.open(path) if shard.layouts else None
+    sums = {name: entry.crc32 or 0 for name, entry in checkpoint.entries.items()} if checkpoint is not None else {}
+    for name, piece in shard.pieces(mappings, uncoded=True):
+        if checkpoint is None or name not in shard.layouts:
+            expected = np.frombuffer(shard.sealed(sums), np.uint8) if checkpoint and name == HEADER else piece
+            found = file.read(len(expected))
+            yield name, found, np.array_equal(np.frombuffer(found, np.uint8), expected)
+            continue
+        begin, end = file.tell(), file.seek(shard.layouts[name].nbytes, os.SEEK_CUR)
+        (mapping,) = checkpoint.mappings
+        mapping.populate(begin, end)
+        stored = mapping.bytes(begin, end)
+        found = stored.numpy()
+        yield name, found, zlib.crc32(found) == sums.get(name) and shard.is_code_of(name, stored, mappings)
 
 
 def finish(folder: Path, out: Path, source: Path) -> None:
@@ -227,15 +236,26 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _replace(path: Path, pieces: Iterable[Any], advance: Advance = lambda nbytes: None) -> str:
-    """Writes a file that is there whole or not at all, and returns its checksum."""
+def _replace(
+    path: Path,
+    pieces: Iterable[Any],
+    advance: Advance = lambda nbytes: None,
+    begin: Callable[[], bytes] | None = None,
+) -> str:
+    """Writes a file that is there whole or not at all, and returns its checksum; `begin` gives its true beginning."""
     partial, digest = path.with_name(f"{path.name}.tmp"), hashlib.sha256()
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "w+b") as file:
             for piece in pieces:
                 file.write(piece)
-                digest.update(piece)
+                if begin is None:
+                    digest.update(piece)
                 advance(len(piece))
+            if begin is not None:
+                file.seek(0)
+                file.write(begin())
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256")
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

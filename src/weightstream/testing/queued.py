@@ -26,7 +26,6 @@ class QueueBackend(CpuBackend):
         self._stop = weakref.finalize(self, self._kernels.stop)
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """Queue a kernel."""
         self._kernels.submit(lambda: self._run(kernel))
 
     def record(self, side: Side, event: Event) -> None:

@@ -52,8 +52,7 @@ class Wrapper:
         self.backend.copy(copies)
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """Queue a kernel where compute has a queue (`QueueBackend`); otherwise run it now."""
-        getattr(self.backend, "launch", lambda run: run())(kernel)
+        self.backend.launch(kernel)
 
     def stamp(self, side: Side) -> Stamp:
         return self.backend.stamp(side)

@@ -1,0 +1,127 @@
+"""The coded form of a tensor, version 1: where each bit of a weight goes. Knows layouts and no device; docs/codec.md.
+
+A float is a sign, an exponent and a mantissa. Sign and mantissa are kept as they are; of trained weights the exponents
+carry 2.5 to 2.8 bits, and are kept as a symbol of 3 or 4 bits counted from a base. The last symbol is an escape, of
+which a byte tells the rest. Weights are coded in tiles of 4096, and a tile in 128 lanes of 32 weights: in all that a
+tile holds, each lane owns every 128th word of 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from weightstream.errors import StoreError
+
+VERSION = 1
+TILE = 4096
+LANES = 128
+BITS = (3, 4)
+_ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
+_MAX_ESCAPES = 2**31 - 1  # ranks are signed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Element:
+    """A kind of float: the bits of its exponent and of its mantissa, beside one of sign."""
+
+    exponent_bits: int
+    mantissa_bits: int
+
+    @property
+    def nbytes(self) -> int:
+        return (1 + self.exponent_bits + self.mantissa_bits) // 8
+
+    @property
+    def raw_bits(self) -> int:
+        """Bits that are kept as they are."""
+        return 1 + self.mantissa_bits
+
+
+ELEMENTS: Mapping[str, Element] = MappingProxyType(
+    {
+        "bfloat16": Element(exponent_bits=8, mantissa_bits=7),
+        "float16": Element(exponent_bits=5, mantissa_bits=10),
+        "float8_e4m3fn": Element(exponent_bits=4, mantissa_bits=3),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where everything is in `count` coded weights of a dtype: tiles, starts, bases, escapes, in this order.
+
+    A tile is `tile_nbytes` long: a plane of w bits per weight takes w words of each lane, planes of raw bits first.
+    `starts` are `num_tiles` + 1 unsigned words of 32 bits: how many escapes are in the tiles before. `bases` has a byte
+    per tile, `escapes` one per escape. Zeros fill up to a multiple of 512 bytes.
+    """
+
+    dtype: str
+    bits: int
+    count: int
+    num_escapes: int
+
+    @property
+    def element(self) -> Element:
+        return ELEMENTS[self.dtype]
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.count // TILE)
+
+    @property
+    def tile_nbytes(self) -> int:
+        return TILE // 8 * (self.element.raw_bits + self.bits)
+
+    @property
+    def starts_at(self) -> int:
+        return self.num_tiles * self.tile_nbytes
+
+    @property
+    def bases_at(self) -> int:
+        return self.starts_at + 4 * (self.num_tiles + 1)
+
+    @property
+    def escapes_at(self) -> int:
+        return self.bases_at + self.num_tiles
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the coded form."""
+        return -(-(self.escapes_at + self.num_escapes) // _ALIGN_NBYTES) * _ALIGN_NBYTES
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of the weights themselves."""
+        return self.count * self.element.nbytes
+
+    def record(self) -> dict[str, int]:
+        """What a file has to tell beside dtype and shape."""
+        return {"bits": self.bits, "escapes": self.num_escapes}
+
+
+def can_code(dtype: str, bits: int) -> bool:
+    """Whether there is such a code, and it can be smaller than what it codes."""
+    element = ELEMENTS.get(dtype)
+    return element is not None and bits in BITS and bits < element.exponent_bits
+
+
+def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) -> Layout:
+    """The layout that a file tells of, held against the bytes that there are; raises `StoreError` where these differ.
+
+    Nothing that a decoder reads is outside of `nbytes` then, whatever is in them.
+    """
+    bits, num_escapes = record.get("bits"), record.get("escapes")
+    if type(bits) is not int or not can_code(dtype, bits):
+        raise StoreError(f"coded in {str(bits)[:20]!r} bits of {dtype}: this version knows {BITS} of {list(ELEMENTS)}")
+    if type(num_escapes) is not int or not 0 <= num_escapes <= min(count, _MAX_ESCAPES):
+        raise StoreError(f"{str(num_escapes)[:20]!r} escapes among {count} weights")
+    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)
+    if layout.nbytes != nbytes:
+        raise StoreError(
+            f"{count} weights of {dtype} in {bits} bits with {num_escapes} escapes take {layout.nbytes} bytes, "
+            f"the file has {nbytes}"
+        )
+    return layout

@@ -1,0 +1,260 @@
+"""The codec's Triton kernels: the same bytes as the reference, at the speed of device memory.
+
+A program takes a tile, a thread one of its lanes, and the two floats (or four of 8 bits) of a word at a time. Where it
+reads does not depend on coded bytes but in one place, the escapes of a tile, and that is bounded: damaged bytes give
+wrong weights, and no access outside.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _popcount(x):
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _nibble_flags(x):
+    return x & (x >> 1) & (x >> 2) & (x >> 3) & 0x11111111
+
+
+@triton.jit
+def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
+    """The k-th fields of 3 bits: two bits in `a` or `b`, the third in `c`."""
+    SHIFT: tl.constexpr = 2 * (k % HALF)
+    if k < HALF:
+        field = ((a >> SHIFT) & (3 * ONES)) | (((c >> SHIFT) & ONES) << 2)
+    else:
+        field = ((b >> SHIFT) & (3 * ONES)) | (((c >> (SHIFT + 1)) & ONES) << 2)
+    return field
+
+
+@triton.jit
+def _write(
+    words,
+    out,
+    room,
+    a,
+    b,
+    c,
+    d,
+    base,
+    escapes,
+    rank,
+    sound,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    ESCAPES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Decode the words of all lanes of some tiles from their symbols in a to d; `room` is how many words fit."""
+    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16  # of a float
+    ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
+    NUM: tl.constexpr = WIDTH  # words per lane
+    if MANTISSA == 10:
+        ma = tl.load(words + 1024)
+        mb = tl.load(words + 1152)
+        mc = tl.load(words + 1280)
+    for k in tl.static_range(NUM):
+        if k % 2 == 0:
+            raw = tl.load(words + (k // 2) * 128)
+        x = (raw >> ((WIDTH // 2) * (k % 2))) & ((2 ** (WIDTH // 2) - 1) * ONES)
+        if BITS == 3:
+            symbol = _three(a, b, c, k, NUM // 2, ONES)
+        elif k < 4:
+            symbol = (a >> (4 * (k % 4))) & (15 * ONES)
+        elif k < 8:
+            symbol = (b >> (4 * (k % 4))) & (15 * ONES)
+        elif k < 12:
+            symbol = (c >> (4 * (k % 4))) & (15 * ONES)
+        else:
+            symbol = (d >> (4 * (k % 4))) & (15 * ONES)
+        exponent = symbol + base
+        if ESCAPES:
+            flags = ((symbol + ONES) >> BITS) & ONES
+            for field in tl.static_range(32 // WIDTH):
+                flag = ((flags >> (WIDTH * field)) & 1).to(tl.int32)
+                rest = tl.load(escapes + rank, mask=sound & (flag != 0), other=0).to(tl.uint32)
+                exponent += (rest & (2**EXPONENT - 1)) << (WIDTH * field)
+                rank += flag
+        exponent &= (2**EXPONENT - 1) * ONES
+        if EXPONENT == 8:
+            word = (x & 0x007F007F) | ((x & 0x00800080) << 8) | (exponent << 7)
+        elif EXPONENT == 5:
+            top = _three(ma, mb, mc, k, 8, ONES)
+            word = x | ((top & 0x00030003) << 8) | (exponent << 10) | ((top & 0x00040004) << 13)
+        else:
+            word = (x & 0x07070707) | ((x & 0x08080808) << 4) | (exponent << 3)
+        if MASKED:
+            tl.store(out + k * 128, word, mask=room > k * 128)
+        else:
+            tl.store(out + k * 128, word)
+
+
+@triton.jit
+def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Decode a tile of one of NUM tensors. The table holds the first program of each, then for each its source, target,
+    weights and escapes."""
+    program = tl.program_id(0)
+    tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
+    row = table + NUM + 4 * tensor
+    tile = program - tl.load(table + tensor).to(tl.int32)
+    source = tl.load(row)
+    target = tl.load(row + 1).to(tl.pointer_type(tl.uint32))
+    count = tl.load(row + 2)
+    num_escapes = tl.load(row + 3).to(tl.int32)
+
+    PER_WORD: tl.constexpr = 4 if EXPONENT == 4 else 2
+    OUT: tl.constexpr = 4096 // PER_WORD  # words of a tile, decoded and coded
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
+
+    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
+    lane = tl.arange(0, 128)
+    words = source.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + lane
+    starts_at = source + num_tiles.to(tl.int64) * (4 * WORDS)
+    bases_at = starts_at + 4 * (num_tiles + 1)
+    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
+    base = tl.load(bases_at.to(tl.pointer_type(tl.uint8)) + tile).to(tl.uint32) & (2**EXPONENT - 1)
+    base = base * (0x01010101 if EXPONENT == 4 else 0x00010001)
+    escapes = (bases_at + num_tiles).to(tl.pointer_type(tl.uint8))
+
+    a = tl.load(words + SYMBOLS)
+    b = tl.load(words + (SYMBOLS + 128))
+    c = tl.load(words + (SYMBOLS + 256))
+    d = c
+    if BITS == 3:
+        flags = ((a & (a >> 1) & 0x55555555) | ((b & (b >> 1) & 0x55555555) << 1)) & c
+    else:
+        d = tl.load(words + (SYMBOLS + 384))
+        flags = _nibble_flags(a) | (_nibble_flags(b) << 1) | (_nibble_flags(c) << 2) | (_nibble_flags(d) << 3)
+    found = _popcount(flags)
+    total = tl.sum(found)
+    sound = total <= num_escapes  # else the bytes are damaged, and no escape is read
+    rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
+
+    begin = tile.to(tl.int64) * OUT
+    out = target + begin + lane
+    room = tl.cdiv(count, PER_WORD) - begin - lane
+    if count < (tile.to(tl.int64) + 1) * 4096:
+        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, MANTISSA, True, True)
+    elif BITS == 3 or total > 0:
+        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, MANTISSA, True, False)
+    else:
+        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, MANTISSA, False, False)
+
+
+@triton.jit(do_not_specialize=["count"])
+def histogram(data, counts, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """How often each exponent occurs in a tile."""
+    tile = tl.program_id(0)
+    place = tile.to(tl.int64) * 4096 + tl.arange(0, 4096)
+    if EXPONENT == 4:
+        values = tl.load(data + place, mask=place < count, other=0).to(tl.int32)
+    else:
+        values = tl.load(data.to(tl.pointer_type(tl.uint16)) + place, mask=place < count, other=0).to(tl.int32)
+    found = tl.histogram((values >> MANTISSA) & (2**EXPONENT - 1), 2**EXPONENT)
+    symbol = tl.arange(0, 2**EXPONENT)
+    beyond = tl.maximum((tile.to(tl.int64) + 1) * 4096 - count, 0).to(tl.int32)
+    tl.store(counts + tile * 2**EXPONENT + symbol, found - tl.where(symbol == 0, beyond, 0))
+
+
+@triton.jit
+def _field(word, field: tl.constexpr, base, left, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """What the exponent of one float of a word is above its base: 0 behind the end."""
+    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
+    exponent = ((word >> (WIDTH * field + MANTISSA)) & (2**EXPONENT - 1)).to(tl.int32)
+    return tl.where(left > field, exponent - base, 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def encode(data, coded, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BITS: tl.constexpr):
+    """Write the planes and the escapes of a tile; starts and bases are in place already."""
+    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
+    PER_WORD: tl.constexpr = 32 // WIDTH
+    ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
+    ESCAPE: tl.constexpr = 2**BITS - 1
+
+    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
+    tile = tl.program_id(0)
+    lane = tl.arange(0, 128)
+    words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + lane
+    starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
+    bases_at = starts_at + 4 * (num_tiles + 1)
+    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
+    base = tl.load(bases_at + tile).to(tl.int32)
+    escapes = bases_at + num_tiles
+    source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
+    left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
+    zero = tl.zeros([128], tl.uint32)
+    a, b, c, d, ma, mb, mc, raw = zero, zero, zero, zero, zero, zero, zero, zero
+    found = tl.zeros([128], tl.int32)
+    for k in tl.static_range(WIDTH):
+        room = left - k * 128 * PER_WORD
+        word = tl.load(source + k * 128, mask=room > 0, other=0)
+        symbol = zero
+        for field in tl.static_range(PER_WORD):
+            rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)
+            escaped = (rest < 0) | (rest >= ESCAPE)
+            found += escaped.to(tl.int32)
+            symbol |= tl.where(escaped, ESCAPE, rest).to(tl.uint32) << (WIDTH * field)
+        if EXPONENT == 8:
+            x = (word & 0x007F007F) | ((word >> 8) & 0x00800080)
+        elif EXPONENT == 5:
+            x = word & 0x00FF00FF
+            top = ((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004)
+            if k < 8:
+                ma |= (top & 0x00030003) << (2 * k)
+                mc |= ((top >> 2) & ONES) << (2 * k)
+            else:
+                mb |= (top & 0x00030003) << (2 * (k - 8))
+                mc |= ((top >> 2) & ONES) << (2 * (k - 8) + 1)
+        else:
+            x = (word & 0x07070707) | ((word >> 4) & 0x08080808)
+        if k % 2 == 0:
+            raw = x
+        else:
+            tl.store(words + (k // 2) * 128, raw | (x << (WIDTH // 2)))
+        if BITS == 4:
+            if k < 4:
+                a |= symbol << (4 * k)
+            elif k < 8:
+                b |= symbol << (4 * (k - 4))
+            elif k < 12:
+                c |= symbol << (4 * (k - 8))
+            else:
+                d |= symbol << (4 * (k - 12))
+        elif k < WIDTH // 2:
+            a |= (symbol & (3 * ONES)) << (2 * k)
+            c |= ((symbol >> 2) & ONES) << (2 * k)
+        else:
+            b |= (symbol & (3 * ONES)) << (2 * (k - WIDTH // 2))
+            c |= ((symbol >> 2) & ONES) << (2 * (k - WIDTH // 2) + 1)
+    if EXPONENT == 5:
+        tl.store(words + 1024, ma)
+        tl.store(words + 1152, mb)
+        tl.store(words + 1280, mc)
+    tl.store(words + SYMBOLS, a)
+    tl.store(words + (SYMBOLS + 128), b)
+    tl.store(words + (SYMBOLS + 256), c)
+    if BITS == 4:
+        tl.store(words + (SYMBOLS + 384), d)
+    rank = start + tl.cumsum(found) - found
+    for k in tl.static_range(WIDTH):
+        room = left - k * 128 * PER_WORD
+        word = tl.load(source + k * 128, mask=room > 0, other=0)
+        for field in tl.static_range(PER_WORD):
+            rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)
+            escaped = (rest < 0) | (rest >= ESCAPE)
+            value = ((rest - ESCAPE) & (2**EXPONENT - 1)).to(tl.uint8)
+            tl.store(escapes + rank, value, mask=escaped)
+            rank += escaped.to(tl.int32)

@@ -1,0 +1,156 @@
+"""The codec in plain torch, on any device: what the kernels must do, and what does it where they cannot run."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
+
+_WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
+
+
+def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
+    """How often each exponent occurs in each tile of flat bytes: int32 of shape (tiles, exponents)."""
+    exponents, _ = _fields(data, dtype)
+    count = data.numel() // ELEMENTS[dtype].nbytes
+    there = torch.arange(exponents.numel(), device=data.device).view(exponents.shape) < count
+    counts = torch.zeros(len(exponents), 2 ** ELEMENTS[dtype].exponent_bits, dtype=torch.int32, device=data.device)
+    return counts.scatter_add_(1, exponents.long(), there.to(torch.int32))
+
+
+def windows(counts: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base of each tile, the least that leaves the fewest escapes, and how many these are: int32, (tiles,)."""
+    sums = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
+    num_symbols = 2**bits - 1
+    inside = sums[:, num_symbols:] - sums[:, :-num_symbols]
+    most = inside.amax(1)
+    bases = (inside == most[:, None]).to(torch.uint8).argmax(1)
+    return bases.to(torch.int32), sums[:, -1] - most
+
+
+def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
+    """The coded form of flat bytes."""
+    element = ELEMENTS[dtype]
+    exponents, raw = _fields(data, dtype)
+    count = data.numel() // element.nbytes
+    bases, num_escapes = windows(histograms(data, dtype), bits)
+    starts = torch.nn.functional.pad(num_escapes.cumsum(0), (1, 0))
+    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(starts[-1]))
+    rest = exponents - bases[:, None]
+    rest.view(-1)[count:] = 0
+    escape = 2**bits - 1
+    escapes = (rest < 0) | (rest >= escape)
+    symbols = torch.where(escapes, escape, rest)
+    words = [_raw_words(raw, dtype), _packed(symbols, dtype, bits)]
+    coded = torch.zeros(layout.nbytes, dtype=torch.uint8, device=data.device)
+    coded[: layout.starts_at] = torch.cat(words, 1).to(torch.int32).view(torch.uint8).view(-1)
+    coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
+    coded[layout.bases_at : layout.escapes_at] = bases.to(torch.uint8)
+    escaped = _by_lane(rest - escape, dtype)[_by_lane(escapes, dtype)] & 2**element.exponent_bits - 1
+    coded[layout.escapes_at : layout.escapes_at + layout.num_escapes] = escaped.to(torch.uint8)
+    return layout, coded
+
+
+def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
+    """Write the weights' bytes to flat `out`. Damaged bytes give wrong weights."""
+    element, bits = layout.element, layout.bits
+    words = coded[: layout.starts_at].view(torch.int32).view(layout.num_tiles, -1, LANES).to(torch.int64)
+    starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[:-1]
+    bases = coded[layout.bases_at : layout.escapes_at].to(torch.int32)
+    rests = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes].to(torch.int32)
+    symbols = _unpacked(words[:, element.raw_bits :], layout.dtype, bits)
+    found = _by_lane(symbols, layout.dtype) == 2**bits - 1
+    exponents = _by_lane(symbols, layout.dtype) + bases[:, None]
+    totals = found.sum(1, dtype=torch.int32)
+    begins = torch.minimum(starts, layout.num_escapes - totals).clamp(min=0)
+    ranks = begins[:, None] + found.cumsum(1, dtype=torch.int32) - 1
+    found &= (totals <= layout.num_escapes)[:, None]
+    exponents[found] += rests[ranks[found]]
+    exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype)
+    raw = _raw_fields(words[:, : element.raw_bits], layout.dtype)
+    mantissa = raw & 2**element.mantissa_bits - 1
+    sign = raw >> element.mantissa_bits
+    values = mantissa | exponents << element.mantissa_bits | sign << 8 * element.nbytes - 1
+    flat = values.reshape(-1)[: layout.count]
+    out.copy_(flat.to(_WORDS[element.nbytes]).view(torch.uint8))
+
+
+def _fields(data: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents, and mantissa with the sign above it, in whole tiles: int32, (tiles, 4096), zeros at the end."""
+    element = ELEMENTS[dtype]
+    count = data.numel() // element.nbytes
+    values = torch.zeros(-(-count // TILE) * TILE, dtype=torch.int32, device=data.device)
+    values[:count] = data.view(_WORDS[element.nbytes]).to(torch.int32) & 2 ** (8 * element.nbytes) - 1
+    values = values.view(-1, TILE)
+    exponents = values >> element.mantissa_bits & 2**element.exponent_bits - 1
+    sign = values >> 8 * element.nbytes - 1
+    return exponents, values & 2**element.mantissa_bits - 1 | sign << element.mantissa_bits
+
+
+def _shape(dtype: str) -> tuple[int, int]:
+    """Words of a lane in a tile of weights, and weights in a word."""
+    nbytes = ELEMENTS[dtype].nbytes
+    return 8 * nbytes, 4 // nbytes
+
+
+def _by_lane(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """(tiles, 4096) in the order of weights -> in the order of lanes."""
+    num, per = _shape(dtype)
+    return values.view(-1, num, LANES, per).transpose(1, 2).reshape(values.shape)
+
+
+def _by_weight(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    num, per = _shape(dtype)
+    return values.view(-1, LANES, num, per).transpose(1, 2).reshape(values.shape)
+
+
+def _shifts(dtype: str, bits: int, per: int, device: torch.device) -> torch.Tensor:
+    """Where fields are in a word that `per` words of weights share, shape (per, 1, weights in a word)."""
+    _, num = _shape(dtype)
+    inner = bits * torch.arange(per, device=device)[:, None, None]
+    return inner + 32 // num * torch.arange(num, device=device)
+
+
+def _plane(values: torch.Tensor, dtype: str, bits: int, per: int) -> torch.Tensor:
+    """Fields of `bits` bits, `per` words of weights in one: int64 of shape (tiles, words, lanes)."""
+    num, weights = _shape(dtype)
+    shaped = values.to(torch.int64).view(-1, num // per, per, LANES, weights)
+    return (shaped << _shifts(dtype, bits, per, values.device)).sum((2, 4))
+
+
+def _values(words: torch.Tensor, dtype: str, bits: int, per: int, mask: int) -> torch.Tensor:
+    """The fields of a plane, (tiles, 4096) in the order of weights."""
+    fields = words[:, :, None, :, None] >> _shifts(dtype, bits, per, words.device) & mask
+    return fields.to(torch.int32).reshape(len(words), -1)
+
+
+def _packed(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+    """Symbols of 3 or 4 bits as words."""
+    if bits == 4:
+        return _plane(values, dtype, 4, 4)
+    half = _shape(dtype)[0] // 2
+    high = _plane(values >> 2, dtype, 2, half)
+    return torch.cat([_plane(values & 3, dtype, 2, half), high[:, :1] | high[:, 1:] << 1], 1)
+
+
+def _unpacked(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+    if bits == 4:
+        return _values(words, dtype, 4, 4, 15)
+    half = _shape(dtype)[0] // 2
+    high = torch.cat([words[:, 2:], words[:, 2:] >> 1], 1)
+    return _values(words[:, :2], dtype, 2, half, 3) | _values(high, dtype, 2, half, 1) << 2
+
+
+def _raw_words(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Half a weight's bits in fields; what a float16 has beyond these, three bits, as symbols are."""
+    width = 4 * ELEMENTS[dtype].nbytes
+    words = _plane(raw & 2**width - 1, dtype, width, 2)
+    return torch.cat([words, _packed(raw >> width, dtype, 3)], 1) if ELEMENTS[dtype].raw_bits > width else words
+
+
+def _raw_fields(words: torch.Tensor, dtype: str) -> torch.Tensor:
+    width = 4 * ELEMENTS[dtype].nbytes
+    low = _values(words[:, :width], dtype, width, 2, 2**width - 1)
+    return low | _unpacked(words[:, width:], dtype, 3) << width if ELEMENTS[dtype].raw_bits > width else low

@@ -1,0 +1,252 @@
+"""The Triton kernels: the reference's very bytes, and no access outside, also with damaged bytes.
+
+Without a GPU they run in Triton's interpreter, at 0.1 s per tile: so there is little of everything, but every value.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import triton.runtime.interpreter
+
+from patterns import KINDS, PATTERNS, flat, gaussian, noise, spread
+from weightstream.codec import reference, triton_codec
+from weightstream.codec.format import ELEMENTS, Layout
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GUARD, GUARD_NBYTES = 77, 8192  # a whole tile
+Part = tuple[torch.Tensor, Layout, torch.Tensor]
+kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's accesses can be watched")
+
+
+def excerpt(pattern: str, dtype: str, count: int = 3001) -> torch.Tensor:
+    """Some of the weights of a pattern, from all over it."""
+    data = PATTERNS[pattern](dtype).view(-1, ELEMENTS[dtype].nbytes)
+    return data[torch.linspace(0, len(data) - 1, min(count, len(data))).long()].reshape(-1)
+
+
+def target(layout: Layout) -> torch.Tensor:
+    """Room for whole words, amid guards."""
+    room = -(-layout.raw_nbytes // 4) * 4
+    whole = torch.full((room + 2 * GUARD_NBYTES,), GUARD, dtype=torch.uint8, device=DEVICE)
+    return whole[GUARD_NBYTES:-GUARD_NBYTES]
+
+
+def part(data: torch.Tensor, dtype: str, bits: int) -> Part:
+    layout, coded = reference.encode(data, dtype, bits)
+    return coded.to(DEVICE), layout, target(layout)
+
+
+def assert_guards_hold(out: torch.Tensor) -> None:
+    whole = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(out.untyped_storage())
+    assert (whole[:GUARD_NBYTES] == GUARD).all()
+    assert (whole[GUARD_NBYTES + out.numel() :] == GUARD).all()
+
+
+def decoded(parts: list[Part]) -> list[torch.Tensor]:
+    """What the kernel writes to its targets, and nothing beside them."""
+    triton_codec.Decoding(parts)()
+    for _, _, out in parts:
+        assert_guards_hold(out)
+    return [out[: layout.raw_nbytes].cpu() for _, layout, out in parts]
+
+
+def by_reference(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
+    out = torch.empty(layout.raw_nbytes, dtype=torch.uint8)
+    reference.decode(coded.cpu(), layout, out)
+    return out
+
+
+def assert_encoded_as_reference(data: torch.Tensor, dtype: str, bits: int) -> Part:
+    layout, coded = reference.encode(data, dtype, bits)
+    found_layout, found = triton_codec.encode(data.to(DEVICE), dtype, bits)
+    assert found_layout == layout
+    assert torch.equal(found.cpu(), coded)
+    return found, layout, target(layout)
+
+
+class Watch:
+    """The interpreter's loads and stores: each is inside of the tensors that are given for it."""
+
+    def __init__(self, real: ModuleType, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        self._real, self._reads, self._writes = real, reads, writes
+        self.num_reads = self.num_writes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @staticmethod
+    def _check(places: npt.NDArray[Any], nbytes: int, tensors: list[torch.Tensor], what: str) -> int:
+        inside = np.zeros(places.shape, dtype=bool)
+        for tensor in tensors:
+            begin = tensor.data_ptr()
+            inside |= (places >= begin) & (places + np.uint64(nbytes) <= begin + tensor.nbytes)
+        if not inside.all():
+            raise AssertionError(f"{what} of {nbytes} bytes at {places[~inside][:4]}")
+        return places.size
+
+    def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.num_reads += self._check(ptrs[mask.astype(bool)], np.dtype(dtype).itemsize, self._reads, "a read")
+        return self._real.load(ptrs, mask, other, dtype)
+
+    def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
+        self.num_writes += self._check(ptrs[mask.astype(bool)], value.dtype.itemsize, self._writes, "a write")
+        return self._real.store(ptrs, value, mask)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Watch:
+    watch = Watch(triton.runtime.interpreter._interpreter, reads, writes)
+    monkeypatch.setattr(triton.runtime.interpreter, "_interpreter", watch)
+    return watch
+
+
+def tables(decoding: triton_codec.Decoding) -> list[torch.Tensor]:
+    return [value for value in vars(decoding).values() if isinstance(value, torch.Tensor)]
+
+
+# Sound bytes
+
+
+@kinds
+@pytest.mark.parametrize("pattern", [name for name in PATTERNS if "shuffled" not in name and "Gaussian," not in name])
+def test_encode_gives_the_bytes_of_the_reference(dtype: str, bits: int, pattern: str) -> None:
+    assert_encoded_as_reference(excerpt(pattern, dtype), dtype, bits)
+
+
+@kinds
+@pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097])
+def test_encode_any_number(dtype: str, bits: int, count: int) -> None:
+    assert_encoded_as_reference(spread(dtype, count, 0.5, 2.0, seed=count), dtype, bits)
+
+
+@kinds
+def test_every_value(dtype: str, bits: int) -> None:
+    data = PATTERNS["every value, shuffled"](dtype)
+    assert torch.equal(decoded([assert_encoded_as_reference(data, dtype, bits)])[0], data)
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_histograms(dtype: str, pattern: str) -> None:
+    data = PATTERNS[pattern](dtype)
+    assert torch.equal(triton_codec.histograms(data.to(DEVICE), dtype).cpu(), reference.histograms(data, dtype))
+
+
+@kinds
+def test_decode_several_at_once(dtype: str, bits: int) -> None:
+    """Every pattern, and sizes around those of words, lanes and tiles, in one launch."""
+    data = [excerpt(pattern, dtype) for pattern in PATTERNS]
+    data += [gaussian(dtype, count) for count in (1, 2, 3, 255, 4095, 4096, 4097)]
+    found = decoded([part(values, dtype, bits) for values in data])
+    assert all(torch.equal(*pair) for pair in zip(found, data, strict=True))
+
+
+@kinds
+def test_decoding_again_reads_anew(dtype: str, bits: int) -> None:
+    """All addresses are fixed; what is at them may change."""
+    first, second = (excerpt(pattern, dtype, 200) for pattern in ("random bits", "constant"))
+    coded, layout, out = part(first, dtype, bits)
+    decoding = triton_codec.Decoding([(coded, layout, out)])
+    decoding()
+    assert torch.equal(out[: layout.raw_nbytes].cpu(), first)
+    _, other = reference.encode(second, dtype, bits)  # without escapes: right whatever number the decoder knows
+    coded.copy_(torch.nn.functional.pad(other, (0, coded.numel() - other.numel())))
+    decoding()
+    assert torch.equal(out[: layout.raw_nbytes].cpu(), second)
+
+
+# No access outside
+
+
+@interpreted
+@kinds
+@pytest.mark.parametrize("count", [4, 5000])
+def test_encode_has_no_access_outside(dtype: str, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = spread(dtype, count, 0.5, 2.0, seed=1)
+    layout, expected = reference.encode(data, dtype, bits)
+    made, real = [torch.empty(0)], torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(real(*args, **kwargs))
+        reads.append(made[-1])
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        reads = [data]
+        patch.setattr(torch, "empty", empty)
+        seen = watch(patch, reads, made)
+        found_layout, found = triton_codec.encode(data, dtype, bits)
+    assert found_layout == layout
+    assert torch.equal(found, expected)
+    num_counts = layout.num_tiles * 2**layout.element.exponent_bits
+    assert seen.num_writes == num_counts + layout.starts_at // 4 + layout.num_escapes
+
+
+DAMAGES = ["nothing", "flipped bits", "planes", "symbols", "starts", "starts of 255", "starts of 127", "a start by one"]
+DAMAGES += ["bases", "bases of 255", "escapes", "all", "all of 255"]
+
+
+def damaged(coded: torch.Tensor, layout: Layout, how: str, seed: int) -> torch.Tensor:
+    ranges = {
+        "nothing": (0, 0),
+        "planes": (0, layout.starts_at),
+        "symbols": (512 * layout.element.raw_bits, layout.starts_at),
+        "starts": (layout.starts_at, layout.bases_at),
+        "bases": (layout.bases_at, layout.escapes_at),
+        "escapes": (layout.escapes_at, layout.nbytes),
+    }
+    where, _, fill = how.partition(" of ")
+    begin, end = ranges.get(where, (0, layout.nbytes))
+    coded = coded.cpu().clone()
+    if how == "flipped bits":
+        source = torch.Generator().manual_seed(seed)
+        places = torch.randint(0, layout.bases_at, (40,), generator=source)
+        places[-4:] = places[-4:] % (layout.bases_at - layout.starts_at) + layout.starts_at
+        coded[places] ^= (1 << torch.randint(0, 8, places.shape, generator=source)).to(torch.uint8)
+    elif how == "a start by one":
+        coded[layout.starts_at] = 1
+    elif fill:
+        coded[begin:end] = int(fill)
+    else:
+        coded[begin:end] = noise("float8_e4m3fn", end - begin, seed)
+    return coded.to(DEVICE)
+
+
+def damaged_parts(dtype: str, bits: int, how: str) -> list[Part]:
+    """Many escapes, and none in a whole tile: the kernel has a way of its own for that."""
+    whole = [part(spread(dtype, *shape, seed=3), dtype, bits) for shape in ((3001, 0.5, 2.5), (4096, 0.5, 0.2))]
+    assert whole[0][1].num_escapes > 0 == whole[1][1].num_escapes
+    return [(damaged(coded, layout, how, seed), layout, out) for seed, (coded, layout, out) in enumerate(whole)]
+
+
+@kinds
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_bytes(dtype: str, bits: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give what the reference gives, no access outside, and each word of a target is written once."""
+    for coded, layout, out in damaged_parts(dtype, bits, how):
+        decoding = triton_codec.Decoding([(coded, layout, out)])
+        with monkeypatch.context() as patch:
+            there = coded[: layout.escapes_at + layout.num_escapes]
+            seen = watch(patch, [there, *tables(decoding)], [out]) if DEVICE == "cpu" else None
+            decoding()
+        assert seen is None or seen.num_writes == out.numel() // 4
+        assert_guards_hold(out)
+        assert torch.equal(out[: layout.raw_nbytes].cpu(), by_reference(coded, layout))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("coded_nbytes", "out_nbytes", "text"), [(5640, 200, "a read of 1 bytes"), (5641, 196, "a write of 4 bytes")]
+)
+def test_the_watch_sees(coded_nbytes: int, out_nbytes: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    coded, layout, out = part(flat(torch.zeros(100), "bfloat16"), "bfloat16", 3)
+    decoding = triton_codec.Decoding([(coded, layout, out)])
+    watch(monkeypatch, [coded[:coded_nbytes], *tables(decoding)], [out[:out_nbytes]])
+    with pytest.raises(Exception, match=text):
+        decoding()
