@@ -11,7 +11,7 @@ import transformers
 import weightstream
 
 torch.manual_seed(0)
-sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
 config = transformers.LlamaConfig(vocab_size=2048, **sizes)
 ids = torch.randint(2048, (1, 16))
 
@@ -28,7 +28,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     print(f"{nbytes(packed)} bytes in place of {nbytes(source)}: {nbytes(packed) / nbytes(source):.2f}")
 
     # On a GPU leave codec out. Here RAM plays the device, and decoding is slow: only an explicit codec does it.
-    model = weightstream.from_pretrained(packed, device="cpu", device_budget="6MiB", codec="3bit", progress=False)
+    model = weightstream.from_pretrained(packed, device="cpu", device_budget="4MiB", codec="3bit", progress=False)
     plan = model.weightstream.plan
     print(plan.summary())
     logits = [model(ids).logits for _ in range(3)]

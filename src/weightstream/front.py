@@ -276,7 +276,12 @@ def _offload(
         by_row=tables_of(model, by_alias),
     )
     weights = weights_of(
-        by_alias, by_row=homes.by_row, movable=homes.movable, kept=shared, can_map=lambda: homes.can_map
+        by_alias,
+        by_row=homes.by_row,
+        coded=homes.layouts,
+        movable=homes.movable,
+        kept=shared,
+        can_map=lambda: homes.can_map,
     )
     planner = Planner(config=config, machine=machine_of(config, backend, homes), weights=weights)
     if whole_layers:

@@ -110,12 +110,19 @@ class Manifest:
         """The coded alias groups -> their bits, and bytes."""
         return {t.alias: (t.bits, t.nbytes) for t in self.tensors() if t.bits}
 
+    @cached_property
+    def is_coded(self) -> tuple[bool, ...]:
+        """Of each unit, whether anything of it is coded."""
+        return tuple(any(t.bits for t in unit.tensors) for unit in self.units)
+
     @property
     def coded_aliases(self) -> frozenset[str]:
         return frozenset(self.codes)
 
     def coded(self, codes: Mapping[str, tuple[int, int]]) -> Manifest:
         """The same with these alias groups coded, which are plain: in so many bits, that take so many bytes."""
+        if not codes:
+            return self
 
         def coded(spec: TensorSpec) -> TensorSpec:
             if spec.alias not in codes:
@@ -123,23 +130,33 @@ class Manifest:
             bits, nbytes = codes[spec.alias]
             return replace(spec, bits=bits, nbytes=nbytes, decoded_nbytes=spec.nbytes)
 
-        return self._with(coded) if codes else self
+        return self._made(frozenset(codes.items()), coded)
 
     def plain(self) -> Manifest:
         """The same with nothing coded."""
+        if not self.codes:
+            return self
 
         def plain(spec: TensorSpec) -> TensorSpec:
             return replace(spec, bits=0, nbytes=spec.decoded_nbytes, decoded_nbytes=0) if spec.bits else spec
 
-        return self._with(plain) if self.codes else self
-
-    def _with(self, change: Callable[[TensorSpec], TensorSpec]) -> Manifest:
-        return replace(self, units=tuple(replace(u, tensors=tuple(map(change, u.tensors))) for u in self.units))
+        return self._made(None, plain)
 
     def without(self, aliases: frozenset[str]) -> Manifest:
         """The same units and order, less some of the weights."""
-        units = (replace(u, tensors=tuple(t for t in u.tensors if t.alias not in aliases)) for u in self.units)
-        return replace(self, units=tuple(units))
+        return self._made(aliases, lambda spec: None if spec.alias in aliases else spec) if aliases else self
+
+    @cached_property
+    def _others(self) -> dict[object, Manifest]:
+        return {}
+
+    def _made(self, key: object, change: Callable[[TensorSpec], TensorSpec | None]) -> Manifest:
+        """The same of other tensors, made once: plans for many budgets ask for few of them."""
+        if key not in self._others:
+            changed = (tuple(t for t in map(change, unit.tensors) if t is not None) for unit in self.units)
+            units = tuple(replace(unit, tensors=tensors) for unit, tensors in zip(self.units, changed, strict=True))
+            self._others[key] = replace(self, units=units)
+        return self._others[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,7 +167,8 @@ def place_homes(
             f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
     columns = _columns(plan.manifest, elsewhere)
-    kept = _fitting(plan.manifest, elsewhere, columns, host_budget - held, exact=True)
+    plain = _plain_nbytes(plan.manifest, elsewhere)
+    kept = _fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
     profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
     step_s = plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile)
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
@@ -221,7 +222,8 @@ def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterabl
             residents = forced.union(*columns[:complete])
             ring = depth * unit_nbytes
             spare = budget - held - ring
-            extras = (_fitting(manifest, residents, columns[complete:], spare * part // 4) for part in _PARTS)
+            plain = _plain_nbytes(manifest, residents)
+            extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
             yield from ((residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
     yield from _few_streaming(manifest, columns, budget)
 
@@ -278,26 +280,33 @@ def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
 
 
 def _fitting(
-    manifest: Manifest, placed: frozenset[str], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
+    manifest: Manifest, streamed: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
 ) -> frozenset[str]:
-    """What else fits, column by column: from the units that stream most first, else spread over the depth."""
+    """What else fits, column by column: from the units that stream most first, else spread over the depth.
+
+    `streamed` are the bytes of each unit in plain form: coded ones are never quite the same.
+    """
     padded: Callable[[int], int] = int if exact else aligned
-    sizes, users, spans = manifest.aliases, manifest.users, manifest.spans
-    streamed = by_unit(manifest, {alias: padded(n) for alias, n in spans.items() if alias not in placed})
+    streamed, sizes, users, spans = list(streamed), manifest.aliases, manifest.users, manifest.spans
     taken: set[str] = set()
     for column in columns:
         most = padded(max(map(sizes.__getitem__, column)))
         if not 0 < most <= spare:
             continue
-        alike: dict[int, list[str]] = {}  # by plain bytes: coded ones are never quite the same
+        alike: dict[int, list[str]] = {}
         for alias in column:
             alike.setdefault(-streamed[users[alias][0]], []).append(alias)
         for _, aliases in sorted(alike.items()):
             for alias in _evenly(aliases, min(len(aliases), spare // most)):
                 taken.add(alias)
-                streamed[users[alias][0]] -= padded(spans[alias])
+                streamed[users[alias][0]] -= aligned(spans[alias])
                 spare -= padded(sizes[alias])
     return frozenset(taken)
+
+
+def _plain_nbytes(manifest: Manifest, placed: frozenset[str]) -> list[int]:
+    """Of each unit, the bytes in plain form of what is not placed."""
+    return by_unit(manifest, {alias: aligned(n) for alias, n in manifest.spans.items() if alias not in placed})
 
 
 def _evenly(column: Sequence[str], num: int) -> list[str]:

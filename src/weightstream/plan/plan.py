@@ -100,7 +100,7 @@ class Plan:
 
     def opens(self, unit: int) -> bool:
         """Whether something has to be done before the unit computes."""
-        return self.streams(unit) or any(t.bits for t in self.manifest.units[unit].tensors)
+        return self.streams(unit) or self.manifest.is_coded[unit]
 
     @cached_property
     def buffer_nbytes(self) -> int:
@@ -207,8 +207,8 @@ def _spread(sized: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
 
 def buffer_nbytes(manifest: Manifest) -> int:
     """Bytes of a buffer for the coded weights of any unit, decoded."""
-    units = manifest.units if manifest.codes else ()
-    return max((sum(aligned(t.decoded_nbytes) for t in unit.coded().values()) for unit in units), default=0)
+    units = (unit.coded().values() for unit, coded in zip(manifest.units, manifest.is_coded, strict=True) if coded)
+    return max((sum(aligned(t.decoded_nbytes) for t in specs) for specs in units), default=0)
 
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:

@@ -162,12 +162,12 @@ class Binding:
                 f"unit {self.plan.manifest.units[unit].name} runs inside of another, and both are coded: run this "
                 "model eager, or set codec='none'"
             )
-        self._in_buffer[unit] += bool(self._coded[unit])
+        if self._coded[unit]:
+            self._in_buffer[unit] += 1
 
     def leave(self, unit: int) -> None:
         """Undo `enter`: the unit's last kernel is queued."""
-        self._in_buffer[unit] -= 1
-        self._in_buffer = +self._in_buffer
+        self._in_buffer -= Counter([unit])
 
     def abandon(self) -> None:
         """Release what an error kept from being released."""
@@ -261,7 +261,7 @@ class Binding:
         """Let go of the ring and of every tensor object."""
         self._homes.unguard()
         for face in self.faces():
-            face.unwatch()
+            face.free()
         self._faces.clear()
         self.engine.close()
         self._copies = UnitCopies(self._homes, self.plan, torch.empty(0, dtype=torch.uint8, device="cpu"))

@@ -87,6 +87,11 @@ class Face:
         self.resting = False
         self.guard()
 
+    def free(self) -> None:
+        """Be a plain tensor, whatever is in the memory."""
+        lazy.unguard(self.member.tensor, self.member.kind)
+        self.member.tensor.__class__ = self.member.kind
+
     def guard(self) -> None:
         """The home is shown: decode it before it is read, where it holds nothing yet."""
         tensor, kind = self.member.tensor, self.member.kind
