@@ -113,7 +113,7 @@ class Bench:
         """The model, all of whose settings are ours."""
         model = self.model()
         self._setup_from = time.perf_counter()
-        with weightstream.offload(model, device=self.device, **settings) as streamer:
+        with weightstream.offload(model, device=self.device, **{"codec": "none"} | settings) as streamer:
             timing.synchronize(self.device)
             self._setup_s = time.perf_counter() - self._setup_from
             yield model, streamer

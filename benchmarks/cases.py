@@ -50,12 +50,12 @@ class Case:
 
 
 def mapped(case: Case) -> Any:
-    return weightstream.from_pretrained(case.folder, device=case.device, progress=False, **case.settings)
+    return weightstream.from_pretrained(case.folder, device=case.device, progress=False, codec="none", **case.settings)
 
 
 def arena(case: Case) -> Any:
     model = plain(case)
-    weightstream.offload(model, device=case.device, **case.settings)
+    weightstream.offload(model, device=case.device, codec="none", **case.settings)
     return model
 
 

@@ -155,7 +155,7 @@ class Cells:
         budget, workload = self.nbytes * percent // 100, WORKLOADS[first]
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
         try:
-            streamer = weightstream.offload(self.model, device=self.device, device_budget=budget, **over)
+            streamer = weightstream.offload(self.model, device=self.device, device_budget=budget, codec="none", **over)
         except PlanError as error:
             print(f"{self.shape} {percent} %: {error}", flush=True)
             return
@@ -193,7 +193,7 @@ class Cells:
             return
         keys = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
         over = {"context": WORKLOADS[name].context, **dict(zip(keys, settings, strict=True))}
-        with weightstream.offload(self.model, device=self.device, **over) as streamer:
+        with weightstream.offload(self.model, device=self.device, codec="none", **over) as streamer:
             seconds, peak = self.timed(name)
             ms = rows.percentiles([1e3 * s for s in seconds])
             row = self.row(name, percent, streamer.plan, ms, peak)

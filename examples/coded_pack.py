@@ -1,7 +1,5 @@
 """Packs a small language model in coded form, runs it from there, and shows that every bit is as before."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import torch
 import transformers
 
 import weightstream
+from weightstream.cli import app
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -24,7 +23,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     source, packed = Path(folder, "model"), Path(folder, "packed")
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     # $ weightstream pack MODEL OUT --codec auto
-    subprocess.run([sys.executable, "-m", "weightstream", "pack", source, packed, "--codec", "auto"], check=True)
+    app(["pack", str(source), str(packed), "--codec", "auto"], standalone_mode=False)
     print(f"{nbytes(packed)} bytes in place of {nbytes(source)}: {nbytes(packed) / nbytes(source):.2f}")
 
     # On a GPU leave codec out. Here RAM plays the device, and decoding is slow: only an explicit codec does it.
@@ -33,7 +32,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     print(plan.summary())
     logits = [model(ids).logits for _ in range(3)]
     held = model.weightstream.stats().held_nbytes
-    print(f"held: {held['device']} bytes in the budget of {plan.budget}, {held['host']} in the page cache")
+    print(f"held: {held['device']} bytes in the budget of {plan.budget}, {held['host']} in host memory")
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
     state = plain.state_dict()  # reading a coded weight decodes it

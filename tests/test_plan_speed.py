@@ -49,7 +49,7 @@ def test_a_plan_takes_seconds_and_little_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_takes_seconds_more(tmp_path: Path) -> None:
-    """9 s on two cores that do nothing else."""
+    """20 s of one core, of which a third looks for what to code."""
     text, seconds = planned(tmp_path, "--sweep")
     assert len(re.findall(r"│ *\d+\.\d\d │", text)) >= 20
     assert seconds < 40

@@ -37,6 +37,7 @@ from weightstream.plan.manifest import Manifest
 from weightstream.plan.placement import decoding_less, place
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Prospect, Weights
+from weightstream.plan.refine import Times, refine
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
 SHARES = {3: 0.7, 4: 0.7505}
@@ -311,7 +312,8 @@ def test_the_buffer_is_as_large_as_pays() -> None:
     aliases = known(**SMALL, noise=0.0)
     whole = decoder("matrix", **SMALL)
     few = whole.without(frozenset(a for a in whole.aliases if "gate" in a or "up" in a or "down" in a) - {"0.gate"})
-    planner = ahead(SMALL, None, grains=("matrix",), device_budget=24 * MIB).planners[0]
+    on = machine(profile=replace(H200, overhead_s=0.0))
+    planner = ahead(SMALL, None, on=on, grains=("matrix",), device_budget=24 * MIB).planners[0]
     found = planner(few.without(frozenset({TABLE, HEAD}))).manifest.codes
     assert found.keys() == {alias for alias in aliases if alias in few.aliases and alias[2:] in ("q", "o", "k", "v")}
 
@@ -479,6 +481,25 @@ def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
     assert planner(plan.manifest) == plan
     assert planner.movable(plan.manifest) == frozenset(plan.manifest.aliases) - plan.manifest.codes.keys()
     assert Weights(names={}).codes() == {}
+
+
+@pytest.mark.parametrize("budget", [100 * MIB, 265 * MIB])
+def test_measured_seconds_hold_decoding_once(budget: int) -> None:
+    """A plan that takes what was predicted, refined, is predicted to take the same, and is the best there is."""
+    found = ahead(SMALL, device_budget=budget, grains=("block",), weights={"can_map": lambda: False})
+    planner, plan = found.planners[0], found.plan()[1]
+    assert plan.manifest.codes
+    assert (plan.step_nbytes > 0) == (budget == 100 * MIB)
+    computes = cost.unit_s(plan, planner.profile(plan.manifest))
+    opened = [unit for unit in plan.manifest.order if plan.opens(unit)]
+    copies = {u: (n, H200.copy_s(n)) for u, n in enumerate(plan.unit_nbytes) if n}
+    first = opened[0]
+    spans = {u: sum(computes[u:v]) for u, v in itertools.pairwise([*opened, len(computes)])}
+    spans[opened[-1]] += sum(computes[:first])
+    refined = refine(planner, plan, Times(step_s=plan.step_s, computes=spans, copies=copies))
+    assert refined.plan.step_s == pytest.approx(plan.step_s, rel=0.02)
+    assert refined.plan.compute_s == pytest.approx(sum(computes), rel=1e-6)
+    assert refined.better is None
 
 
 # -- what is shown ------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from torch import nn
 
 from weightstream.adapters import device_map
 from weightstream.adapters.module import find_blocks
-from weightstream.codec import coding
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner, Prospect
 from weightstream.prospects import (
+    can_decode,
     given_plan,
     machine_elsewhere,
     machine_of,
@@ -137,7 +137,7 @@ def from_pretrained(
             offload_folder=config.offload_folder,
             progress=progress,
             verify_checksums=config.verify_checksums,
-            decode=not _decodes(backend, config),
+            decode=not can_decode(backend, config),
             **kwargs,
         )
         if loaded.folder is not None:
@@ -279,6 +279,7 @@ def _offload(
         by_alias,
         by_row=homes.by_row,
         coded=homes.layouts,
+        before_read=partial(_check, mappings),
         movable=homes.movable,
         kept=shared,
         can_map=lambda: homes.can_map,
@@ -322,11 +323,9 @@ def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backen
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
 
 
-def _decodes(backend: Backend, config: OffloadConfig) -> bool:
-    """Whether coded weights can be decoded as they are needed."""
-    if config.codec == "none" or config.backend == "uva":
-        return False
-    return coding.available(backend.device) if backend.device.type == "cuda" else config.codec != "auto"
+def _check(mappings: Sequence[FileMapping | DecodedMemory]) -> None:
+    for mapping in mappings:
+        mapping.check()
 
 
 def _arena(backend: Backend, config: OffloadConfig) -> Arena | None:

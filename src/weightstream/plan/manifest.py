@@ -144,7 +144,7 @@ class Manifest:
 
     def without(self, aliases: frozenset[str]) -> Manifest:
         """The same units and order, less some of the weights."""
-        return self._made(aliases, lambda spec: None if spec.alias in aliases else spec) if aliases else self
+        return self._made(frozenset(aliases), lambda spec: None if spec.alias in aliases else spec) if aliases else self
 
     @cached_property
     def _others(self) -> dict[object, Manifest]:

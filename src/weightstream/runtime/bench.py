@@ -39,6 +39,9 @@ _NUM_WEIGHTS, _WIDTH = 4, 4096
 # A layer of a transformers model takes the host longer per kernel than the bare blocks below: keyword arguments, cache
 # objects, interfaces. Measured (one H200, decode of Llama's 8B and 32B shapes, three machines): 1.16 to 1.39 times.
 _FRAMEWORK = 1.25
+# What the host takes beside a GPU, in launches: per weight of a block (a decoder layer has 16 kernels to 9 weights), and
+# to open a unit and close it (H200, where a launch takes 15 us: 60 us).
+_TENSOR_OPS, _OPENING_OPS = 2, 4
 
 
 class _Sizes(NamedTuple):
@@ -199,7 +202,11 @@ class _Bench:
             for block in blocks:
                 y = block(y, turn, past)
 
-        return {"op_launch_s": _FRAMEWORK * self._seconds(work, choose=min) / (_Block.num_kernels * len(blocks))}
+        op_launch_s = _FRAMEWORK * self._seconds(work, choose=min) / (_Block.num_kernels * len(blocks))
+        if self._device.type == "cpu":
+            return {"op_launch_s": op_launch_s}
+        known = {"launch_s": _TENSOR_OPS * op_launch_s, "overhead_s": _OPENING_OPS * op_launch_s}
+        return {"op_launch_s": op_launch_s, **known}
 
     def link(self) -> dict[str, float]:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""

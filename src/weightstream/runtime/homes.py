@@ -467,6 +467,8 @@ class Homes:
         """Let copies take the coded form from the file, if it is there as the plan wants it."""
         lazy = home.mapping
         if isinstance(lazy, DecodedMemory) and lazy.mapping is not None and not lazy.is_decoded:
+            if lazy.layout.bits == spec.bits and lazy.layout.nbytes > spec.nbytes:
+                raise CodeOverflow({spec.alias: {spec.bits: lazy.layout.nbytes}})
             home.layout = lazy.layout if lazy.layout.bits == spec.bits else None
 
     def _make_coded(self, home: Home, spec: TensorSpec, memory: torch.Tensor | None) -> None:

@@ -64,7 +64,7 @@ def give_back(buffer: Any) -> None:
 
 
 def poison(buffer: Any) -> None:
-    """Make bytes 0xFF of it, NaN in every float, which take no memory either: who reads them sees that they are none."""
+    """Make bytes 0xFF of it, NaN in every float, which take no memory either: who reads them sees what they are."""
     descriptor = _nan_file()
     for begin in range(0, ctypes.sizeof(buffer), _POISON_NBYTES) if descriptor >= 0 else ():
         _put(buffer, begin, min(_POISON_NBYTES, ctypes.sizeof(buffer) - begin), 0, descriptor)

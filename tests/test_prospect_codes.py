@@ -1,0 +1,257 @@
+"""What planners are told of codes: sizes from weights, files and shapes; and plans and screens of real models."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from torch import nn
+from typer.testing import CliRunner
+
+import weightstream
+from test_plan_cli import MACHINE, SHAPE
+from weightstream.cli import app
+from weightstream.codec import reference
+from weightstream.codec.estimate import ASSUMED_BITS
+from weightstream.codec.format import ELEMENTS, Layout
+from weightstream.config import OffloadConfig
+from weightstream.errors import PlanError
+from weightstream.plan.check import prove
+from weightstream.plan.plan import Plan
+from weightstream.prospects import can_decode, weights_of
+from weightstream.runtime import profile as profiles
+from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.weights import groups
+
+transformers = pytest.importorskip("transformers")
+
+KIB = 1024
+WIDTH = 256
+
+
+class Several(nn.Module):
+    """Weights of every kind: that can be coded, and that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ELEMENTS:
+            self.register_parameter(f"of_{name}", nn.Parameter(_random(name), requires_grad=False))
+        self.wide = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("kept", _random("bfloat16"))
+        self.table = nn.Parameter(_random("bfloat16"))
+        self.mixed = nn.Parameter(_random("bfloat16"))
+        self.other = nn.Parameter(self.mixed.data[:1].view(torch.float16))  # the same bytes as another dtype
+        self.tied = nn.Parameter(_random("bfloat16"))
+        self.head = nn.Parameter(self.tied.data.t())
+
+
+def _random(dtype: str) -> torch.Tensor:
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
+
+
+def test_parameters_of_floats_can_be_coded() -> None:
+    module, reads = Several(), []
+    by_alias = groups(module)
+    found = weights_of(
+        by_alias, by_row=frozenset({"table"}), before_read=lambda: reads.append(1), movable=frozenset({"x"})
+    )
+    assert reads == [], "nothing is read before it is asked for"
+    sizes = {alias: codes for alias, codes in found.codes().items() if codes}
+    assert sizes.keys() == {*(f"of_{name}" for name in ELEMENTS), "tied"}
+    for alias, codes in sizes.items():
+        dtype = by_alias[alias].members[0].spec.dtype
+        assert set(codes) == {bits for bits in (3, 4) if bits < ELEMENTS[dtype].exponent_bits}
+        for bits, nbytes in codes.items():
+            layout, _ = reference.encode(by_alias[alias].home, dtype, bits)
+            assert layout.nbytes == nbytes < by_alias[alias].nbytes
+    assert found.codes() is found.codes()
+    assert reads == [1]
+    assert (found.movable, found.coded_in_files) == ({"x"}, frozenset())
+
+
+def test_weights_that_are_not_there_are_assumed() -> None:
+    by_alias = groups(Several().to("meta"), allow_meta=True)
+    codes = weights_of(by_alias).codes()
+    for name in ELEMENTS:
+        for bits, share in ASSUMED_BITS[name].items():
+            assert 0 <= codes[f"of_{name}"][bits] - share * WIDTH**2 / 8 < 512
+    with torch.device("meta"):
+        little = nn.Linear(5, 3, bias=False, dtype=torch.bfloat16)
+    (sizes,) = weights_of(groups(little, allow_meta=True)).codes().values()
+    for bits, nbytes in sizes.items():
+        assert nbytes == Layout(dtype="bfloat16", bits=bits, count=15, num_escapes=0).nbytes, "a tile is whole"
+
+
+def test_what_is_coded_in_a_file_has_one_form() -> None:
+    layout = Layout(dtype="bfloat16", bits=4, count=WIDTH**2, num_escapes=77)
+    found = weights_of(groups(Several()), coded={"of_bfloat16": layout})
+    assert found.coded_in_files == {"of_bfloat16"}
+    assert found.codes()["of_bfloat16"] == {4: layout.nbytes}
+    assert found.codes()["tied"].keys() == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, False), ({"codec": "3bit"}, True), ({"codec": "none"}, False), ({"cpu_offload_gb": 1}, False)],
+)
+def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) -> None:
+    backend = CpuBackend()
+    assert can_decode(backend, OffloadConfig.from_kwargs(**settings)) is expected
+    backend.close()
+
+
+# -- plans of models and checkpoints --------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(6)])
+
+
+BUDGET = 6 * WIDTH**2 * 2 - 60 * KIB
+
+
+def offloaded(path: Path, **settings: Any) -> Plan:
+    with weightstream.offload(model(), device="cpu", device_budget=BUDGET, plan_file=path, **settings) as streamer:
+        return streamer.plan
+
+
+@pytest.fixture
+def coded_plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    with weightstream.offload(model(), device="cpu", device_budget=BUDGET, codec="3bit") as streamer:
+        assert streamer.plan.manifest.codes
+        path.write_text(streamer.plan.to_json())
+    return path
+
+
+def test_a_coded_plan_of_the_same_weights_is_used(coded_plan: Path) -> None:
+    plan = Plan.from_json(coded_plan.read_text())
+    assert offloaded(coded_plan, codec="3bit") == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"codec": "none"}, "6 weights are to be coded, and codec = 'none' does not allow that"),
+        ({"codec": "4bit"}, "codec = '4bit' does not allow that: 3 bits"),
+        ({}, "nothing decodes them here: that takes a CUDA GPU with Triton, or on the CPU an explicit codec"),
+    ],
+)
+def test_a_coded_plan_that_cannot_be_used_says_why(coded_plan: Path, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError) as error:
+        offloaded(coded_plan, **settings)
+    assert f"plan_file {coded_plan}: " in str(error.value)
+    assert told in str(error.value)
+    assert "leave plan_file out" in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    small = SHAPE | {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "vocab_size": 304,
+        "num_key_value_heads": 8,
+    }
+    shape = {name: value for name, value in small.items() if name not in ("architectures", "model_type", "dtype")}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packs") / "coded"
+    done = CliRunner().invoke(app, ["pack", str(folder), str(path), "--codec", "3bit"])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+@pytest.mark.parametrize("budget", ["900KiB", "2MiB", "16MiB"])
+@pytest.mark.parametrize("codec", ["3bit", "4bit"])
+def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, codec: str, budget: str) -> None:
+    """Its coded bytes are known from the headers, and there is no other form of them."""
+    settings = {"device": "cpu", "device_budget": budget, "codec": codec}
+    plan = weightstream.plan_model(packed, **settings)
+    prove(plan)
+    assert {bits for bits, _ in plan.manifest.codes.values()} == {3}
+    loaded = weightstream.from_pretrained(packed, progress=False, **settings)
+    try:
+        assert loaded.weightstream.plan == plan
+    finally:
+        loaded.weightstream.remove()
+
+
+def test_codes_of_a_checkpoint_are_assumed(folder: Path) -> None:
+    plan = weightstream.plan_model(folder, device="cpu", device_budget="2MiB", codec="4bit")
+    codes = plan.manifest.codes
+    assert "model.layers.0.mlp.up_proj.weight" in codes
+    assert "model.embed_tokens.weight" not in codes
+    assert all(bits == 4 and n < plan.manifest.spans[alias] for alias, (bits, n) in codes.items())
+    assert weightstream.plan_model(folder, device="cpu", device_budget="2MiB").manifest.codes == {}, "not asked for"
+
+
+# -- screens -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    machine = tmp_path / "profile.json"
+    machine.write_text(profiles.to_json(MACHINE))
+
+    def run(*flags: str) -> dict[str, Any]:
+        given = ["plan", str(folder), "--profile", str(machine), "--host-budget", "1GiB", "--device-budget", "2MiB"]
+        done: Result = CliRunner().invoke(app, [*given, "--json", *flags])
+        assert done.exit_code == 0, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    return run
+
+
+def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
+    found = {codec: plan("--codec", codec) for codec in ("none", "3bit", "4bit", "auto")}
+    assert [found[codec]["code"] for codec in ("none", "3bit", "4bit")] == [None, "3-bit", "4-bit"]
+    assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["3bit"]["nbytes"]
+    assert found["3bit"]["held_nbytes"] < found["4bit"]["held_nbytes"] < found["none"]["nbytes"]
+    assert found["3bit"]["buffer_nbytes"] > 0 == found["none"]["buffer_nbytes"]
+    assert found["3bit"]["decode_s"] > 0 == found["none"]["decode_s"]
+    assert found["auto"] == plan()
+
+
+def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = importlib.import_module("weightstream.runtime.pace")
+    sizes: list[int] = []
+    plain = pace.copies_s
+    monkeypatch.setattr(pace, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
+    flags = ["--device", "cpu", "--device-budget", "2MiB", "--codec", "3bit", "--seconds", "0.05", "--context", "8"]
+    done = CliRunner().invoke(app, ["bench", str(folder), *flags, "--json"])
+    assert done.exit_code == 0, done.output
+    row = json.loads(done.stdout)
+    assert row["equal"] is True
+    assert row["code"] == "3-bit"
+    assert [system["name"] for system in row["systems"]] == ["raw link floor", "offloaded", "resident"]
+    assert row["step_nbytes"] < 0.8 * sum(sizes), "the floor moves what the step streams as it is without a code"
+    assert sum(sizes) < row["nbytes"]
+    assert row["whole_floor_s"] == row["nbytes"] / row["link_bytes_per_s"]
+    assert row["systems"][2]["weights_nbytes"] == row["nbytes"]
+
+
+def test_doctor_tells_how_fast_codes_are() -> None:
+    doctor = importlib.import_module("weightstream.cli.doctor")
+    backend = CpuBackend()
+    backend.profile = MACHINE
+    finding = doctor._codec(backend)
+    backend.close()
+    assert finding.text.startswith("decoded at 1.2 TB/s in the 3-bit code, 1.7 TB/s in the 4-bit code")
+    assert "--codec 3bit" in finding.text
+    assert finding.value == {"3bit": 1.2e12, "4bit": 1.7e12}
