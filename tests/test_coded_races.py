@@ -141,9 +141,9 @@ def test_no_kernel_sees_other_bytes(place: str, seed: int, nested: bool, monkeyp
 MUTATIONS = {
     "decoding is queued before the fill is waited for": [
         (
-            "            if self.plan.streams(unit):\n                self.engine.wait(unit)\n            opening.waited",
-            "            self.decode(unit)\n            if self.plan.streams(unit):\n                self.engine.wait(unit)\n"
-            "            opening.waited",
+            "if self.plan.streams(unit):\n                self.engine.wait(unit)\n            opening",
+            "self.decode(unit)\n            if self.plan.streams(unit):\n                self.engine.wait(unit)\n"
+            "            opening",
         ),
         ("            if not again:\n                self.decode(unit)\n", ""),
     ],
@@ -156,7 +156,10 @@ MUTATIONS = {
         )
     ],
     "a fill that decoding reads is not waited for": [
-        ("            if self.plan.streams(unit):\n                self.engine.wait(unit)\n            opening", "            opening")
+        (
+            "            if self.plan.streams(unit):\n                self.engine.wait(unit)\n            opening",
+            "            opening",
+        )
     ],
 }
 
@@ -190,7 +193,7 @@ def test_a_buffer_that_is_used_by_an_open_unit_is_seen(monkeypatch: pytest.Monke
     assert found.mismatches
 
 
-# -- graphs ----------------------------------------------------------------------------------------------------------------
+# -- graphs ------------------------------------------------------------------------------------------------------------
 
 
 class CodedGraphRig(GraphRig):
@@ -234,7 +237,10 @@ GRAPH_MUTATIONS = {
         )
     ],
     "inside of a graph, not at all": [
-        ("            self._recording.wait(unit)\n            self._binding.decode(unit)\n", "            self._recording.wait(unit)\n")
+        (
+            "            self._recording.wait(unit)\n            self._binding.decode(unit)\n",
+            "            self._recording.wait(unit)\n",
+        )
     ],
     "outside of one, before the fill is waited for": [
         (
@@ -243,7 +249,10 @@ GRAPH_MUTATIONS = {
         )
     ],
     "outside of one, not at all": [
-        ("            self._binding.hold(unit)\n            self._binding.decode(unit)\n", "            self._binding.hold(unit)\n")
+        (
+            "            self._binding.hold(unit)\n            self._binding.decode(unit)\n",
+            "            self._binding.hold(unit)\n",
+        )
     ],
 }
 

@@ -138,7 +138,9 @@ class Home:
 
     def was_written(self) -> bool:
         """Whether memory that was decoded differs from then."""
-        return self.sample is not None and words(self.group.home).tobytes() != self.sample
+        if self.sample is None:
+            return isinstance(self.mapping, DecodedMemory) and self.mapping.is_decoded  # by others: nobody knows
+        return words(self.group.home).tobytes() != self.sample
 
     @property
     def is_copied_from_file(self) -> bool:
@@ -254,15 +256,16 @@ class Homes:
             self.restore()
             raise
 
-    def restore(self) -> None:
+    def restore(self, *, decode: bool = True) -> None:
         """Bring every group back to the device it came from, into memory of its own.
 
+        Without `decode`, what a file holds coded and nobody has read may stay so: it is to be settled again.
         Raises `StoreError` where a file with weights cannot be read any more, once all others are back.
         """
         self.unguard()
         errors: list[StoreError] = []
         for home in self.homes.values():
-            if home.is_undecoded and not home.moved:  # while there still is what it is decoded from
+            if decode and home.is_undecoded and not home.moved:  # while there still is what it is decoded from
                 try:
                     home.check()
                 except StoreError as error:
@@ -288,7 +291,9 @@ class Homes:
                     self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin), Tier.HOST)
                 except StoreError as error:
                     errors.append(error)
-            home.layout = home.coded = home.sample = None
+            home.layout = home.coded = None
+            if decode or home.moved:
+                home.sample = None
             self._locate(home)
             home.moved = home.pinned = home.left = False
         self._spilled = [m for m in self._spilled if any(home.mapping is m for home in self.homes.values())]
@@ -466,7 +471,7 @@ class Homes:
     def _take_coded_file(self, home: Home, spec: TensorSpec) -> None:
         """Let copies take the coded form from the file, if it is there as the plan wants it."""
         lazy = home.mapping
-        if isinstance(lazy, DecodedMemory) and lazy.mapping is not None and not lazy.is_decoded:
+        if isinstance(lazy, DecodedMemory) and lazy.mapping is not None and not home.was_written():
             if lazy.layout.bits == spec.bits and lazy.layout.nbytes > spec.nbytes:
                 raise CodeOverflow({spec.alias: {spec.bits: lazy.layout.nbytes}})
             home.layout = lazy.layout if lazy.layout.bits == spec.bits else None
@@ -524,7 +529,8 @@ class Homes:
             out.copy_(found[: layout.raw_nbytes])
 
     def _read_directly(self, home: Home, written: bool) -> None:
-        assert home.in_file is not None
+        if home.in_file is None:
+            raise StoreError(f"{home.group.alias} was updated, and its file holds it coded: raise host_budget")
         if not written:
             home.file = DirectFile(home.in_file[0])
 

@@ -234,7 +234,7 @@ class Streamer(FixedAddresses):
                     raise InvariantError(str(error)) from error
                 logger.info("%s", error)
                 known = dict(self._planner.weights.codes())
-                known |= {alias: {**known[alias], **sizes} for alias, sizes in error.sizes.items()}
+                known |= {alias: {**known.get(alias, {}), **sizes} for alias, sizes in error.sizes.items()}
                 weights = replace(self._planner.weights, codes=partial(dict, known))
                 self._planner = replace(self._planner, weights=weights)
                 plan = self._plan_units()
@@ -274,14 +274,14 @@ class Streamer(FixedAddresses):
     def _tensor_ids(self) -> set[int]:
         return {id(tensor) for module in self._model.modules() for _, tensor in own_tensors(module)}
 
-    def _detach(self) -> None:
+    def _detach(self, *, decode: bool = True) -> None:
         self._backend.synchronize()
         while self._undo:
             self._undo.pop()()
         if hasattr(self, "_binding"):
             self._binding.close_all()
         self._ring = self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._homes.restore()
+        self._homes.restore(decode=decode)
 
     def _close(self) -> None:
         self._removed = True
@@ -460,9 +460,9 @@ class Streamer(FixedAddresses):
     def _move(self, plan: Plan) -> None:
         """Bring every weight home and settle again."""
         prove(plan)
-        self._detach()
+        self._detach(decode=False)
         try:
-            self._attach(plan)
+            self._attach_coded(plan)
         except BaseException:
             self._close()
             raise

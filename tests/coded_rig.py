@@ -1,0 +1,152 @@
+"""What the tests of coded weights share: models of a float that can be coded, coded however small, and offloaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightstream
+from models import MODELS, Model, model_nbytes, randomise, weights
+from weightstream.errors import PlanError
+from weightstream.plan import planner
+
+KINDS = (torch.bfloat16, torch.float16)
+PLACES = ("streams", "in part", "resident")
+_RESOLUTION = 32
+
+
+@pytest.fixture
+def code_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code what can be, though a tile takes more than a small matrix has."""
+    monkeypatch.setattr(planner, "_WORTH", 100.0)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """All float32 weights in another type, storage by storage: ties, strides and views of one storage stay."""
+    storages: dict[int, torch.Tensor] = {}
+    for tensor in weights(module).values():
+        if tensor.dtype is torch.float32:
+            old = tensor.untyped_storage()
+            if old.data_ptr() not in storages:
+                storages[old.data_ptr()] = torch.empty(0).set_(old).to(dtype)
+            new = storages[old.data_ptr()].untyped_storage()
+            view = torch.empty(0, dtype=dtype).set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+            tensor.data = view
+            storages[new.data_ptr()] = storages[old.data_ptr()]
+    return module
+
+
+def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A model of `models`, its weights and inputs in this type; building twice gives the same."""
+    model = MODELS[name]()
+
+    def inputs(seed: int) -> dict[str, Any]:
+        given = model.inputs(seed)
+        return {
+            k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()
+        }
+
+    return Model(module=cast(model.module, dtype), inputs=inputs)
+
+
+class Block(nn.Module):
+    """A residual pair of linears, of matrices that a code makes smaller."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self, num_blocks: int = 5, width: int = 128) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def random_model(module_class: type[nn.Module] = Chain, dtype: torch.dtype = torch.bfloat16, **args: Any) -> Any:
+    """A model in eval mode with seeded weights: made twice, it is the same."""
+    return cast(randomise(module_class(**args), 5), dtype)
+
+
+def rows(seed: int, width: int = 128, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(3 + seed, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def offload(module: nn.Module, place: str = "streams", codec: str = "3bit", **settings: Any) -> weightstream.Streamer:
+    """Offload with weights coded: at the least budget, at one half way to all, or with room for all."""
+    budget = budgets(module, codec, (place,))[place]
+    return weightstream.offload(module, device="cpu", device_budget=budget, codec=codec, **settings)
+
+
+def budgets(module: nn.Module, codec: str = "3bit", places: Sequence[str] = PLACES) -> dict[str, int]:
+    """Place -> bytes of budget, within 1/32 of what all takes."""
+    most = _held(module, 16 * model_nbytes(module) + (1 << 20), codec)
+    low, high = 0, most
+    while set(places) != {"resident"} and high - low > most // _RESOLUTION:
+        middle = (low + high) // 2
+        try:
+            _held(module, middle, codec)
+            high = middle
+        except PlanError:
+            low = middle
+    return {"streams": high, "in part": (high + most) // 2, "resident": most}
+
+
+def _held(module: nn.Module, budget: int, codec: str) -> int:
+    with weightstream.offload(module, device="cpu", device_budget=budget, codec=codec) as streamer:
+        return streamer.plan.device_nbytes
+
+
+def exact(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """All there is to a module's tensors: type, marks, shape, stride, bytes, and which of them share memory."""
+    places: dict[tuple[str, int], int] = {}
+    found = {}
+    for name, tensor in weights(module).items():
+        where = places.setdefault((str(tensor.device), tensor.untyped_storage().data_ptr()), len(places))
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.dim() else tensor.detach()
+        facts = (
+            type(tensor),
+            dict(vars(tensor)),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.requires_grad,
+        )
+        found[name] = (*facts, where, data.tolist())
+    return found
+
+
+class Messages(list[str]):
+    """What weightstream warned of so far."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        super().__init__()
+        self._caplog = caplog
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([r.getMessage() for r in self._caplog.records if r.levelno >= logging.WARNING])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.set_level(logging.WARNING, logger="weightstream")
+    return Messages(caplog)

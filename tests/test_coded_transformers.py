@@ -1,0 +1,302 @@
+"""Whole transformers models with coded weights, from plain checkpoints and coded packs: the plain tokens and bits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weightstream
+from coded_rig import built, code_all, exact, told
+from models import assert_same, floats, step, tokens, weights
+from streaming import least_budget
+from weightstream.cli import app
+from weightstream.errors import CheckpointError, PlanError
+from weightstream.store import shard
+
+__all__ = ["code_all", "told"]
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = MappingProxyType(
+    {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+)
+EXPERTS = MappingProxyType({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128})
+VISION = MappingProxyType(
+    {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+)
+NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama": ("LlamaForCausalLM", {**TEXT, "tie_word_embeddings": False}),
+        "llama tied": ("LlamaForCausalLM", {**TEXT, "tie_word_embeddings": True}),
+        "qwen3 moe": ("Qwen3MoeForCausalLM", {**TEXT, **EXPERTS}),
+        "vit": ("ViTModel", VISION),
+    }
+)
+CODECS = ("3bit", "4bit")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The checkpoint of a name, plain or packed in a code; each is written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def made(name: str, codec: str = "plain") -> Path:
+        path: Path = root / f"{name} {codec}"
+        if path.exists():
+            return path
+        if codec != "plain":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shard, "_LEAST_CODED", 8192)
+                result = CliRunner().invoke(app, ["pack", str(made(name)), str(path), "--codec", codec])
+            assert result.exit_code == 0, result.output
+            return path
+        torch.manual_seed(0)
+        model_class, settings = NAMES[name]
+        kind = getattr(transformers, model_class)
+        kind(kind.config_class(**settings)).to(torch.bfloat16).save_pretrained(path)
+        return path
+
+    return made
+
+
+def plain(path: Path, name: str, **options: Any) -> Any:
+    return getattr(transformers, NAMES[name][0]).from_pretrained(path, **{"dtype": "auto", **options}).eval()
+
+
+def inputs(name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    return {"pixel_values": floats(seed, 2, 3, 32, 32).to(dtype)} if name == "vit" else {"input_ids": tokens(seed)}
+
+
+def open_coded(path: Path, codec: str, share: float = 0.4, **options: Any) -> Any:
+    """The model in a share of the bytes that it takes when all is coded, or the least that plans."""
+    options |= {"device": "cpu", "codec": codec, "progress": False}
+    model = weightstream.from_pretrained(path, device_budget=1 << 30, **options)
+    most = model.weightstream.plan.device_nbytes
+    model.weightstream.remove()
+    for twentieths in range(int(20 * share), 21):
+        try:
+            return weightstream.from_pretrained(path, device_budget=most * twentieths // 20, **options)
+        except PlanError:
+            continue
+    raise AssertionError("no plan")
+
+
+def assert_equal_for_a_while(model: Any, reference: Any, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    for seed in range(3):
+        given = inputs(name, seed, dtype)
+        assert_same(step(model, given), step(reference, given))
+    if name != "vit":
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert torch.equal(model.generate(tokens(1), **options), reference.generate(tokens(1), **options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, codec: str, folder: Any, told: list[str]) -> None:
+    reference = plain(folder(name), name)
+    model = open_coded(folder(name), codec)
+    streamer = model.weightstream
+    assert streamer.plan.manifest.codes
+    assert streamer.plan.step_nbytes > 0
+    assert_equal_for_a_while(model, reference, name)
+    held = streamer.stats().held_nbytes
+    assert held["device"] == streamer.plan.device_nbytes
+    with torch.no_grad():
+        for one in (model, reference):
+            for index, parameter in enumerate(one.parameters()):
+                if index % 2:
+                    parameter.mul_(1.25)
+    assert_equal_for_a_while(model, reference, name)
+    streamer.remove()
+    assert values(model) == values(reference)
+    assert_equal_for_a_while(model, reference, name)
+    assert [line for line in told if "converted" not in line] == []
+
+
+def values(model: Any) -> dict[str, Any]:
+    """All but where the memory is: a mapped file's tensors share a storage."""
+    return {name: (kind, *facts[1:-2], facts[-1]) for name, (kind, *facts) in exact(model).items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("packed", ["auto", *CODECS])
+def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
+    reference = plain(folder(name), name)
+    bits = 3 if packed != "4bit" else 4
+    model = open_coded(folder(name, packed), f"{bits}bit")
+    streamer = model.weightstream
+    codes = streamer.plan.manifest.codes
+    assert codes
+    assert {n for n, _ in codes.values()} == {bits}
+    coded = [alias for alias in codes if alias not in streamer.plan.resident]
+    assert coded
+    assert all(streamer._homes.homes[alias].coded is None for alias in coded), "it is in the file"
+    assert_equal_for_a_while(model, reference, name)
+    assert all(streamer._homes.homes[alias].is_undecoded for alias in coded), "nobody read them"
+    with torch.no_grad():
+        for one in (model, reference):
+            for index, parameter in enumerate(one.parameters()):
+                if index % 2:
+                    parameter.mul_(1.25)
+    assert_equal_for_a_while(model, reference, name)
+    streamer.remove()
+    assert values(model) == values(reference)
+    assert [line for line in told if "converted" not in line] == []
+
+
+@pytest.mark.parametrize("name", ["llama tied", "vit"])
+@pytest.mark.parametrize("codec", ["auto", "none"])
+def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
+    name: str, codec: str, folder: Any, told: list[str]
+) -> None:
+    reference = plain(folder(name), name)
+    nbytes = sum(tensor.nbytes for tensor in reference.parameters())
+    model = weightstream.from_pretrained(
+        folder(name, "3bit"), device="cpu", device_budget=nbytes * 3 // 4, codec=codec, progress=False
+    )
+    assert not model.weightstream.plan.manifest.codes
+    assert model.weightstream.plan.step_nbytes > 0
+    assert len(told) == 1, list(told)
+    assert_equal_for_a_while(model, reference, name)
+    model.weightstream.remove()
+    assert values(model) == values(reference)
+
+
+@pytest.mark.parametrize("kind", ["plain", "3bit"])
+@pytest.mark.parametrize("codec", ["auto", "none", "3bit"])
+def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, folder: Any) -> None:
+    reference = plain(folder("llama"), "llama", dtype=torch.float16)
+    model = weightstream.from_pretrained(
+        folder("llama", kind), device="cpu", device_budget="1MiB", codec=codec, dtype=torch.float16, progress=False
+    )
+    assert bool(model.weightstream.plan.manifest.codes) is (codec == "3bit")
+    assert all(parameter.dtype is torch.float16 for parameter in model.parameters())
+    assert_equal_for_a_while(model, reference, "llama", torch.float16)
+    model.weightstream.remove()
+    for mine, theirs in zip(weights(model).values(), weights(reference).values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Path) -> None:
+    source = folder("llama", "3bit")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    file = next(tmp_path.glob("*.safetensors"))
+    damaged = bytearray(file.read_bytes())
+    at = len(damaged) - 300_000
+    damaged[at : at + 200_000] = bytes(255 - byte for byte in damaged[at : at + 200_000])
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="checksum"):
+        open_coded(tmp_path, "3bit")
+    model = open_coded(tmp_path, "3bit", verify_checksums=False)
+    (found,) = step(model, {"input_ids": tokens(0), "use_cache": False})
+    (expected,) = step(plain(folder("llama"), "llama"), {"input_ids": tokens(0), "use_cache": False})
+    assert found.shape == expected.shape
+    assert not torch.equal(found, expected)
+
+
+def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) -> None:
+    reference = plain(folder("llama tied"), "llama tied")
+    model = open_coded(folder("llama tied", "3bit"), "3bit")
+    assert model.num_parameters() == reference.num_parameters()
+    assert model.get_memory_footprint() == reference.get_memory_footprint()
+    assert model.dtype is torch.bfloat16
+    assert torch.equal(model.lm_head.weight.float(), reference.lm_head.weight.float())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "again")
+    again = plain(tmp_path / "again", "llama tied")
+    assert values(again) == values(reference)
+    assert_equal_for_a_while(model, reference, "llama tied")
+
+
+@pytest.mark.parametrize("kind", ["plain", "3bit"])
+def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:
+    reference = plain(folder("llama"), "llama")
+    options = {"host_budget": "300KiB"} | ({"offload_folder": tmp_path} if kind == "plain" else {})
+    model = open_coded(folder("llama", kind), "3bit", **options)
+    streamer = model.weightstream
+    assert streamer.stats().held_nbytes["host"] <= 300 << 10
+    if kind == "3bit":
+        assert streamer.plan.disk
+        assert streamer.plan.disk & streamer.plan.manifest.codes.keys()
+    assert_equal_for_a_while(model, reference, "llama")
+    with torch.no_grad():
+        for one in (model, reference):
+            one.model.layers[1].mlp.up_proj.weight.mul_(1.25)
+    assert_equal_for_a_while(model, reference, "llama")
+
+
+@pytest.mark.parametrize("host_budget", [None, "250KiB"])
+@pytest.mark.parametrize("packed", CODECS)
+def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | None, folder: Any) -> None:
+    reference = plain(folder("llama"), "llama")
+    model = open_coded(folder("llama", packed), packed, 0.6, host_budget=host_budget)
+    streamer = model.weightstream
+    assert (len(streamer.plan.disk) > 0) is (host_budget is not None)
+    for one in (model, reference):
+        read = one.model.layers[1].mlp.up_proj
+
+        def hook(module: Any, args: Any, read: Any = read) -> Any:
+            return (args[0] * read.weight.float().norm().to(args[0].dtype),)
+
+        one.lm_head.register_forward_pre_hook(hook)
+    assert_equal_for_a_while(model, reference, "llama")
+    assert streamer.stats().unplanned_fills > 0
+    homes = streamer._homes.homes
+    streamed = streamer.plan.manifest.codes.keys() - streamer.plan.resident - {"model.layers.1.mlp.up_proj.weight"}
+    assert streamed
+    assert all(homes[alias].coded is None for alias in streamed), "copied from the file, not from RAM"
+    streamer.remove()
+    assert values(model) == values(reference)
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma2", "gpt2", "t5", "bart-bf16", "mamba", "clip", "mixtral", "albert", "opt"]
+)
+@pytest.mark.usefixtures("code_all")
+def test_an_architecture_offloaded_in_place(name: str) -> None:
+    model, reference = built(name), built(name)
+    budget = least_budget(model.module, "cpu")
+    while True:
+        try:
+            streamer = weightstream.offload(model.module, device="cpu", device_budget=budget, codec="3bit")
+            break
+        except PlanError:
+            budget = budget * 5 // 4
+    with streamer:
+        assert streamer.plan.manifest.codes
+        for seed in range(3):
+            assert_same(step(model.module, model.inputs(seed)), step(reference.module, reference.inputs(seed)))
+    assert exact(model.module) == exact(reference.module)
