@@ -16,7 +16,9 @@ from torch.nn import functional
 import weightstream
 from coded_rig import PLACES, Block, Chain, budgets, built, code_all, exact, offload, random_model, rows
 from models import FIXTURES, assert_same, step
+from weightstream.config import OffloadConfig, PrefetchOffloadConfig
 from weightstream.errors import OffloadError
+from weightstream.offloaders import create_offloader
 
 # Weights of one type must do: no complex ones; and no convolutional net, which is slow here.
 NAMES = sorted(FIXTURES.keys() - {"OddTensors", "AutoencoderKL", "WeightsInBuffers"})
@@ -271,6 +273,27 @@ def test_a_compiled_step_is_equal(place: str) -> None:
         streamer.compile(backend="eager")
         for seed in (0, 0, 0, 0):
             assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
+    prefetch = PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=1, offload_prefetch_step=2)
+    config = OffloadConfig(offload_backend="prefetch", codec="3bit", prefetch=prefetch)
+    layers, plain = ([*random_model().blocks, *random_model().blocks] for _ in range(2))
+    offloader = create_offloader(config)
+    assert offloader.wrap_modules(iter(layers)) == layers
+    offloader.post_init()
+    assert offloader.streamer is not None
+    assert len(offloader.streamer.plan.manifest.codes) == 2 * len(layers) // size
+    for seed in range(6):
+        x = y = rows(seed)
+        for layer, other in zip(layers, plain, strict=True):
+            with torch.no_grad():
+                x, y = layer(x), other(y)
+        assert_same([x], [y])
+    offloader.streamer.remove()
+    for layer, other in zip(layers, plain, strict=True):
+        assert exact(layer) == exact(other)
 
 
 def test_two_models_take_turns() -> None:

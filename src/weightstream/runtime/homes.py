@@ -232,9 +232,10 @@ class Homes:
         """Move everything to where the plan wants it; on failure everything is moved back first."""
         try:
             coded = {t.alias: t for t in plan.manifest.tensors() if t.bits}
+            memory = self._memory_of_coded([t for t in coded.values() if t.alias in plan.resident])
             for alias in plan.manifest.aliases:  # residents first: what leaves the host makes room there
                 if alias in plan.resident and alias in coded:
-                    self._make_coded(self.homes[alias], coded[alias], None)
+                    self._make_coded(self.homes[alias], coded[alias], memory.get(alias), Tier.DEVICE)
                 elif alias in plan.resident:
                     self._make_resident(self.homes[alias])
             for alias, spec in coded.items():
@@ -453,7 +454,7 @@ class Homes:
             for alias, offset in waiting.items():
                 memory = block[offset : offset + sizes[alias]]
                 if alias in coded:
-                    self._make_coded(self.homes[alias], coded[alias], memory)
+                    self._make_coded(self.homes[alias], coded[alias], memory, Tier.HOST)
                 else:
                     self._move(self.homes[alias], memory, Tier.HOST)
             pinned = self._pin(block)
@@ -463,7 +464,9 @@ class Homes:
         for alias, home in ((alias, self.homes[alias]) for alias in waiting):
             if alias in coded:
                 memory = torch.empty(plan.manifest.aliases[alias], dtype=torch.uint8, device="cpu")
-                self._make_coded(home, coded[alias], memory)
+                self._make_coded(home, coded[alias], memory, Tier.HOST)
+            elif home.is_undecoded:
+                home.check()  # now: readers ahead of a copy begin before it prepares its source
             elif home.tier is Tier.DEVICE:
                 self._move(home, torch.empty(home.group.nbytes, dtype=torch.uint8, device="cpu"), Tier.HOST)
             home.tier = Tier.HOST
@@ -476,12 +479,21 @@ class Homes:
                 raise CodeOverflow({spec.alias: {spec.bits: lazy.layout.nbytes}})
             home.layout = lazy.layout if lazy.layout.bits == spec.bits else None
 
-    def _make_coded(self, home: Home, spec: TensorSpec, memory: torch.Tensor | None) -> None:
-        """Hold a group in coded form, in `memory` of the host or else on the device; raises `CodeOverflow`."""
+    def _memory_of_coded(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        """Memory of the device in one piece, as its allocator rounds up each; where plain weights are to make room for
+        coded ones, each has to find its own."""
+        if any(self.homes[spec.alias].origin == self._backend.device for spec in specs) or not specs:
+            return {}
+        starts = list(accumulate((aligned(spec.nbytes) for spec in specs), initial=0))
+        block = self._backend.alloc(starts[-1])
+        return {s.alias: block[start : start + s.nbytes] for start, s in zip(starts, specs, strict=False)}
+
+    def _make_coded(self, home: Home, spec: TensorSpec, memory: torch.Tensor | None, tier: Tier) -> None:
+        """Hold a group in coded form, in `memory` or else in its own on the device; raises `CodeOverflow`."""
         layout, coded = self._coded(home, spec)
         if layout.nbytes > spec.nbytes:
             raise CodeOverflow({spec.alias: {spec.bits: layout.nbytes}})
-        tier, memory = (Tier.DEVICE, self._backend.alloc(spec.nbytes)) if memory is None else (Tier.HOST, memory)
+        memory = self._backend.alloc(spec.nbytes) if memory is None else memory
         memory[: layout.nbytes].copy_(coded)
         memory[layout.nbytes :].zero_()
         home.coded, home.layout, home.tier, home.sample = memory, layout, tier, None
