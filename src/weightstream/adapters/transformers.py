@@ -177,7 +177,8 @@ class _Load:
     def _tell_of_decoding(self) -> None:
         _LOGGER.warning(
             "%s: %d coded tensors are decoded into %s%s: %d bytes on disk and on every way from there in place of %d, "
-            "since nothing decodes them on the device (that takes a CUDA GPU with Triton, and codec other than 'none')",
+            "since they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
+            "codec='3bit' or '4bit'; and neither codec='none' nor uva)",
             *(self._where, len(self._coded), self._folder.path),
             " for this process only (offload_folder= keeps them)" if self._folder.is_private else "",
             sum(layout.raw_nbytes for layout in self._coded.values()),

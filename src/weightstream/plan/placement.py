@@ -323,8 +323,9 @@ def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     held, buffer = _nbytes(manifest, forced), buffer_nbytes(manifest)
     needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
+    codec = ", or codec='auto' or 'none'" if buffer else ""
     return (
         f"device budget {human(budget)} ({budget} bytes) < resident {human(held)} + ring {human(sizes[largest])}{more} "
         f"= {human(needed)} ({needed} bytes): the ring must hold the largest unit, "
-        f"{manifest.units[largest].name or '(root)'}. Raise the budget, or use a smaller dtype."
+        f"{manifest.units[largest].name or '(root)'}. Raise the budget, or use a smaller dtype{codec}."
     )
