@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from test_pack import assert_same_state, bits
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.cli import app
 from weightstream.codec import chunks, reference
@@ -107,17 +108,6 @@ def read(path: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     return 8 + length, header, json.loads(header["__metadata__"].get("weightstream", "{}"))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(bits(found[name]), bits(tensor)), name
 
 
 def populate(loaded: LoadedModel) -> None:

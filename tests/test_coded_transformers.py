@@ -134,16 +134,20 @@ def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, codec: str, fold
     assert_equal_for_a_while(model, reference, name)
     held = streamer.stats().held_nbytes
     assert held["device"] == streamer.plan.device_nbytes
-    with torch.no_grad():
-        for one in (model, reference):
-            for index, parameter in enumerate(one.parameters()):
-                if index % 2:
-                    parameter.mul_(1.25)
+    update_every_other(model, reference)
     assert_equal_for_a_while(model, reference, name)
     streamer.remove()
     assert values(model) == values(reference)
     assert_equal_for_a_while(model, reference, name)
     assert [line for line in told if "converted" not in line] == []
+
+
+@torch.no_grad()
+def update_every_other(*models: Any) -> None:
+    for model in models:
+        for index, parameter in enumerate(model.parameters()):
+            if index % 2:
+                parameter.mul_(1.25)
 
 
 def values(model: Any) -> dict[str, Any]:
@@ -166,11 +170,7 @@ def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told
     assert all(streamer._homes.homes[alias].coded is None for alias in coded), "it is in the file"
     assert_equal_for_a_while(model, reference, name)
     assert all(streamer._homes.homes[alias].is_undecoded for alias in coded), "nobody read them"
-    with torch.no_grad():
-        for one in (model, reference):
-            for index, parameter in enumerate(one.parameters()):
-                if index % 2:
-                    parameter.mul_(1.25)
+    update_every_other(model, reference)
     assert_equal_for_a_while(model, reference, name)
     streamer.remove()
     assert values(model) == values(reference)

@@ -115,7 +115,7 @@ class Manifest:
         """Of each unit, whether anything of it is coded."""
         return tuple(any(t.bits for t in unit.tensors) for unit in self.units)
 
-    @property
+    @cached_property
     def coded_aliases(self) -> frozenset[str]:
         return frozenset(self.codes)
 

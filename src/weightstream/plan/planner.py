@@ -328,17 +328,11 @@ class Planner:
         machine = self.machine
         budget = self.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
         default = " (the default, 80 % of what this process may still take)" if budget is None else ""
-        bound = plan.manifest.coded_aliases - self.weights.coded_in_files  # to RAM: no file has their coded form
-        folder = (
-            ""
-            if bound or self.config.offload_folder is not None
-            else ", name an offload_folder to keep the rest on disk"
-        )
-        pack = (
-            " Or set codec='auto', or make a coded pack: what a file does not hold coded cannot be on disk."
-            if bound
-            else ""
-        )
+        folder = pack = ""
+        if plan.manifest.coded_aliases - self.weights.coded_in_files:
+            pack = " Or set codec='auto', or make a coded pack: what a file does not hold coded cannot be on disk."
+        elif self.config.offload_folder is None:
+            folder = ", name an offload_folder to keep the rest on disk"
         if budget is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"

@@ -207,8 +207,10 @@ class UnitFaces:
 
     def coded_written(self) -> set[str]:
         """Alias groups that are coded, and of which somebody may have changed the plain bytes."""
+        coded = [home for home in self._homes if home.layout is not None]
+        if not coded:
+            return set()
         lent = {face.source.group.alias for face in self.faces if face.handed_out()}
-        coded = (home for home in self._homes if home.layout is not None)
         return {home.group.alias for home in coded if home.group.alias in lent or home.was_written()}
 
     def _read(self) -> list[bytes]:

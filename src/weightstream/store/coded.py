@@ -16,7 +16,7 @@ from typing import Any
 
 from weightstream.codec.format import VERSION, Layout, layout_of
 from weightstream.errors import CheckpointError, StoreError
-from weightstream.store.header import DTYPES, TensorEntry, are_sizes, nbytes_of, parsed
+from weightstream.store.header import CODES, DTYPES, TensorEntry, are_sizes, nbytes_of, parsed
 from weightstream.store.mapping import FileMapping
 
 KEY = "weightstream"
@@ -28,10 +28,9 @@ _REMEDY = "damaged: get or pack it again"
 
 def text_of(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]], sums: Mapping[str, int]) -> str:
     """The text for these tensors; of a checksum that is not known yet, the longest that it can be."""
-    codes = {name: code for code, name in DTYPES.items()}
     tensors = {
         name: {
-            "dtype": codes[layout.dtype],
+            "dtype": CODES[layout.dtype],
             "shape": list(shapes[name]),
             **layout.record(),
             "crc32": sums.get(name, _MOST_CRC32),

@@ -28,6 +28,7 @@ DTYPES = MappingProxyType({
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 })
 # fmt: on
+CODES = MappingProxyType({name: code for code, name in DTYPES.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

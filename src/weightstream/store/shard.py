@@ -19,7 +19,7 @@ from weightstream.codec.format import BITS, Layout, can_code
 from weightstream.errors import UnsupportedError
 from weightstream.store import coded
 from weightstream.store.decoded import DecodedMemory
-from weightstream.store.header import DTYPES
+from weightstream.store.header import CODES
 from weightstream.store.mapping import FileMapping
 
 HEADER = "the header"
@@ -66,7 +66,6 @@ class Shard:
         return len(text).to_bytes(8, "little") + text
 
     def _text(self, sums: Mapping[str, int]) -> bytes:
-        codes = {name: code for code, name in DTYPES.items()}
         texts = {"format": "pt", **self.metadata}
         if self.layouts:
             texts[coded.KEY] = coded.text_of(self.layouts, {n: self.tensors[n].shape for n in self.layouts}, sums)
@@ -74,10 +73,10 @@ class Shard:
         end = 0
         for name, nbytes in self.sizes().items():
             dtype, shape = str(self.tensors[name].dtype).removeprefix("torch."), list(self.tensors[name].shape)
-            if dtype not in codes:
+            if dtype not in CODES:
                 raise UnsupportedError(f"{name} is {dtype}, which safetensors cannot hold")
             begin, end = end, end + nbytes
-            code, shape = ("U8", [nbytes]) if name in self.layouts else (codes[dtype], shape)
+            code, shape = ("U8", [nbytes]) if name in self.layouts else (CODES[dtype], shape)
             facts[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         return json.dumps(facts, separators=(",", ":")).encode()
 
