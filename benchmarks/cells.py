@@ -26,13 +26,14 @@ import transformers
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.adapters.steps import Steps
+from weightstream.measure.pace import copies_s, rounds_s
 from weightstream.plan.placement import place_layers
-from weightstream.plan.planner import Planner, Prospect
+from weightstream.plan.planner import Planner
+from weightstream.plan.prospect import Prospect
 from weightstream.plan.work import Workload
 from weightstream.prospects import machine_of_device, prospect_of, tables_of, weights_of
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.pace import copies_s, rounds_s
 from weightstream.runtime.weights import groups
 
 SHAPES = {

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from weightstream.runtime import profile
+from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 
 

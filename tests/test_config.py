@@ -90,7 +90,6 @@ def test_defaults() -> None:
         "batch": 1,
         "context": None,
         "tokens": 1,
-        "plan_file": None,
         "offload_folder": None,
         "pin_memory": True,
         "use_uva": True,
@@ -262,7 +261,7 @@ def test_configurations_are_frozen_hashable_and_survive_copies() -> None:
         ("context", 1.5, ">= 1"),
         ("tokens", 0, ">= 1"),
         ("tokens", "many", ">= 1"),
-        ("plan_file", 3, "path"),
+        ("offload_folder", 3, "path"),
         ("max_memory", "10GiB", '"cpu": "30GiB"'),
         ("max_memory", {"disk": "1GiB"}, "name an offload_folder"),
         ("max_memory", {0: "1GiB", 1: "1GiB"}, "weightstream computes on one"),
@@ -275,7 +274,6 @@ def test_configurations_are_frozen_hashable_and_survive_copies() -> None:
         ("max_memory", {"cpu": "101%"}, "'cpu': '101%'"),
         ("offload_backend", "none", "'auto', 'uva' or 'prefetch'"),
         ("offload_backend", 1, "'auto', 'uva' or 'prefetch'"),
-        ("offload_folder", 3, "path"),
         ("pin_memory", "maybe", "true or false"),
         ("use_uva", 2, "true or false"),
         ("uva", 5, "UVAOffloadConfig"),
@@ -423,7 +421,6 @@ def test_backend(values: dict[str, Any], backend: str) -> None:
         ({"device_budget": "8%", "offload_group_size": 1}, ["device_budget = 8%", "'prefetch'"]),
         ({"max_memory": {0: 5, "cpu": 7}, "cpu_offload_gb": 1}, ["max_memory[0] = 5", "'uva'"]),
         ({"codec": "3bit", "cpu_offload_gb": 1}, ["codec = '3bit'", "'auto' selects 'uva'"]),
-        ({"plan_file": "p.json", "offload_group_size": 1}, ["'offload_group_size': 1", "remove plan_file"]),
     ],
 )
 def test_an_ignored_setting_warns_once_and_says_how_to_silence_it(values: dict[str, Any], named: list[str]) -> None:
@@ -449,7 +446,6 @@ def test_a_budget_and_both_backends_give_a_warning_each() -> None:
         {"offload_group_size": 4, "batch": 8, "context": 100, "tokens": 2},
         {"max_memory": {"cpu": 7}, "offload_group_size": 4},
         {
-            "plan_file": "p.json",
             "device_budget": 5,
             "host_budget": 6,
             "offload_folder": "/tmp",
@@ -459,7 +455,6 @@ def test_a_budget_and_both_backends_give_a_warning_each() -> None:
         {"device_budget": GIB, "host_budget": 0, "offload_folder": "/tmp", "pin_memory": False, "use_uva": False},
         {"codec": "none", "cpu_offload_gb": 1},
         {"codec": "4bit", "offload_group_size": 1},
-        {"codec": "4bit", "plan_file": "p.json"},
     ],
 )
 def test_a_configuration_without_conflict_is_silent(values: dict[str, Any]) -> None:
@@ -641,7 +636,6 @@ OTHER_VALUES: dict[str, Any] = {
     "batch": 2,
     "context": 5,
     "tokens": 2,
-    "plan_file": "/tmp/plan.json",
     "offload_folder": "/tmp/x",
     "pin_memory": False,
     "use_uva": False,

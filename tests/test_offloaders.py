@@ -24,7 +24,7 @@ from weightstream.offloaders import (
     set_offloader,
 )
 from weightstream.runtime.cpu import CpuBackend
-from weightstream.testing import Limit
+from wrapped import Limit
 
 NUM_LAYERS = 8
 

@@ -11,21 +11,19 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from test_plan_cli import MACHINE, SHAPE
 from torch import nn
 from typer.testing import CliRunner
 
 import weightstream
-from test_plan_cli import MACHINE, SHAPE
 from weightstream.cli import app
 from weightstream.codec import reference
 from weightstream.codec.estimate import ASSUMED_BITS
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
-from weightstream.errors import PlanError
+from weightstream.measure import profile as profiles
 from weightstream.plan.check import prove
-from weightstream.plan.plan import Plan
 from weightstream.prospects import can_decode, weights_of
-from weightstream.runtime import profile as profiles
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.weights import groups
 
@@ -109,49 +107,6 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
 # -- plans of models and checkpoints --------------------------------------------------------------------------------
 
 
-def model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(6)])
-
-
-BUDGET = 6 * WIDTH**2 * 2 - 60 * KIB
-
-
-def offloaded(path: Path, **settings: Any) -> Plan:
-    with weightstream.offload(model(), device="cpu", device_budget=BUDGET, plan_file=path, **settings) as streamer:
-        return streamer.plan
-
-
-@pytest.fixture
-def coded_plan(tmp_path: Path) -> Path:
-    path = tmp_path / "plan.json"
-    with weightstream.offload(model(), device="cpu", device_budget=BUDGET, codec="3bit") as streamer:
-        assert streamer.plan.manifest.codes
-        path.write_text(streamer.plan.to_json())
-    return path
-
-
-def test_a_coded_plan_of_the_same_weights_is_used(coded_plan: Path) -> None:
-    plan = Plan.from_json(coded_plan.read_text())
-    assert offloaded(coded_plan, codec="3bit") == plan
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"codec": "none"}, "6 weights are to be coded, and codec = 'none' does not allow that"),
-        ({"codec": "4bit"}, "codec = '4bit' does not allow that: 3 bits"),
-        ({}, "nothing decodes them here: that takes a CUDA GPU with Triton, or on the CPU an explicit codec"),
-    ],
-)
-def test_a_coded_plan_that_cannot_be_used_says_why(coded_plan: Path, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError) as error:
-        offloaded(coded_plan, **settings)
-    assert f"plan_file {coded_plan}: " in str(error.value)
-    assert told in str(error.value)
-    assert "leave plan_file out" in str(error.value)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
@@ -229,7 +184,7 @@ def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = importlib.import_module("weightstream.runtime.pace")
+    pace = importlib.import_module("weightstream.measure.pace")
     sizes: list[int] = []
     plain = pace.copies_s
     monkeypatch.setattr(pace, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
@@ -247,10 +202,9 @@ def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.M
 
 
 def test_doctor_tells_how_fast_codes_are() -> None:
-    doctor = importlib.import_module("weightstream.cli.doctor")
     backend = CpuBackend()
     backend.profile = MACHINE
-    finding = doctor._codec(backend)
+    finding = importlib.import_module("weightstream.measure.findings")._codec(backend)
     backend.close()
     assert finding.text.startswith("decoded at 1.2 TB/s in the 3-bit code, 1.7 TB/s in the 4-bit code")
     assert "--codec 3bit" in finding.text

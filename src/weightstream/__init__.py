@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         get_offloader,
         set_offloader,
     )
-    from weightstream.runtime.streamer import Stats, Streamer
+    from weightstream.runtime.stats import Stats
+    from weightstream.runtime.streamer import Streamer
 
 __version__ = "0.1.0"
 
@@ -63,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
     if name in ("Stats", "Streamer"):
-        return getattr(import_module("weightstream.runtime.streamer"), name)
+        return getattr(import_module(f"weightstream.runtime.{name.lower()}"), name)
     if name in ("from_pretrained", "generate", "offload", "plan_model"):
         return getattr(import_module("weightstream.front"), name)
     if name in __all__:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, PlainSerializer, TypeAdapter, ValidationError
 
 # Strict: else pydantic reads `true` as 1, one byte.
 _BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
@@ -61,12 +61,12 @@ def _memory(key: Any) -> str:
     return str(int(match[1])) if match[1] else "cpu"
 
 
-_Size = Field(description='bytes, a size such as "12GiB", or a share such as "80%"')
+_Size = 'bytes, a size such as "12GiB", or a share such as "80%"'  # what an error tells the user to give
 Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v)), _Size]
 BudgetOverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v, 1)), _Size]
 MaxMemory = Annotated[
     tuple[tuple[str, int | str], ...],  # hashable
     BeforeValidator(_checked_map),
     PlainSerializer(dict, return_type=dict[str, int | str]),
-    Field(description='the budget of one device and of the host, such as {0: "10GiB", "cpu": "30GiB"}'),
+    'the budget of one device and of the host, such as {0: "10GiB", "cpu": "30GiB"}',
 ]

@@ -24,17 +24,21 @@ class ConfigWarning(UserWarning):
     """A setting that is given but ignored."""
 
 
-# A description is what an error tells the user to give.
-_Gib = Annotated[float, Field(strict=True, ge=0, description="GiB (2**30 bytes) as a finite number >= 0")]
-_Count = Annotated[int, Field(strict=True, ge=0, description="a whole number >= 0")]
-_Positive = Annotated[int, Field(strict=True, ge=1, description="a whole number >= 1")]
-_OptionalPositive = Annotated[_Positive | None, Field(description="a whole number >= 1")]
-_Switch = Annotated[bool, Field(description="true or false")]
+# The text beside a type is what an error tells the user to give; a field's description is the help of its flag.
+_Gib = Annotated[float, Field(strict=True, ge=0), "GiB (2**30 bytes) as a finite number >= 0"]
+_Count = Annotated[int, Field(strict=True, ge=0), "a whole number >= 0"]
+_Positive = Annotated[int, Field(strict=True, ge=1), "a whole number >= 1"]
+_OptionalPositive = Annotated[int | None, Field(strict=True, ge=1), "a whole number >= 1"]
+_Switch = Annotated[bool, "true or false"]
 _Names = Annotated[
     frozenset[str],
     PlainSerializer(sorted, return_type=list[str], when_used="json"),
-    Field(description='a list of name segments such as ["experts"]'),
+    'a list of name segments such as ["experts"]',
 ]
+
+
+def _setting(default: Any, description: str) -> Any:
+    return Field(default=default, description=description)
 
 
 class _Settings(BaseModel):
@@ -59,17 +63,17 @@ class _Settings(BaseModel):
 class UVAOffloadConfig(_Settings):
     """Zero-copy: GiB to place on the host per GPU, and the name segments eligible for it (none given: all)."""
 
-    cpu_offload_gb: _Gib = 0.0
-    cpu_offload_params: _Names = frozenset()
+    cpu_offload_gb: _Gib = _setting(0.0, "GiB of weights to place on the host.")
+    cpu_offload_params: _Names = _setting(frozenset(), "Place only parameters with this name segment.")
 
 
 class PrefetchOffloadConfig(_Settings):
     """Prefetch: the last `num_in_group` of every `group_size` layers, copied `prefetch_step` of them ahead."""
 
-    offload_group_size: _Count = 0
-    offload_num_in_group: _Positive = 1
-    offload_prefetch_step: _Count = 1
-    offload_params: _Names = frozenset()
+    offload_group_size: _Count = _setting(0, "Layers in a group; 0 is off.")
+    offload_num_in_group: _Positive = _setting(1, "How many of a group's last layers to offload.")
+    offload_prefetch_step: _Count = _setting(1, "How many offloaded layers ahead to copy.")
+    offload_params: _Names = _setting(frozenset(), "Offload only parameters with this name segment.")
 
     def model_post_init(self, context: object, /) -> None:
         size, num, step = self.offload_group_size, self.offload_num_in_group, self.offload_prefetch_step
@@ -95,21 +99,26 @@ class OffloadConfig(_Settings):
     'prefetch'
     """
 
-    offload_backend: Literal["auto", "uva", "prefetch"] = "auto"
+    offload_backend: Literal["auto", "uva", "prefetch"] = _setting("auto", "Default: by which flags are set.")
     uva: UVAOffloadConfig = UVAOffloadConfig()
     prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()
-    device_budget: BudgetOverZero = None
-    host_budget: Budget = None
+    device_budget: BudgetOverZero = _setting(
+        None, "Device memory for weights, such as 8GiB or 80%. Default: what is free."
+    )
+    host_budget: Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
     max_memory: MaxMemory = ()
-    batch: _Positive = 1
-    context: _OptionalPositive = None
-    tokens: _Positive = 1
-    plan_file: Path | None = None
-    offload_folder: Path | None = None
+    batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
+    context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
+    tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
+    offload_folder: Path | None = _setting(None, "Where to keep weights that need converting.")
     pin_memory: _Switch = True
     use_uva: _Switch = True
-    zero_copy_params: _Names = frozenset()
-    codec: Literal["auto", "none", "3bit", "4bit"] = "auto"
+    zero_copy_params: _Names = _setting(frozenset(), "Read matching weights from host memory.")
+    codec: Literal["auto", "none", "3bit", "4bit"] = _setting(
+        "auto",
+        "Compress weights without loss, and decode them on the GPU as they are needed: auto (the default) where that "
+        "is predicted to be faster, 3bit and 4bit always, none never.",
+    )
     verify_checksums: _Switch = True
 
     @classmethod
@@ -207,14 +216,6 @@ class OffloadConfig(_Settings):
 
     def _ignored(self) -> Iterable[str]:
         given = self.model_dump(mode="json", exclude_defaults=True)
-        if self.plan_file is not None:
-            placing = ("offload_backend", "uva", "prefetch", "zero_copy_params")
-            if found := _listed({name: given[name] for name in placing if name in given}):
-                yield (
-                    f"{found} ignored where plan_file = {str(self.plan_file)!r} holds a plan, which places every "
-                    "weight. Remove to silence this; to use, remove plan_file"
-                )
-            return
         why = f"offload_backend = {self.offload_backend!r} selects {self.backend!r}"
         for section, switch in ("uva", "cpu_offload_gb"), ("prefetch", "offload_group_size"):
             if section in given and self.backend != section:
@@ -304,8 +305,8 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
         remedy = f"did you mean {known[near[0]]}?" if near else f"the options are {', '.join(known.values())}"
         return f"{name} = {value!r}: there is no such option; {remedy}"
     field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
-    remedy = f"; give {field.description}" if field and field.description else ""
-    return f"{name or cls.__name__} = {value!r}: {fault['msg']}{remedy}"
+    wanted = [text for text in (field.metadata if field else ()) if isinstance(text, str)]
+    return f"{name or cls.__name__} = {value!r}: {fault['msg']}{'; give ' if wanted else ''}{''.join(wanted)}"
 
 
 def _caller_depth() -> int:

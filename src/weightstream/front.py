@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ from weightstream.adapters import device_map
 from weightstream.adapters.module import find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.measure.profile import read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner, Prospect
+from weightstream.plan.planner import Planner
+from weightstream.plan.prospect import Prospect
 from weightstream.prospects import (
     can_decode,
-    given_plan,
     machine_elsewhere,
     machine_of,
     machine_of_device,
     prospect_of,
     prospect_of_checkpoint,
-    save_plan,
     tables_of,
     weights_of,
 )
@@ -36,16 +36,25 @@ from weightstream.runtime import cuda, guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
-from weightstream.runtime.profile import read_profile
+from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import UnitModule, empty_tensors, groups, leave_inference, manifest
+from weightstream.runtime.weights import (
+    Group,
+    UnitModule,
+    empty_tensors,
+    groups,
+    held_elsewhere,
+    leave_inference,
+    manifest,
+)
 from weightstream.store.arena import Arena
-from weightstream.store.decoded import DecodedMemory
 from weightstream.store.folder import OffloadFolder
-from weightstream.store.mapping import FileMapping
+from weightstream.store.mapping import Memory
 from weightstream.store.pages import PageCache
 
 logger = logging.getLogger("weightstream")
+
+_NAMED = 8  # tensors in a warning
 
 
 def offload(
@@ -82,12 +91,8 @@ def offload(
         True
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
-    with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
-        backend = _backend(config.device_for(device), config)
-        on_failure.callback(backend.close)
-        streamer = _offload(model, backend, config)
-        on_failure.pop_all()
-    return streamer
+    with _opened(config.device_for(device), config) as backend, torch.no_grad():
+        return _offload(model, backend, config)
 
 
 def from_pretrained(
@@ -128,9 +133,8 @@ def from_pretrained(
     settings = OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
-    with ExitStack() as on_failure, torch.inference_mode(False):
-        backend = _backend(config.device_for(device), config)  # first: a wrong device is told before gigabytes are read
-        on_failure.callback(backend.close)
+    # the device first: a wrong one is told before gigabytes are read
+    with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
         loaded = load_pretrained(
             path_or_repo_id,
             dtype=dtype,
@@ -236,13 +240,11 @@ def offload_layers(layers: Sequence[nn.Module], *, device: torch.device | None, 
     What several layers share stays resident, and so do buffers. Raises as `offload`; the layers are restored then.
     """
     config = config.resolved()
-    with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
-        backend = _backend(device, config)
-        on_failure.callback(backend.close)
+    with _opened(device, config) as backend, torch.no_grad():
         streamer = _offload(nn.ModuleList(layers), backend, config, whole_layers=True)
-        on_failure.pop_all()
+    with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
         on_failure.callback(streamer.remove)
-        streamer.fix(learned=True)
+        streamer.fix()
         on_failure.pop_all()
     return streamer
 
@@ -251,18 +253,13 @@ def _offload(
     model: nn.Module,
     backend: Backend,
     config: OffloadConfig,
-    mappings: Sequence[FileMapping | DecodedMemory] = (),
+    mappings: Sequence[Memory] = (),
     folder: OffloadFolder | None = None,
     *,
     whole_layers: bool = False,
 ) -> Streamer:
-    guards.refuse_twice(model)
-    guards.refuse_foreign(dict(model.named_modules()))
-    leave_inference(model)
-    by_alias = groups(model)
-    if not by_alias:
-        raise ConfigError(f"{type(model).__name__} has no weights to offload")
-    shared = _shared_or_buffers(model) if whole_layers else frozenset[str]()
+    """Find the weights, give each a home, plan, and attach the plan to the model."""
+    by_alias = _weights(model)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     homes = Homes(
@@ -275,40 +272,76 @@ def _offload(
         spill=spill,
         by_row=tables_of(model, by_alias),
     )
-    weights = weights_of(
-        by_alias,
-        by_row=homes.by_row,
-        coded=homes.layouts,
-        before_read=partial(_check, mappings),
-        movable=homes.movable,
-        kept=shared,
-        can_map=lambda: homes.can_map,
-    )
-    planner = Planner(config=config, machine=machine_of(config, backend, homes), weights=weights)
-    if whole_layers:
-        grains = [[UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(model.named_children())]]
-        prospect = Prospect(grains=(manifest(grains[0], by_alias),), planners=(planner,))
-    else:
-        grains, prospect = prospect_of(model, by_alias, planner)
-    index, plan = given_plan(config, prospect) or prospect.plan()
+    kept = _shared_or_buffers(model) if whole_layers else frozenset[str]()
+    planner = _planner(homes, backend, config, mappings, kept)
+    grains, prospect = (_layers_of if whole_layers else prospect_of)(model, by_alias, planner)
+    index, plan = prospect.plan()
     if short := prospect.shortage(plan):
         logger.warning("device memory may run out: %s", short)
     closing = ExitStack()
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
+    planned = prospect.planners[index]
     streamer = Streamer(
-        *(model, grains[index], homes, backend, prospect.planners[index]),
-        find_blocks(model),
-        on_close=closing.close,
-        plan=plan,
-        on_plan=partial(save_plan, config.plan_file),
+        model, grains[index], homes, backend, planned, find_blocks(model), on_close=closing.close, plan=plan
     )
     if streamer.plan.manifest.codes and backend.device.type == "cuda":
         cuda.give_back(workspaces=False)  # what encoding took
     closing.callback(device_map.attach(model, backend.device))
     _report(streamer.plan, config)
     return streamer
+
+
+def _weights(model: nn.Module) -> dict[str, Group]:
+    """The weights of a model that can be offloaded, by alias group."""
+    guards.refuse_twice(model)
+    guards.refuse_foreign(dict(model.named_modules()))
+    leave_inference(model)
+    by_alias = groups(model)
+    if not by_alias:
+        raise ConfigError(f"{type(model).__name__} has no weights to offload")
+    if held := held_elsewhere(by_alias):
+        logger.warning(
+            "%s are also shown by tensors or arrays outside of the model: what is written through those from now on is "
+            "not seen. Write through the model's own, or drop the others before offload()",
+            ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
+        )
+    return by_alias
+
+
+def _planner(
+    homes: Homes, backend: Backend, config: OffloadConfig, mappings: Sequence[Memory], kept: frozenset[str]
+) -> Planner:
+    """What plans with the weights where they are now, on this machine."""
+    weights = weights_of(
+        {alias: home.group for alias, home in homes.homes.items()},
+        by_row=homes.by_row,
+        coded=homes.layouts,
+        before_read=partial(_check, mappings),
+        movable=homes.movable,
+        kept=kept,
+        can_map=lambda: homes.can_map,
+    )
+    return Planner(config=config, machine=machine_of(config, backend, homes), weights=weights)
+
+
+def _layers_of(
+    layers: nn.Module, by_alias: dict[str, Group], planner: Planner
+) -> tuple[list[list[UnitModule]], Prospect]:
+    """Layers, each a unit, in place of `prospect_of` a model: of their work nothing is known."""
+    units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(layers.named_children())]
+    return [units], Prospect(grains=(manifest(units, by_alias),), planners=(planner,))
+
+
+@contextmanager
+def _opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator[Backend]:
+    """A backend, outside of inference mode; closed where the block fails."""
+    with ExitStack() as on_failure, torch.inference_mode(False):
+        backend = _backend(device, config)
+        on_failure.callback(backend.close)
+        yield backend
+        on_failure.pop_all()
 
 
 def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backend:
@@ -323,7 +356,7 @@ def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backen
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
 
 
-def _check(mappings: Sequence[FileMapping | DecodedMemory]) -> None:
+def _check(mappings: Sequence[Memory]) -> None:
     for mapping in mappings:
         mapping.check()
 
@@ -346,9 +379,9 @@ def _pages(backend: Backend, config: OffloadConfig) -> PageCache | None:
 
 def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
     """Names of tensors that have no fixed address of their own, and of those that a forward may write to."""
-    holders = Counter(id(p) for layer in layers.children() for p in layer.parameters())
-    shared = (name for name, p in layers.named_parameters(remove_duplicate=False) if holders[id(p)] > 1)
-    return frozenset(shared) | {name for name, _ in layers.named_buffers(remove_duplicate=False)}
+    holders = Counter(found for layer in layers.children() for found in {id(leaf.tensor) for leaf in leaves_of(layer)})
+    found = leaves_of(layers)
+    return frozenset(f.path for f in found if holders[id(f.tensor)] > 1 or f.role is not Role.PARAMETER)
 
 
 def _report(plan: Plan, config: OffloadConfig) -> None:

@@ -13,9 +13,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, name_matches
+from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, OffloadError
 from weightstream.front import offload_layers
+from weightstream.plan.planner import eligible
 from weightstream.runtime.streamer import Streamer
 
 
@@ -130,18 +131,18 @@ class PrefetchOffloader(_StreamingOffloader):
     ) -> None:
         if mode != "cpu":
             raise ConfigError(f"mode = {mode!r}: there is only 'cpu'")
-        self._part = PrefetchOffloadConfig(
+        part = PrefetchOffloadConfig(
             offload_group_size=group_size,
             offload_num_in_group=num_in_group,
             offload_prefetch_step=prefetch_step,
             offload_params=frozenset(offload_params or ()),
         )
-        super().__init__(OffloadConfig(offload_backend="prefetch", prefetch=self._part))
+        super().__init__(OffloadConfig(offload_backend="prefetch", prefetch=part))
 
     def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
-        size, num = self._part.offload_group_size, self._part.offload_num_in_group
-        if layer % size >= size - num:
-            yield from (p for name, p in module.named_parameters() if _matches(name, self._part.offload_params))
+        part = self.config.prefetch
+        if layer % part.offload_group_size >= part.offload_group_size - part.offload_num_in_group:
+            yield from (p for name, p in module.named_parameters() if eligible(part.offload_params)(name))
 
 
 class UVAOffloader(_StreamingOffloader):
@@ -153,35 +154,29 @@ class UVAOffloader(_StreamingOffloader):
     """
 
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Iterable[str] | None = None) -> None:
-        self._part = UVAOffloadConfig(
-            cpu_offload_gb=cpu_offload_max_bytes / 2**30, cpu_offload_params=frozenset(cpu_offload_params or ())
-        )
-        self._max_nbytes = cpu_offload_max_bytes
-        self._taken_nbytes = 0
-        super().__init__(OffloadConfig(offload_backend="uva", uva=self._part))
+        gib, names = cpu_offload_max_bytes / 2**30, frozenset(cpu_offload_params or ())
+        part = UVAOffloadConfig(cpu_offload_gb=gib, cpu_offload_params=names)
+        super().__init__(OffloadConfig(offload_backend="uva", uva=part))
+        self._left_nbytes = cpu_offload_max_bytes
 
     def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
         for name, parameter in module.named_parameters():
-            if self._taken_nbytes < self._max_nbytes and _matches(name, self._part.cpu_offload_params):
-                self._taken_nbytes += parameter.nbytes
+            if self._left_nbytes > 0 and eligible(self.config.uva.cpu_offload_params)(name):
+                self._left_nbytes -= parameter.nbytes
                 yield parameter
-
-
-def _matches(name: str, patterns: frozenset[str]) -> bool:
-    return not patterns or any(name_matches(pattern, name) for pattern in patterns)
 
 
 def create_offloader(config: OffloadConfig) -> BaseOffloader:
     """The offloader that a configuration selects; `NoopOffloader` where it offloads nothing."""
-    uva, prefetch = config.uva, config.prefetch
     if config.backend == "none":
         return NoopOffloader()
     found: _StreamingOffloader
     if config.backend == "prefetch":
-        size, num, step = prefetch.offload_group_size, prefetch.offload_num_in_group, prefetch.offload_prefetch_step
-        found = PrefetchOffloader(size, num, step, prefetch.offload_params)
+        part = config.prefetch
+        size, num, step = part.offload_group_size, part.offload_num_in_group, part.offload_prefetch_step
+        found = PrefetchOffloader(size, num, step, part.offload_params)
     else:
-        found = UVAOffloader(int(uva.cpu_offload_gb * 2**30), uva.cpu_offload_params)
+        found = UVAOffloader(int(config.uva.cpu_offload_gb * 2**30), config.uva.cpu_offload_params)
     found.config = config
     return found
 

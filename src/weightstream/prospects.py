@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -20,17 +19,17 @@ from weightstream.codec import coding
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
-from weightstream.errors import PlanError, UnsupportedError
-from weightstream.plan.check import violations
+from weightstream.errors import UnsupportedError
+from weightstream.measure import bench
+from weightstream.measure.profile import profile_for
 from weightstream.plan.manifest import Profile
-from weightstream.plan.plan import Plan, human
-from weightstream.plan.planner import Demand, Machine, Planner, Prospect, Weights
-from weightstream.plan.ring import aligned
+from weightstream.plan.planner import Demand, Machine, Planner, Weights
+from weightstream.plan.prospect import Prospect
+from weightstream.plan.schedule import aligned
 from weightstream.plan.work import Workload
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.homes import Homes
-from weightstream.runtime.profile import profile_for
 from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
 from weightstream.store.limits import available_nbytes
 
@@ -43,15 +42,13 @@ _NONE_CODED: Mapping[str, Layout] = MappingProxyType({})
 def machine_of_device(backend: Backend, config: OffloadConfig) -> Machine:
     """What there is to place in on this machine, for a model that is not loaded."""
     on_cpu = backend.device.type == "cpu"
-    host = cpu.free_nbytes(), available_nbytes()
-    free, total = host if on_cpu else cuda.memory(backend.device)
-    return Machine(
-        profile=profile_for(backend),
+    found = machine_elsewhere(profile_for(backend))
+    free, total = (found.host_free_nbytes, found.host_total_nbytes) if on_cpu else cuda.memory(backend.device)
+    return replace(
+        found,
         on_cpu=on_cpu,
         free_nbytes=free,
         total_nbytes=total,
-        host_free_nbytes=host[0],
-        host_total_nbytes=host[1],
         maps_host_memory=cache(partial(_maps_host_memory, backend, config)),
         can_decode=partial(can_decode, backend, config),
     )
@@ -82,7 +79,7 @@ def machine_elsewhere(profile: Profile) -> Machine:
 
 def machine_of(config: OffloadConfig, backend: Backend, homes: Homes) -> Machine:
     """What there is to place in: memory that this model's weights take now counts as free where they would leave it."""
-    machine, there = machine_of_device(backend, config), [h for h in homes.homes.values() if h.mapping is None]
+    machine, there = machine_of_device(backend, config), [h for h in homes.homes.values() if h.file is None]
     host_nbytes = sum(h.group.nbytes for h in there if h.origin.type == "cpu")
     device_nbytes = sum(h.group.nbytes for h in there if h.origin == backend.device)
     return replace(
@@ -91,7 +88,7 @@ def machine_of(config: OffloadConfig, backend: Backend, homes: Homes) -> Machine
         total_nbytes=machine.total_nbytes + (host_nbytes if machine.on_cpu else 0),
         host_free_nbytes=machine.host_free_nbytes + host_nbytes,
         host_total_nbytes=machine.host_total_nbytes + host_nbytes,
-        disk_bytes_per_s=cache(homes.disk_bytes_per_s),
+        disk_bytes_per_s=cache(partial(bench.rate_of_files, homes.files)),
     )
 
 
@@ -203,73 +200,6 @@ def _demand(found: tuple[Footprint, Workload] | None, units: Sequence[UnitModule
         activation_nbytes=footprint.activation_nbytes,
         cache_nbytes=footprint.cache_nbytes,
     )
-
-
-def given_plan(config: OffloadConfig, prospect: Prospect) -> tuple[int, Plan] | None:
-    """The grain and the plan of `plan_file`, if there is such a file; a `PlanError` where it is for other weights."""
-    path = config.plan_file
-    if path is None or not path.exists():
-        return None
-    remedy = "Make it again (`weightstream plan --save`), or leave plan_file out."
-    try:
-        plan = Plan.from_json(path.read_bytes())
-    except (PlanError, OSError) as error:
-        raise PlanError(f"plan_file {path}: {error}. {remedy}") from error
-    units = plan.manifest.plain().units
-    found = [index for index, grain in enumerate(prospect.grains) if grain.units == units]
-    if not found:
-        theirs = f"{len(units)} units, {human(plan.manifest.decoded_nbytes)}"
-        ours = f"{len(prospect.grains[0].units)} blocks, {human(prospect.grains[0].nbytes)}"
-        raise PlanError(f"plan_file {path}: a plan of {theirs}, for other weights than this model's {ours}. {remedy}")
-    budget = prospect.planners[found[0]].budget
-    if budget is not None and plan.device_nbytes > budget:
-        needed = f"{human(plan.device_nbytes)} ({plan.device_nbytes} bytes)"
-        raise PlanError(f"plan_file {path}: needs {needed} > device budget {human(budget)} ({budget} bytes). {remedy}")
-    if wrong := _unusable(plan, prospect.planners[found[0]]):
-        raise PlanError(f"plan_file {path}: {wrong}. {remedy}")
-    return found[0], plan
-
-
-def _unusable(plan: Plan, planner: Planner) -> str | None:
-    """Why a plan from a file cannot be in force here, in words; None: it can."""
-    machine = planner.machine
-    if broken := list(violations(plan)):
-        return "the plan is wrong: " + "; ".join(broken)
-    if plan.manifest.codes and (why := _why_not_coded(plan, planner)):
-        return f"{len(plan.manifest.codes)} weights are to be coded, and {why}"
-    if plan.mapped and not (planner.weights.can_map() and machine.maps_host_memory()):
-        return f"{len(plan.mapped)} weights are to be read from host memory, which the device cannot do"
-    if lost := plan.disk - planner.movable(plan.manifest):
-        return f"{len(lost)} weights are to be read from files that this model lacks"
-    budget = planner.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
-    if budget is not None and plan.host_nbytes > budget:
-        needed = f"{human(plan.host_nbytes)} ({plan.host_nbytes} bytes)"
-        return f"needs {needed} of host memory > host budget {human(budget)} ({budget} bytes)"
-    return None
-
-
-def _why_not_coded(plan: Plan, planner: Planner) -> str | None:
-    config, codes, weights = planner.config, plan.manifest.codes, planner.weights
-    other = {bits for alias, (bits, _) in codes.items() if alias not in weights.coded_in_files} - set(planner.asked)
-    if config.codec == "none" or other:
-        return f"codec = {config.codec!r} does not allow that" + (f": {min(other)} bits" if other else "")
-    if not planner.machine.can_decode():
-        return "nothing decodes them here: that takes a CUDA GPU with Triton, or on the CPU an explicit codec"
-    in_files = codes.keys() & weights.coded_in_files
-    if wrong := [a for a in in_files if weights.codes()[a].get(codes[a][0]) != codes[a][1]]:
-        return f"{len(wrong)} of them are in the checkpoint in another form"
-    return None
-
-
-def save_plan(path: Path | None, plan: Plan) -> None:
-    """Keep the plan in force in `plan_file`, whole or not at all."""
-    if path is not None:
-        partial_path = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            partial_path.write_text(plan.to_json())
-            partial_path.replace(path)
-        except OSError as error:  # a step that ran is worth more
-            logger.warning("plan_file %s is not written: %s", path, error)
 
 
 def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from stack import Block, Stack, Taught, assert_equal, captured, floats, nbytes, slow, taught
 from test_compiled import OPTIONS, SCOPES, compiled, counters
 from torch import nn
 from typer.testing import CliRunner
 
 import weightstream
 from coded_rig import cast, exact
+from stack import Block, Stack, Taught, assert_equal, captured, floats, nbytes, slow, taught
 from weightstream.cli import app
 from weightstream.codec import coding
 from weightstream.errors import CheckpointError, OffloadError
@@ -159,6 +159,7 @@ def test_pieces_of_a_step_and_two_streams(name: str) -> None:
         assert all(torch.equal(got, model.want[turn % 4]) for turn, got in enumerate(ahead))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("origin", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["3bit streams", "4bit in part", "3bit resident"])
 def test_the_device_holds_what_the_plan_says(name: str, origin: str) -> None:
@@ -614,6 +615,7 @@ def test_none_codes_nothing_whatever_the_budget(checkpoint: Path) -> None:
 # -- life cycle --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_memory_comes_back_and_stays_flat() -> None:
     held = []
     for _ in range(3):

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from stack import ALL, Taught, slow, taught
+from torch import nn
+
+from stack import ALL, Block, Stack, Taught, slow, taught
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -74,6 +76,35 @@ def test_steps_equal_the_plain_model_compiled_alike(
         after = model.streamer.stats()
         assert after.unplanned_fills == before.unplanned_fills
         assert after.filled_nbytes > before.filled_nbytes
+
+
+class Residual(Block):
+    """Called as the layers of inference engines are: with None, by position and by keyword."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, **context: Any) -> Any:
+        return super().forward(x if residual is None else x + residual), x, context["cache"]
+
+
+class ResidualStack(Stack):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__(0, width)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for i, block in enumerate(self.blocks):
+            arguments = {"residual": residual} if i % 2 else {}
+            x, residual, _ = block(x, *([] if i % 2 else [residual]), cache=None, **arguments)
+        return x
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_layers_that_are_called_with_none(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stack.Stack", ResidualStack)
+    with taught(**PLANS["all"]) as model:
+        compiled(model, scope)
+        model.assert_equal()
+        model.assert_equal(model.captured(), rounds=2)
 
 
 def test_equal_blocks_share_one_graph(counters: Any) -> None:

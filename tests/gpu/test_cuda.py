@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from stack import WIDTH, Stack, assert_equal, nbytes, references, slow
 from torch import nn
 
 import weightstream
+from stack import WIDTH, Stack, assert_equal, nbytes, references, slow
 from weightstream.errors import ConfigError, PlanError
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Side
@@ -27,6 +27,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     gc.collect()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.8, 1.1])
 def test_bitwise_within_the_budget(stack: Stack, share: float) -> None:
     inputs, want = references(stack)
@@ -53,7 +54,7 @@ def test_streamed_homes_are_pinned_and_a_unit_is_one_copy(stack: Stack) -> None:
         streamed = [u for u in range(len(plan.manifest.units)) if plan.streams(u)]
         assert streamed
         for unit in streamed:
-            copies = streamer._homes.copies(plan, unit, streamer._ring)
+            copies = streamer._homes.copies(plan, unit, streamer._binding.memory[0])
             assert [c.pinned for c in copies] == [True]
         assert stack.blocks[3].up.weight.is_pinned()
         assert streamer.stats().held_nbytes["host"] == plan.host_nbytes
@@ -107,6 +108,7 @@ def test_delays_and_poison_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         assert_equal(stack, inputs, want, rounds=25)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("side", list(Side))
 def test_a_dropped_wait_is_caught(monkeypatch: pytest.MonkeyPatch, side: Side) -> None:
     """The harness of the test above sees the races that it looks for."""
@@ -204,6 +206,7 @@ def test_out_of_memory_at_attach_leaves_the_model_as_it_was(monkeypatch: pytest.
         assert_equal(stack, inputs, want)
 
 
+@pytest.mark.alone
 def test_memory_is_flat_and_returns(stack: Stack) -> None:
     inputs, _ = references(stack)
     gc.collect()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from stack import ALL, Slow, Taught, slow, taught
 
+from stack import ALL, Slow, Taught, slow, taught
 from weightstream.runtime.backend import Event, Side
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.engine import Engine
 from weightstream.runtime.recording import Recording
-from weightstream.testing import ClockBackend
+from wrapped import ClockBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -51,7 +51,7 @@ class Early(Recording):
 
     def _fill(self, unit: int) -> None:
         super()._fill(unit)
-        self._ordered.add(unit)
+        self._held[unit] = None
 
 
 class Hasty(Recording):
@@ -61,10 +61,11 @@ class Hasty(Recording):
         return None
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", [Early, Hasty])
 def test_a_wait_left_out_inside_of_a_graph_is_seen(kind: type[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=MOST_CYCLES)
-    monkeypatch.setattr("weightstream.runtime.fixed.Recording", kind)
+    monkeypatch.setattr("weightstream.runtime.graphs.Recording", kind)
     with taught(**PLANS["all"]) as model, pytest.raises(AssertionError):
         launch(model)
 
@@ -87,6 +88,7 @@ class Unordered(Slow):
             super().wait(side, event)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("side", list(Side))
 def test_a_wait_left_out_between_a_graph_and_its_neighbours_is_seen(
     side: Side, monkeypatch: pytest.MonkeyPatch

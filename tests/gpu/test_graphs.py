@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from stack import ALL, Captured, Taught, captured, floats, taught, unharmed
 from torch import nn
 
 import weightstream
+from stack import ALL, Captured, Taught, captured, floats, taught, unharmed
 from weightstream.errors import OffloadError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -217,6 +217,7 @@ def timed_ms(call: Callable[[], Any], num: int = 8) -> float:
     return min(found)
 
 
+@pytest.mark.alone
 def test_the_next_steps_fills_do_not_stand_at_the_graphs_end() -> None:
     """Four units in two slots, each computing 15 % longer than its copy: a fill joined at the end costs a fifth."""
     width = 6144
@@ -236,9 +237,9 @@ def test_the_next_steps_fills_do_not_stand_at_the_graphs_end() -> None:
         compute_ms = timed_ms(graph.replay)
         model(x)
         step = captured(streamer, model, x)
-        recording, plan = streamer._graphs[step.graph], streamer.plan
+        recording, plan = streamer._graphs.recordings[step.graph], streamer.plan
         assert recording.due == [0, 1]
-        assert recording.num_fills + len(recording.due) == sum(map(len, plan.after)) == 4
+        assert len(recording.filled) + len(recording.due) == sum(map(len, plan.after)) == 4
         with streamer.step():
             assert torch.equal(step(x), want)
             step_ms = timed_ms(lambda: streamer.replay(step.graph))

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from stack import slow
 
 import weightstream
+from stack import slow
 from weightstream.errors import OffloadError, StoreError
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Side
@@ -93,7 +93,7 @@ def test_copies_start_in_the_page_cache_and_nothing_is_held_twice(checkpoint: Pa
         assert plan.mapped_nbytes == 2048 * 1024 * 2
         assert plan.host_nbytes <= pinned <= plan.host_nbytes + 4096 * 2 * len(plan.manifest.aliases)
         streams = [u for u in range(len(plan.manifest.units)) if plan.streams(u)]
-        assert all(copy.pinned for u in streams for copy in homes.copies(plan, u, streamer._ring))
+        assert all(copy.pinned for u in streams for copy in homes.copies(plan, u, streamer._binding.memory[0]))
         pages = homes._pages
     assert pages.nbytes == 0
     del model, streamer, homes, streams
@@ -373,6 +373,7 @@ def test_slow_reads_and_slow_copies_change_no_bit(
         assert_equal(model, plain, 8)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("side", list(Side))
 def test_a_dropped_wait_is_caught(checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, side: Side) -> None:
     """The harness of the test above sees the races that it looks for."""

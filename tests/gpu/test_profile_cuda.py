@@ -13,11 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.runtime import bench, cuda, profile
+from weightstream.measure import bench, profile
+from weightstream.runtime import cuda
 from weightstream.runtime.backend import Side
 from weightstream.runtime.cuda import CUDA_PROFILE, CudaBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 DEVICE = torch.device("cuda", 0)
 
@@ -68,7 +73,8 @@ def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
     bench.measure(backend)
     assert torch.cuda.memory_allocated(DEVICE) == before
     assert abs(torch.cuda.mem_get_info(DEVICE)[0] - free) < 64 << 20
-    assert torch.cuda.max_memory_reserved(DEVICE) < 5 << 28
+    # What the allocator reserves beyond it, it may have to cut in other sizes; all of that goes back, see above.
+    assert torch.cuda.max_memory_allocated(DEVICE) - before < 5 << 28
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
 
 

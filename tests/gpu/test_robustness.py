@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from stack import ALL, Stack, Step, Taught, assert_equal, captured, floats, nbytes, slow, taught, unharmed
 
 import weightstream
+from stack import ALL, Stack, Step, Taught, assert_equal, captured, floats, nbytes, slow, taught, unharmed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -32,6 +32,7 @@ def fixed(model: Taught) -> Step:
     return step
 
 
+@pytest.mark.alone
 def test_a_device_that_is_nearly_full() -> None:
     """Activations that fit only where the allocator gives back what it keeps: batches of two sizes in turns."""
     with taught(share=0.3, width=1024) as model:

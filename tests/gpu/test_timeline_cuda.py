@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stack import ALL, Taught, slow, taught
 
+from stack import ALL, Taught, slow, taught
 from weightstream.runtime.cuda import CudaStamp
 from weightstream.trace import Span, Trace
 
@@ -54,6 +54,7 @@ def wall_s(step: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, num: i
     return (time.perf_counter() - began) / num
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("settings", "least"), [({}, 5e9), (FED, 0.2e9)], ids=["pinned", "fed"])
 def test_copies_are_as_fast_as_the_link_and_one_behind_the_other(settings: dict[str, bool], least: float) -> None:
     with taught(**LARGE, **settings) as model:
@@ -68,12 +69,11 @@ def test_copies_are_as_fast_as_the_link_and_one_behind_the_other(settings: dict[
 
 def test_a_wait_ends_behind_its_fill(model: Taught) -> None:
     trace = traced(model)
-    fills = {fill.flow: fill for fill in of(trace, "fill")}
-    waits = [wait for wait in of(trace, "wait") if wait.flow]
-    assert len(waits) >= (NUM_STEPS - 1) * len(model.stack.blocks)
-    for wait in waits:
-        assert wait.name == fills[wait.flow].name
-        assert wait.end_s >= fills[wait.flow].end_s - 20e-6
+    waits, fills = of(trace, "wait"), of(trace, "fill")[::-1]
+    needed = [next((f for f in fills if f.name == wait.name and f.begin_s < wait.end_s), None) for wait in waits]
+    pairs = [(wait, fill) for wait, fill in zip(waits, needed, strict=True) if fill is not None]
+    assert len(pairs) >= (NUM_STEPS - 1) * len(model.stack.blocks)
+    assert all(wait.end_s >= fill.end_s - 20e-6 for wait, fill in pairs)
     assert sum(wait.seconds for wait in waits) > 0
 
 
@@ -88,6 +88,7 @@ def test_no_unit_computes_while_its_bytes_are_written(model: Taught) -> None:
         assert unit.end_s <= fill.begin_s + 20e-6 or unit.begin_s >= fill.end_s - 20e-6
 
 
+@pytest.mark.alone
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["eager", "fixed", "captured"])
 def test_the_time_of_a_step_is_the_wall_clock_s(how: str) -> None:
@@ -143,10 +144,11 @@ def test_tracing_changes_nothing_under_delays(settings: dict[str, bool], monkeyp
     assert len(of(trace, "step", "compute")) == 30 * 4
 
 
+@pytest.mark.alone
 def test_timing_costs_less_than_one_in_a_hundred(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wall clock with the steps timed that are, and with none. Many small units: the most marks for their bytes."""
     with taught(share=0.5, depth=40, width=1024) as model, torch.no_grad():
-        timeline = model.streamer._timeline
+        timeline = model.streamer._binding.engine.timeline
         found: dict[bool, list[float]] = {True: [], False: []}
         for is_timed in (True, False) * 5:
             with monkeypatch.context() as patch:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from stack import Block, Stack, assert_equal, captured, nbytes, taught
 from torch import nn
 
 import weightstream
+from stack import Block, Stack, assert_equal, captured, nbytes, taught
 from weightstream.runtime.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError, WeightstreamError
 
-_COUNT = "cumulative_length_int"  # of a sliding window: the only state that a static cache keeps in Python
+_COUNT = hf_private.STATIC_WINDOW_COUNT
 _INDEXED = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 _COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
 _WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
@@ -52,9 +53,6 @@ class Decoder:
     """The forwards of one `generate`: of steps that are alike the first is watched, the second captured."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        from transformers import StaticCache  # seconds
-
-        self._cache_class = StaticCache
         self._recorder = recorder
         self._device = device
         self._num_steps = 0
@@ -70,7 +68,7 @@ class Decoder:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-        if self.reason is not None or type(cache) is not self._cache_class or ids is None or ids.shape[-1] != 1:
+        if self.reason is not None or not hf_private.is_static_cache(cache) or ids is None or ids.shape[-1] != 1:
             return forward(*args, **kwargs)
         if not all(layer.is_initialized for layer in cache.layers):  # a prompt of one token, which fills the cache
             return forward(*args, **kwargs)

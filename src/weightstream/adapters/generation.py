@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weightstream.adapters import hf_private
 from weightstream.adapters.decoder import Decoder, Decoding, Recorder
 from weightstream.runtime import cuda, guards
 
@@ -75,8 +76,6 @@ def _recorder(model: Any) -> Recorder | None:
 
 def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
     """Why `generate` should run as it is for this model and these arguments; None: it need not."""
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer  # seconds
-
     config = options.get("generation_config")
 
     def given(name: str) -> Any:
@@ -91,13 +90,8 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
     # what it leads to was not seen by the call that teaches a streamer the order
     if others := [name for name, v in options.items() if isinstance(v, torch.Tensor) and name not in _TEXT]:
         return f"{', '.join(others)}: only text is decoded from a graph"
-    if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
-        return f"{type(model).__name__} does not work with a static cache alone"
-    layers = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2).layers
-    if kinds := {
-        type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)
-    }:
-        return f"the cache has layers of other kinds than attention: {', '.join(sorted(kinds))}"
+    if (reason := hf_private.unsuited_to_static_cache(model)) is not None:
+        return reason
     if guards.ATTRIBUTE not in model.__dict__ and len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
     if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):

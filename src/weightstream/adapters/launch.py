@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from weightstream.adapters import hf_private
 from weightstream.plan.work import Op, Rate
 from weightstream.runtime.values import tensors_in
 
@@ -19,7 +20,7 @@ _BY_ROW = frozenset(  # of their first argument, a table, they touch as much as 
     getattr(_aten, name)
     for name in ("embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "index_add_", "scatter_")
 )
-_GROUPED = frozenset(("aten::_grouped_mm", "transformers::grouped_mm_fallback"))
+_GROUPED = frozenset(("aten::_grouped_mm", hf_private.GROUPED_MM))
 
 
 class Launch:

@@ -13,7 +13,8 @@ from typing import Literal
 
 from torch import nn
 
-from weightstream.runtime.weights import Scope, UnitModule, own_tensors
+from weightstream.runtime.leaves import leaves
+from weightstream.runtime.weights import Scope, UnitModule
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 Grain = Literal["block", "half", "matrix"]
@@ -50,7 +51,7 @@ def _halves(model: nn.Module, blocks: set[int]) -> set[int]:
 
 
 def _holds_tensors(module: nn.Module) -> bool:
-    return any(True for m in module.modules() for _ in own_tensors(m))
+    return any(True for m in module.modules() for _ in leaves(m))
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -64,7 +65,8 @@ def row_tables(model: nn.Module) -> set[int]:
     others: set[int] = set()
     for module in model.modules():
         by_row = isinstance(module, nn.Embedding) and module.max_norm is None
-        (tables if by_row else others).update(id(tensor) for _, tensor in own_tensors(module))
+        for leaf in leaves(module):  # of any other kind than the plain one more may be read
+            (tables if by_row and type(leaf.tensor) is nn.Parameter else others).add(id(leaf.tensor))
     return tables - others
 
 
@@ -80,7 +82,7 @@ def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Itera
     if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
         yield UnitModule(name=name, module=module)
         return
-    if any(True for _ in own_tensors(module)):
+    if any(True for _ in leaves(module)):
         yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
     for child_name, child in children:
         yield from _units(child_name, child, blocks, whole)
@@ -112,4 +114,4 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for m in module.modules() for _, t in own_tensors(m))
+    return sum(leaf.tensor.nbytes for m in module.modules() for leaf in leaves(m))

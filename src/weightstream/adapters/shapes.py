@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from weightstream.adapters import launch
+from weightstream.adapters import hf_private, launch
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
 from weightstream.errors import UnsupportedError
@@ -45,10 +45,6 @@ class Footprint:
     cache_nbytes: int
     calls: tuple[tuple[nn.Module, int], ...]
     ops: tuple[tuple[int, int, Op], ...]
-
-    def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
-        """The positions of the step: which unit opened, one after the other."""
-        return tuple(unit for unit, _ in self._positions(units))
 
     def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
         """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
@@ -143,12 +139,12 @@ def _cached(cache: Any) -> list[torch.Tensor]:
 def _shorten(cache: Any, num_positions: int) -> None:
     """Makes a cache of shapes one that holds fewer positions; a state that does not grow with them stays."""
     for layer in layers_of(cache):
-        for name in ("keys", "values", "indexer_keys"):
+        for name in hf_private.BY_POSITION:
             if isinstance(tensor := layer.get(name), torch.Tensor):
                 kept = min(num_positions, tensor.shape[-2])
                 layer[name] = torch.empty_like(tensor[..., :kept, :], memory_format=torch.contiguous_format)
-        if "cumulative_length" in layer:  # of a sliding window
-            layer["cumulative_length"] = num_positions
+        if hf_private.WINDOW_COUNT in layer:
+            layer[hf_private.WINDOW_COUNT] = num_positions
 
 
 class _Forward(TorchDispatchMode):

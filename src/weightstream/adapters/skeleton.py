@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import build_glob_alternation
-from transformers.utils import ContextManagers
 
-from weightstream.adapters.transformers import check_dtype, config_and_class, local_path, unused_names
-from weightstream.errors import CheckpointError, WeightstreamError
-from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.pack import RECORD, SUFFIXES
+from weightstream.adapters import hf_private
+from weightstream.adapters.hub import check_dtype, config_and_class, local_path, refused_as_checkpoint
+from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 
 _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
@@ -40,7 +37,6 @@ class Skeleton:
     folder: Path
     checkpoint: Checkpoint | None
     nbytes: int | None
-    is_packed: bool
 
 
 def skeleton(
@@ -60,19 +56,13 @@ def skeleton(
     path = local_path(path_or_repo_id, trust_remote_code, weights=False, **hub)
     folder = path if path.is_dir() else path.parent
     checkpoint, nbytes = _weights(path)
-    try:
+    with refused_as_checkpoint(path_or_repo_id, "build"):
         config, cls = config_and_class(folder, model_class, trust_remote_code)
-        model = _build(cls, config, _dtype(dtype, config, checkpoint))
+        model = build(cls, config, dtype, checkpoint)
         if checkpoint is not None:
             _compare(folder, model, checkpoint)
-    except (WeightstreamError, MemoryError):
-        raise
-    except Exception as error:  # whatever transformers makes of a config that it cannot use
-        kind = type(error).__name__
-        raise CheckpointError(f"{path_or_repo_id}: transformers cannot build it: {kind}: {error}") from error
     model.name_or_path = model.config.name_or_path = str(path_or_repo_id)
-    packed = (folder / RECORD).exists()
-    return Skeleton(model=model.eval(), folder=folder, checkpoint=checkpoint, nbytes=nbytes, is_packed=packed)
+    return Skeleton(model=model.eval(), folder=folder, checkpoint=checkpoint, nbytes=nbytes)
 
 
 def _weights(path: Path) -> tuple[Checkpoint | None, int | None]:
@@ -99,28 +89,23 @@ def _dtype(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None)
     return found
 
 
-def _build(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    config.dtype = dtype
-    for name in config.sub_configs:
-        if (part := getattr(config, name, None)) is not None:
-            part.dtype = dtype
-    with ContextManagers(cls.get_init_context(dtype, False, False, None)):
-        model = cls(config)
-    kept = model._get_dtype_plan(dtype)
-    pattern, _, of_group = build_glob_alternation(list(kept)) if kept else (None, {}, {})
+def build(cls: Any, config: Any, dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> Any:
+    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded."""
+    loaded = _dtype(dtype, config, checkpoint)
+    model = hf_private.build_on_meta(cls, config, loaded)
+    kept = hf_private.kept_dtype(model, loaded)
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is not None:
-                match = pattern.search(f"{prefix}.{name}") if pattern else None
-                wanted = kept[of_group[match.lastgroup]] if match else param.dtype
+                wanted = kept(f"{prefix}.{name}") or param.dtype
                 module._parameters[name] = made.setdefault(id(param), _loaded(param, wanted))
         for name, buffer in module._buffers.items():
             if buffer is not None and name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
             elif buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    model.tie_weights(recompute_mapping=False)
+    hf_private.tie(model)
     return model
 
 
@@ -141,7 +126,7 @@ def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
     sizes = {name: prod(entry.shape) for name, entry in checkpoint.entries.items()}
     held = sum(sizes.values())
     if held != wanted:
-        held -= sum(sizes[name] for name in unused_names(model, sizes))
+        held -= sum(sizes[name] for name in hf_private.unused_names(model, sizes))
     if held != wanted:
         _LOGGER.warning(
             "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",

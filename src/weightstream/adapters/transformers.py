@@ -8,35 +8,34 @@ registers them: each is written to the offload folder and replaced by a view of 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import hashlib
 import json
 import logging
-import os
-import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError, WeightstreamError
+from weightstream.adapters import hf_private
+from weightstream.adapters.hub import check_dtype, config_and_class, local_path, refused_as_checkpoint
+from weightstream.adapters.skeleton import build
+from weightstream.errors import CheckpointError, ConfigError, StoreError
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import DecodedMemory
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
 
 _LOGGER = logging.getLogger("weightstream")
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers converts ahead of the hook, in threads, without bound
-_LOADING = threading.Lock()  # that variable and the hook are of the process
+_LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
 _TRIM_NBYTES = 32 << 20
-_HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
-_HUB_SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 _REFUSED = frozenset(
     "config state_dict device_map max_memory quantization_config gguf_file tp_plan tp_size".split()  # noqa: SIM905
 )
@@ -86,17 +85,12 @@ def load_pretrained(
     if verify_checksums:
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
-    try:
+    with refused_as_checkpoint(path_or_repo_id, "load"):
         config, cls = config_and_class(folder, model_class, trust_remote_code)
         options = {"config": config, "dtype": dtype, **kwargs}
-        with _LOADING, offload.lock(), _progress_bar(progress):
+        with _LOADING, offload.lock(), hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options, decode).run()
         _finish(model, folder, str(path_or_repo_id), kwargs)
-    except (WeightstreamError, MemoryError):
-        raise
-    except Exception as error:  # whatever transformers makes of a config or a keyword that it cannot use
-        kind = type(error).__name__
-        raise CheckpointError(f"{path_or_repo_id}: transformers cannot load it: {kind}: {error}") from error
     if not offload.mappings:
         offload.close()
     return LoadedModel(
@@ -134,14 +128,9 @@ class _Load:
             return model
         if self._decode:
             self._tell_of_decoding()
-        else:
-            self._decode_what_is_cast()
+        elif self._coded:
+            self._decode_what_is_converted()
         model, missing = self._convert()
-        if not self._decode and (consumed := self._consumed(model)):
-            _LOGGER.info("%s: transformers converts %d coded tensors: loading again", self._where, len(consumed))
-            shapes = {self._checkpoint.entries[name].shape for name in consumed}
-            self._populate(name for name in self._coded if self._checkpoint.entries[name].shape in shapes)
-            model, missing = self._convert()
         for memory in self._checkpoint.decoded.values():
             memory.forget()
         if (num := len(self._written) - len(self._coded) * self._decode) > 0 and self._folder.is_private:
@@ -156,9 +145,6 @@ class _Load:
 
     def _convert(self) -> tuple[Any, set[str]]:
         """Has transformers make the model, and gives what it makes a home."""
-        for title in self._written.values():
-            self._folder.remove(title)
-        self._written.clear()
         sources = {name: self._home(name, self._tensor(name)) for name in self._checkpoint.entries}
         hook = register_module_parameter_registration_hook(self._on_parameter)
         try:
@@ -170,7 +156,7 @@ class _Load:
     def _tensor(self, name: str) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name)
         if self._decode and name in self._coded:
-            self._populate([name])
+            self._populate(name)
             del self._checkpoint.decoded[name]  # the memory goes with the tensor
         return tensor
 
@@ -185,28 +171,27 @@ class _Load:
             sum(layout.nbytes for layout in self._coded.values()),
         )
 
-    def _decode_what_is_cast(self) -> None:
-        """What transformers is told to cast must hold its values."""
-        if (dtype := self._options["dtype"]) != "auto":
-            wanted = str(dtype).removeprefix("torch.")
-            self._populate(name for name, layout in self._coded.items() if layout.dtype != wanted)
+    def _decode_what_is_converted(self) -> None:
+        """What transformers casts, makes something of, or compares with what it may be tied to must hold its values."""
+        config = copy.deepcopy(self._options["config"])
+        model = build(self._cls, config, self._options["dtype"], self._checkpoint)
+        state, places = model.state_dict(keep_vars=True), hf_private.places(model, self._checkpoint.entries)
+        sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
+        for name, layout in self._coded.items():
+            place, is_converted = places[name]
+            if place is not None:
+                is_cast = str(state[place].dtype) != f"torch.{layout.dtype}"
+                if is_cast or is_converted or sources[id(state[place])] > 1:
+                    self._populate(name)
 
-    def _populate(self, names: Iterable[str]) -> None:
-        for memory in map(self._checkpoint.memory, names):
-            memory.populate(0, memory.nbytes)
-
-    def _consumed(self, model: Any) -> list[str]:
-        """Coded tensors that are not decoded, and that the model has something made of in place of them."""
-        shown = {(t.data_ptr(), t.nbytes) for t in model.state_dict().values()}
-        memories = {name: self._checkpoint.memory(name) for name in self._coded}
-        hidden = [name for name, m in memories.items() if not m.is_decoded and (m.address, m.nbytes) not in shown]
-        unused = set(unused_names(model, hidden)) if hidden else set()
-        return [name for name in hidden if name not in unused]
+    def _populate(self, name: str) -> None:
+        memory = self._checkpoint.memory(name)
+        memory.populate(0, memory.nbytes)
 
     def _build(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, set[str]]:
         allowed = self._options.get("ignore_mismatched_sizes", False)
         options = {**self._options, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        with _sequential_loading(), _warnings_of_transformers() as report:
+        with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report:
             try:
                 model, info = self._cls.from_pretrained(None, state_dict=dict(tensors), **options)
             except RuntimeError as error:
@@ -230,7 +215,7 @@ class _Load:
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
         if param is None or param.is_meta or threading.get_ident() != self._thread:
             return None
-        if not getattr(param, "_is_hf_initialized", False):  # missing in the file: random values are yet to come
+        if not hf_private.is_loaded(param):
             return None
         home = self._home(name, param.detach())
         if home.data_ptr() == param.data_ptr():
@@ -310,126 +295,9 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def unused_names(model: Any, names: Iterable[str]) -> list[str]:
-    """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    state, transforms = model.state_dict(), get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    prefix = model.base_model_prefix
-    placed = {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in sorted(names)}
-    return [name for name, place in placed.items() if place not in state and name not in state]
-
-
-def check_dtype(dtype: str | torch.dtype) -> None:
-    """Raises `ConfigError` for a name that is no dtype's."""
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
-
-
-def local_path(path_or_repo_id: str | Path, remote_code: bool, *, weights: bool = True, **hub: Any) -> Path:
-    """The folder or file of a checkpoint, got from the hub where it is no path; raises `CheckpointError`.
-
-    Without `weights` only its JSON files are got.
-    """
-    path = Path(path_or_repo_id).expanduser()
-    if path.exists():
-        return path
-    if isinstance(path_or_repo_id, Path) or path.is_absolute() or str(path_or_repo_id).startswith((".", "~")):
-        raise CheckpointError(f"{path}: no such file or folder")
-    files = [*(_HUB_FILES if weights else ["*.json"]), *(["*.py"] if remote_code else [])]
-    try:
-        found = huggingface_hub.snapshot_download(
-            path_or_repo_id, allow_patterns=files, ignore_patterns=list(_HUB_SPARED), **hub
-        )
-    except (OSError, ValueError) as error:  # the hub's errors are of these kinds
-        raise CheckpointError(
-            f"{path_or_repo_id!r} is no local folder, and getting it from the hub failed: {error}; "
-            "check the name, the network and `hf auth login`, or pass a folder"
-        ) from error
-    return Path(found)
-
-
-def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple[Any, Any]:
-    """The config of a folder and the class of the model that it describes; raises as `load_pretrained`."""
-    config = _read_config(folder, remote_code)
-    cls = _class_of(config, model_class, remote_code)
-    return config if isinstance(config, cls.config_class or object) else config.get_text_config(), cls
-
-
-def _read_config(folder: Path, remote_code: bool) -> Any:
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: cannot read config.json: {error}") from error
-    quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
-    if quantization is not None:
-        facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        method = facts.get("quant_method", "unknown")
-        raise UnsupportedError(f"{folder}: quantised with {method}, which is not supported; use the unquantised model")
-    return config
-
-
-def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:
-    names = config.architectures or []
-    if model_class is None and not names:
-        raise CheckpointError(f"{config.name_or_path}: config.json names no architectures; pass model_class=")
-    if model_class is None and not (remote_code and getattr(config, "auto_map", None)):
-        model_class = getattr(transformers, names[0], transformers.AutoModel)
-    if model_class is None:
-        ours = (auto for auto, reference in config.auto_map.items() if str(reference).endswith(f".{names[0]}"))
-        model_class = getattr(transformers, next(ours, "AutoModel"))
-    if hasattr(model_class, "config_class"):
-        return model_class
-    with torch.device("meta"):  # an Auto class: a model without weights tells which class it stands for
-        return type(model_class.from_config(config, trust_remote_code=remote_code))
-
-
 def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None:
     model.name_or_path = model.config.name_or_path = name
     model.eval()
     if model.can_generate() and kwargs.get("generation_config") is None:
         with contextlib.suppress(OSError):  # without the file, the one made of the model's config stays
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _sequential_loading() -> Iterator[None]:
-    before = {key: value for key, value in os.environ.items() if key == _SEQUENTIAL}
-    os.environ[_SEQUENTIAL] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_SEQUENTIAL]
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _warnings_of_transformers() -> Iterator[list[str]]:
-    """Collects what transformers logs: its load report alone names the keys it could not convert."""
-    report: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers")
-    handlers, level = logger.handlers, logger.level
-    logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
-    logger.setLevel(min(level, logging.WARNING))
-    try:
-        yield report
-    finally:
-        logger.handlers = handlers
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _progress_bar(wanted: bool | None) -> Iterator[None]:
-    control = transformers.utils.logging
-    switch = {None: lambda: None, True: control.enable_progress_bar, False: control.disable_progress_bar}
-    before = control.is_progress_bar_enabled()
-    switch[wanted]()
-    try:
-        yield
-    finally:
-        switch[before]()

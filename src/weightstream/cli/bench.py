@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightstream import __version__
-from weightstream.cli.comparison import NUM_COMPARED, compare
 from weightstream.cli.options import Chosen, require, switch, takes_model
+from weightstream.cli.report import grid
 from weightstream.cli.screen import new_figure, print_labelled, save_figure, screen, write
-from weightstream.plan.shown import grid, human, milliseconds, per_second, predictions, workload
+from weightstream.plan.amounts import human, milliseconds, per_second
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +30,7 @@ _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f",
 _PREDICTED = "#c05020"
 
 
-@takes_model("batch", "context", "tokens", "plan_file")
+@takes_model("batch", "context", "tokens")
 def bench(
     chosen: Chosen,
     *,
@@ -58,11 +58,13 @@ def bench(
     if plot is not None:
         require("matplotlib", "plot", "--plot")
     from weightstream import from_pretrained
+    from weightstream.adapters.steps import Steps
+    from weightstream.measure.comparison import compare
 
     if out is not None:
         write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
     model = from_pretrained(chosen.model, progress=sys.stderr.isatty() and not as_json, **chosen.loading)
-    plan, found = compare(model, seconds)
+    plan, found = compare(model, Steps, seconds)
     row = environment() | {"model": chosen.model} | found
     if out is not None:
         write("--out", out, json.dumps(row) + "\n", append=True)
@@ -79,7 +81,7 @@ def environment() -> dict[str, Any]:
     """What this was measured with: the machine, versions and the command."""
     import torch
 
-    from weightstream.runtime import machine
+    from weightstream.measure import machine
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -96,7 +98,7 @@ def environment() -> dict[str, Any]:
 
 
 def show(plan: Plan, row: dict[str, Any]) -> None:
-    print_labelled({"model": f"{row['model']} on {_machine(row)}", "step": workload(plan), "plan": row["plan"]})
+    print_labelled({"model": f"{row['model']} on {_machine(row)}", "step": str(plan.workload), "plan": row["plan"]})
     screen().print(_table(row["systems"]))
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
     off_by = f", {measured / row['predicted_s'] - 1:+.1%}" if row["predicted_s"] else ""
@@ -104,7 +106,7 @@ def show(plan: Plan, row: dict[str, Any]) -> None:
     if plan.step_s != row["predicted_s"]:
         predicted += f"; {milliseconds(plan.step_s)} from what was measured since"
     all_weights = f"all {human(row['nbytes'])} of weights take {milliseconds(row['whole_floor_s'])}"
-    lines = predictions(plan) | {"predicted": predicted}
+    lines = plan.predictions() | {"predicted": predicted}
     lines["link"] = f"{per_second(row['link_bytes_per_s'])} now; {all_weights}"
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
@@ -117,7 +119,7 @@ def _machine(row: dict[str, Any]) -> str:
 
 def _table(systems: list[dict[str, Any]]) -> Table:
     headings = ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB")
-    table = grid("system", *headings, left=("system",))
+    table = grid("system", *headings, align_left=("system",))
     for system in systems:
         nbytes = system["peak_nbytes"] or system["weights_nbytes"]
         cells = [f"{1e3 * system[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
@@ -137,8 +139,8 @@ def _verdict(row: dict[str, Any]) -> str:
     if not row["reproducible"]:
         return "not known: the model itself is not reproducible here, as it gives other bits from run to run"
     if row["equal"]:
-        return f"yes, {NUM_COMPARED} outputs of offloaded and resident are the same bits"
-    return f"NO: output {row['first_difference']} of {NUM_COMPARED} differs between offloaded and resident"
+        return f"yes, {row['num_compared']} outputs of offloaded and resident are the same bits"
+    return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"
 
 
 def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
@@ -155,7 +157,7 @@ def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
     mark = {"color": _PREDICTED, "markeredgecolor": "white", "markersize": 9}
     axes.plot(predicted, "offloaded", "D", label=f"predicted: {predicted:,.2f} ms", **mark)
     axes.set_xlim(0, 1.25 * max(predicted, *high))
-    axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {workload(plan)}")
+    axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {plan.workload}")
     axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
     axes.legend(loc="best", fontsize=9)
     save_figure(drawn, path)

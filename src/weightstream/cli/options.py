@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
+from annotated_types import Ge
+from pydantic.fields import FieldInfo
 
-from weightstream.config import OffloadConfig
+from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import UnsupportedError
 
-_ON_REQUEST = ("batch", "context", "tokens", "plan_file")
+_ON_REQUEST = ("batch", "context", "tokens")
+_CLASSIC = "Classic flags, instead of a budget"
 
 
 class Chosen(NamedTuple):
@@ -47,8 +50,8 @@ def require(package: str, extra: str, what: str) -> Any:
 def takes_model(*on_request: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make `command(chosen, *, own options)` take MODEL and all settings; of `_ON_REQUEST`, those that are named."""
     left_out = set(_ON_REQUEST) - set(on_request)
-    given = inspect.signature(_options, eval_str=True).parameters
-    model, *shared = (p for name, p in given.items() if name not in left_out)
+    model, *loading = inspect.signature(_loading, eval_str=True).parameters.values()
+    shared = [*loading, *(setting for setting in _settings() if setting.name not in left_out)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
@@ -74,48 +77,32 @@ def _chosen(values: dict[str, Any]) -> Chosen:
     return Chosen(model, config, options)
 
 
-def _classic(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Classic flags, instead of a budget")
+def _flag(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
+    """The option of a setting; None where it is not given. What is wrong with its value, the configuration says."""
+    kinds: dict[Any, Any] = {frozenset[str]: list[str], int | str | None: str}  # as typer can read them
+    least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+    option = typer.Option(help=field.description, rich_help_panel=panel, min=least)
+    kind: Any = kinds.get(field.annotation, field.annotation)
+    kind = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
-def _options(
+def _settings() -> Iterator[inspect.Parameter]:
+    """An option for each setting that has a description."""
+    classic = PrefetchOffloadConfig.model_fields | UVAOffloadConfig.model_fields
+    for name, field in (OffloadConfig.model_fields | classic).items():
+        if field.description:
+            yield _flag(name, field, _CLASSIC if name in (*classic, "offload_backend") else None)
+
+
+def _loading(
     model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")],
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step. Default: 1.")] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Positions in the KV cache that a step is planned for.")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="New tokens per sequence in a step. Default: 1.")] = None,
-    plan_file: Annotated[
-        Path | None, typer.Option(help="Use this plan (`weightstream plan --save`); refined plans go there.")
-    ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         typer.Option(help="Of the weights; auto is the checkpoint's own."),
     ] = "auto",
     trust_remote_code: Annotated[bool, switch("--trust-remote-code", "Run code that the checkpoint brings.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")] = None,
-    device_budget: Annotated[
-        str | None, typer.Option(help="Device memory for weights, such as 8GiB or 80%. Default: what is free.")
-    ] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Host memory for weights, such as 30GiB or 50%.")] = None,
-    offload_folder: Annotated[Path | None, typer.Option(help="Where to keep weights that need converting.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")] = None,
-    codec: Annotated[
-        Literal["auto", "none", "3bit", "4bit"] | None,
-        typer.Option(
-            help="Compress weights without loss, and decode them on the GPU as they are needed: auto (the default) "
-            "where that is predicted to be faster, 3bit and 4bit always, none never."
-        ),
-    ] = None,
-    zero_copy_params: Annotated[list[str] | None, typer.Option(help="Read matching weights from host memory.")] = None,
-    offload_backend: Annotated[
-        Literal["auto", "uva", "prefetch"] | None, _classic("Default: by which flags are set.")
-    ] = None,
-    offload_group_size: Annotated[int | None, _classic("Layers in a group; 0 is off.")] = None,
-    offload_num_in_group: Annotated[int | None, _classic("How many of a group's last layers to offload.")] = None,
-    offload_prefetch_step: Annotated[int | None, _classic("How many offloaded layers ahead to copy.")] = None,
-    offload_params: Annotated[list[str] | None, _classic("Offload only parameters with this name segment.")] = None,
-    cpu_offload_gb: Annotated[float | None, _classic("GiB of weights to place on the host.")] = None,
-    cpu_offload_params: Annotated[list[str] | None, _classic("Place only parameters with this name segment.")] = None,
 ) -> None:
-    """Never called: its signature is what every command shares."""
+    """Never called: its signature is what every command shares beside the settings."""

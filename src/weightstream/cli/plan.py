@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from weightstream.cli import report
 from weightstream.cli.options import Chosen, require, switch, takes_model
 from weightstream.cli.screen import LABEL, new_figure, print_labelled, save_figure, screen, write
-from weightstream.plan import shown
-from weightstream.plan.shown import human, milliseconds
+from weightstream.plan.amounts import human, milliseconds, rate
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from weightstream.plan.plan import Plan
-    from weightstream.plan.planner import Prospect
+    from weightstream.plan.prospect import Prospect
 
 _GIB = 2**30
 _BAR, _CODE = 18, 7  # columns of a table
@@ -52,7 +52,7 @@ def plan(
     ] = None,
     sweep: Annotated[bool, switch("--sweep", "Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan here, for `weightstream run --plan-file`.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
@@ -72,7 +72,7 @@ def plan(
     if plot is not None:
         draw(chosen.model, planned, plans, plot)
     if as_json:
-        swept = {"sweep": [shown.numbers(p) for p in plans if p is not planned]} if plans else {}
+        swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
         typer.echo(json.dumps({"model": chosen.model, **facts(ahead, planned), **swept}))
         return
     show(chosen.model, planned, advice(ahead, planned))
@@ -90,7 +90,7 @@ def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
 
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
-    num, dtype = shown.parameters(planned)
+    num, dtype = report.parameters(planned)
     size = f"{_count(num)} parameters, {human(planned.manifest.decoded_nbytes)}, {dtype}"
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
@@ -98,11 +98,11 @@ def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
     print_labelled({"model": f"{model} ({size})", "machine": machine})
-    bar, legend, total = shown.memory(planned)
+    bar, legend, total = report.memory(planned)
     screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
     screen().print(Text(f"{total:>{LABEL}} ").append_text(legend))
-    screen().print(shown.table(planned))
-    print_labelled({"moves": _moved(planned), **shown.predictions(planned), **notes})
+    screen().print(report.table(planned))
+    print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
 
 def _count(num: int) -> str:
@@ -144,7 +144,7 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
     coded = any(plan.manifest.codes for plan in plans)
     headings = ("", "budget GiB", "resident GiB", "ring GiB", *["code"] * coded, "step ms", "tokens/s", "limit", "")
-    table, bar = shown.grid(*headings, left=("", "limit")), _BAR - _CODE * coded
+    table, bar = report.grid(*headings, align_left=("", "limit")), _BAR - _CODE * coded
     slowest = max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
@@ -153,7 +153,7 @@ def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
             *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
             *["+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()}))] * coded,
             f"{1e3 * plan.step_s:,.1f}",
-            shown.rate(plan),
+            rate(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",
             "█" * max(1, round(bar * plan.step_s / slowest)),
             style="bold" if plan is planned else None,
@@ -167,11 +167,11 @@ def _budget(plan: Plan) -> int:
 
 def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    enough, (num, dtype) = ahead.enough(planned), shown.parameters(planned)
+    enough, (num, dtype) = ahead.enough(planned), report.parameters(planned)
     return {
         "num_parameters": num,
         "dtype": dtype,
-        **shown.numbers(planned),
+        **planned.numbers(),
         "enough_budget": enough.budget if enough else None,
         "shortage": ahead.shortage(planned),
         "plan": json.loads(planned.to_json()),
@@ -196,7 +196,7 @@ def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
     else:
         axes.set_ylim(bottom=0)
     title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
-    title += f", {shown.workload(planned)}" if planned.workload else ""
+    title += f", {planned.workload}" if planned.workload else ""
     axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)

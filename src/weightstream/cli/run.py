@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from weightstream.cli.comparison import first_difference
 from weightstream.cli.options import Chosen, require, switch, takes_model
 from weightstream.cli.screen import print_labelled
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
-from weightstream.plan.shown import human, milliseconds
+from weightstream.plan.amounts import human, milliseconds
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_PROMPT = "The sky is blue because"
 
 
-@takes_model("context", "plan_file")
+@takes_model("context")
 def run(
     chosen: Chosen,
     *,
@@ -39,6 +38,8 @@ def run(
     as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Generate text with MODEL, greedily, while its weights stream through the device."""
+    from weightstream.measure.comparison import first_difference
+
     session = Session(chosen.model, chosen.options["trust_remote_code"])
     inputs = session.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
     config = chosen.config
@@ -116,7 +117,7 @@ class Session:
 
     def __init__(self, name: str, trust_remote_code: bool) -> None:
         transformers = require("transformers", "transformers", "weightstream run")
-        from weightstream.adapters.transformers import local_path
+        from weightstream.adapters.hub import local_path
 
         path = local_path(name, trust_remote_code)
         folder = path if path.is_dir() else path.parent

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightstream.cli.options import Chosen, takes_model
+from weightstream.cli.report import grid
 from weightstream.cli.run import DEFAULT_PROMPT, Session
 from weightstream.cli.screen import print_labelled, screen
 from weightstream.errors import ConfigError
-from weightstream.plan.shown import grid, milliseconds
-from weightstream.trace import Span, SpanKind, Trace, covered_s
+from weightstream.plan.amounts import milliseconds
+from weightstream.trace import Span, SpanKind, Trace
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,7 @@ _MOST_WAITS = 5
 _GIB = 2**30
 
 
-@takes_model("context", "plan_file")
+@takes_model("context")
 def trace(
     chosen: Chosen,
     *,
@@ -34,8 +35,8 @@ def trace(
 ) -> None:
     """Record when each of MODEL's units is copied, waited for and computed, while it reads a prompt and decodes.
 
-    Opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute and one for copies, and an
-    arrow from each copy to the wait that needs it. The steps run eager, as a graph does not show its units.
+    Opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute and one for copies. The
+    steps run eager, as a graph does not show its units.
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
@@ -72,15 +73,16 @@ def _streams(recorded: Trace) -> Table:
     """What the two streams did, in the time from the first span to the last."""
     steps, waits, fills = (_spans(recorded, kind) for kind in ("step", "wait", "fill"))
     whole_s = max(s.end_s for s in steps + fills) - min(s.begin_s for s in steps + fills)
-    waited_s, copied_s, nbytes = covered_s(waits), covered_s(fills), sum(fill.nbytes for fill in fills)
-    table = grid("stream", "does", "ms", "% of all", "GiB", "GB/s", left=("stream", "does"))
-    for stream, does, seconds in (
-        ("compute", "computes", covered_s(steps) - waited_s),
-        ("", "waits for copies", waited_s),
-        ("copy", "copies", copied_s),
+    ran_s, waited_s, copied_s = (sum(span.seconds for span in found) for found in (steps, waits, fills))
+    nbytes = sum(fill.nbytes for fill in fills)
+    moved = (f"{nbytes / _GIB:.2f}", f"{nbytes / copied_s / 1e9:.1f}") if fills else ()
+    table = grid("stream", "does", "ms", "% of all", "GiB", "GB/s", align_left=("stream", "does"))
+    for stream, does, seconds, more in (
+        ("compute", "computes", ran_s - waited_s, ()),
+        ("", "waits for copies", waited_s, ()),
+        ("copy", "copies", copied_s, moved),
     ):
-        moved = (f"{nbytes / _GIB:.2f}", f"{nbytes / copied_s / 1e9:.1f}") if stream == "copy" and fills else ("", "")
-        table.add_row(stream, does, f"{1e3 * seconds:,.1f}", f"{100 * seconds / whole_s:.1f}", *moved)
+        table.add_row(stream, does, f"{1e3 * seconds:,.1f}", f"{100 * seconds / whole_s:.1f}", *more)
     return table
 
 
@@ -89,7 +91,7 @@ def _waits(recorded: Trace) -> Table:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for wait in _spans(recorded, "wait"):
         found[wait.name].append(wait.seconds)
-    table = grid("waited for longest", "waits", "longest ms", "all ms", left=("waited for longest",))
+    table = grid("waited for longest", "waits", "longest ms", "all ms", align_left=("waited for longest",))
     for name, waits in sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_WAITS]:
         table.add_row(name or "(root)", str(len(waits)), f"{1e3 * max(waits):,.2f}", f"{1e3 * sum(waits):,.2f}")
     return table

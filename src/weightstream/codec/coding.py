@@ -68,12 +68,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
     if not parts or parts[0][0].device.type == "cpu" or not available(parts[0][0].device):
-
-        def decode_slowly() -> None:
-            for coded, layout, out in parts:
-                chunks.decode(coded, layout, out[: layout.raw_nbytes])
-
-        return decode_slowly
+        return partial(_each, [partial(chunks.decode, *part) for part in parts])
     from weightstream.codec import triton_codec
 
     kinds = {(layout.dtype, layout.bits) for _, layout, _ in parts}

@@ -24,11 +24,6 @@ _STANDARD_ERRORS = 4
 _MARGIN = 1000  # one in as many bytes, for what is not alike all over: rows that are larger than others
 
 
-def coded_nbytes(data: torch.Tensor, dtype: str, bits: int) -> int:
-    """At most how many bytes flat bytes take in a code; as in `estimates`."""
-    return estimates(data, dtype)[bits]
-
-
 def estimates(data: torch.Tensor, dtype: str) -> dict[int, int]:
     """Code -> at most how many bytes flat bytes on any device take in it: exact up to 64 tiles.
 

@@ -19,7 +19,7 @@ VERSION = 1
 TILE = 4096
 LANES = 128
 BITS = (3, 4)
-_ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
+ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
 _MAX_ESCAPES = 2**31 - 1  # ranks are signed
 
 
@@ -90,7 +90,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of the coded form."""
-        return -(-(self.escapes_at + self.num_escapes) // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        return -(-(self.escapes_at + self.num_escapes) // ALIGN_NBYTES) * ALIGN_NBYTES
 
     @property
     def raw_nbytes(self) -> int:

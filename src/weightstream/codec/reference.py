@@ -30,36 +30,46 @@ def windows(counts: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     return bases.to(torch.int32), sums[:, -1] - most
 
 
-def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
-    """The coded form of flat bytes."""
-    element = ELEMENTS[dtype]
-    exponents, raw = _fields(data, dtype)
-    count = data.numel() // element.nbytes
-    bases, num_escapes = windows(histograms(data, dtype), bits)
+def prepared(counts: torch.Tensor, dtype: str, bits: int, count: int) -> tuple[Layout, torch.Tensor]:
+    """The layout of weights with these histograms, and their coded form with starts and bases in place alone."""
+    bases, num_escapes = windows(counts, bits)
     starts = torch.nn.functional.pad(num_escapes.cumsum(0), (1, 0))
     layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(starts[-1]))
-    rest = exponents - bases[:, None]
-    rest.view(-1)[count:] = 0
-    escape = 2**bits - 1
+    coded = torch.empty(layout.nbytes, dtype=torch.uint8, device=counts.device)
+    coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
+    coded[layout.bases_at : layout.escapes_at] = bases.to(torch.uint8)
+    coded[layout.escapes_at :] = 0
+    return layout, coded
+
+
+def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
+    """The coded form of flat bytes."""
+    element, escape = ELEMENTS[dtype], 2**bits - 1
+    exponents, raw = _fields(data, dtype)
+    layout, coded = prepared(histograms(data, dtype), dtype, bits, data.numel() // element.nbytes)
+    rest = exponents - coded[layout.bases_at : layout.escapes_at].to(torch.int32)[:, None]
+    rest.view(-1)[layout.count :] = 0
     escapes = (rest < 0) | (rest >= escape)
     symbols = torch.where(escapes, escape, rest)
     words = [_raw_words(raw, dtype), _packed(symbols, dtype, bits)]
-    coded = torch.zeros(layout.nbytes, dtype=torch.uint8, device=data.device)
     coded[: layout.starts_at] = torch.cat(words, 1).to(torch.int32).view(torch.uint8).view(-1)
-    coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
-    coded[layout.bases_at : layout.escapes_at] = bases.to(torch.uint8)
     escaped = _by_lane(rest - escape, dtype)[_by_lane(escapes, dtype)] & 2**element.exponent_bits - 1
     coded[layout.escapes_at : layout.escapes_at + layout.num_escapes] = escaped.to(torch.uint8)
     return layout, coded
 
 
-def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
-    """Write the weights' bytes to flat `out`. Damaged bytes give wrong weights."""
+def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 0, last: int | None = None) -> None:
+    """Write the weights' bytes to flat `out`: all, or those of tiles [first, last) to their place in it.
+
+    Damaged bytes give wrong weights.
+    """
     element, bits = layout.element, layout.bits
-    words = coded[: layout.starts_at].view(torch.int32).view(layout.num_tiles, -1, LANES).to(torch.int64)
-    starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[:-1]
-    bases = coded[layout.bases_at : layout.escapes_at].to(torch.int32)
-    rests = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes].to(torch.int32)
+    last = layout.num_tiles if last is None else last
+    words = coded[first * layout.tile_nbytes : last * layout.tile_nbytes].view(torch.int32).to(torch.int64)
+    words = words.view(last - first, -1, LANES)
+    starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[first:last]
+    bases = coded[layout.bases_at + first : layout.bases_at + last].to(torch.int32)
+    rests = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes]
     symbols = _unpacked(words[:, element.raw_bits :], layout.dtype, bits)
     found = _by_lane(symbols, layout.dtype) == 2**bits - 1
     exponents = _by_lane(symbols, layout.dtype) + bases[:, None]
@@ -67,14 +77,14 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
     begins = torch.minimum(starts, layout.num_escapes - totals).clamp(min=0)
     ranks = begins[:, None] + found.cumsum(1, dtype=torch.int32) - 1
     found &= (totals <= layout.num_escapes)[:, None]
-    exponents[found] += rests[ranks[found]]
+    exponents[found] += rests[ranks[found]].to(torch.int32)
     exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype)
     raw = _raw_fields(words[:, : element.raw_bits], layout.dtype)
     mantissa = raw & 2**element.mantissa_bits - 1
     sign = raw >> element.mantissa_bits
     values = mantissa | exponents << element.mantissa_bits | sign << 8 * element.nbytes - 1
-    flat = values.reshape(-1)[: layout.count]
-    out.copy_(flat.to(_WORDS[element.nbytes]).view(torch.uint8))
+    target = out[: layout.raw_nbytes][first * TILE * element.nbytes : last * TILE * element.nbytes]
+    target.copy_(values.to(_WORDS[element.nbytes]).view(torch.uint8).view(-1)[: target.numel()])
 
 
 def _fields(data: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from weightstream.codec import kernels, reference
-from weightstream.codec.format import ELEMENTS, Layout
+from weightstream.codec.format import ELEMENTS, TILE, Layout
 
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
 _NEVER = 2**62
@@ -18,7 +18,7 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     """As `reference.histograms`."""
     element = ELEMENTS[dtype]
     count = data.numel() // element.nbytes
-    num_tiles = Layout(dtype=dtype, bits=3, count=count, num_escapes=0).num_tiles
+    num_tiles = -(-count // TILE)
     counts = torch.empty(num_tiles, 2**element.exponent_bits, dtype=torch.int32, device=data.device)
     kernels.histogram[(num_tiles,)](data, counts, count, EXPONENT=element.exponent_bits, MANTISSA=element.mantissa_bits)
     return counts
@@ -30,13 +30,7 @@ def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Ten
     count = data.numel() // element.nbytes
     if data.numel() % 4:  # words are read whole
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    bases, num_escapes = reference.windows(histograms(data[: count * element.nbytes], dtype), bits)
-    starts = torch.nn.functional.pad(num_escapes.cumsum(0), (1, 0))
-    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(starts[-1]))
-    coded = torch.empty(layout.nbytes, dtype=torch.uint8, device=data.device)
-    coded[layout.escapes_at :].fill_(0)
-    coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
-    coded[layout.bases_at : layout.escapes_at] = bases.to(torch.uint8)
+    layout, coded = reference.prepared(histograms(data[: count * element.nbytes], dtype), dtype, bits, count)
     facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits, "BITS": bits}
     kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
     return layout, coded

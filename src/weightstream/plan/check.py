@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
-from weightstream.plan.ring import ALIGN_NBYTES
+from weightstream.plan.schedule import ALIGN_NBYTES, Cursor
 
 _STEPS = 3  # one to leave the start, one that wraps, one in the steady state
 
@@ -92,11 +92,12 @@ def _schedule(plan: Plan) -> Iterator[str]:
         yield f"unit {unit} is filled, but no position reads it"
     for unit in plan.first:
         yield from fill(unit, "before the first step")
+    cursor = Cursor(plan.manifest.order, plan.after)
     for step in range(_STEPS):
-        for position, unit in enumerate(plan.manifest.order):
+        for position, (unit, fills) in enumerate(cursor.step()):
             when = f"step {step}, position {position}"
             if plan.streams(unit) and unit not in intact:
                 yield f"{when}: unit {unit} is read before it is filled"
             unread.discard(unit)
-            for refill in plan.after[position]:
+            for refill in fills:
                 yield from fill(refill, when)

@@ -1,4 +1,4 @@
-"""The predicted time of a step: lower bound, closed form and an event simulation of disk, link and compute."""
+"""The predicted time of a step: what compute, link and disk are busy, and an event simulation of all three."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import Cursor
 
 _STEPS = 3  # the wrap-around fills settle in the second
 
@@ -45,22 +46,6 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
-def lower_bound_s(plan: Plan, profile: Profile) -> float:
-    """No schedule of these homes is faster: max(compute, copies, reads)."""
-    return max(compute_s(plan, profile), copy_s(plan, profile), disk_s(plan, profile))
-
-
-def closed_form_s(plan: Plan, profile: Profile) -> float:
-    """The lower bound plus the copies that nothing can hide: those whose unit follows the release they wait for."""
-    exposed = 0.0
-    computes, order = unit_s(plan, profile), plan.manifest.order
-    for position, fills in enumerate(plan.after):
-        following = order[(position + 1) % len(order)]
-        if following in fills:
-            exposed += min(profile.copy_s(plan.unit_nbytes[following]), computes[order[position]])
-    return lower_bound_s(plan, profile) + exposed
-
-
 def simulate_s(plan: Plan, profile: Profile) -> float:
     """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for.
 
@@ -74,8 +59,8 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
     reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else [0.0] * len(units)
     filled = [0.0] * len(computes)
     copy_free = disk_free = now = started = 0.0
-    step = list(zip(plan.manifest.order, plan.after, strict=True))
-    for positions in ([(len(units), plan.first)], *[step] * _STEPS):
+    step = tuple(Cursor(plan.manifest.order, plan.after).step())
+    for positions in (((len(units), plan.first),), *(step,) * _STEPS):
         started = now
         for unit, fills in positions:
             ended = max(now, filled[unit]) + computes[unit]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+KEPT = "(kept on the device)"  # the name of a unit without a module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,11 @@ class Manifest:
         return sum(self.aliases.values())
 
     @cached_property
+    def read(self) -> dict[str, int]:
+        """The alias groups that a step reads -> their bytes."""
+        return {alias: n for unit in set(self.order) for alias, n in self.units[unit].aliases().items()}
+
+    @cached_property
     def users(self) -> dict[str, list[int]]:
         """Every alias group of the model -> the units that use it."""
         users: dict[str, list[int]] = {alias: [] for alias in self.aliases}
@@ -111,52 +118,45 @@ class Manifest:
         return {t.alias: (t.bits, t.nbytes) for t in self.tensors() if t.bits}
 
     @cached_property
-    def is_coded(self) -> tuple[bool, ...]:
-        """Of each unit, whether anything of it is coded."""
-        return tuple(any(t.bits for t in unit.tensors) for unit in self.units)
+    def decoded(self) -> tuple[dict[str, int], ...]:
+        """Of each unit, the coded alias groups -> their bytes in plain form."""
+        return tuple({t.alias: t.decoded_nbytes for t in unit.tensors if t.bits} for unit in self.units)
 
     @cached_property
     def coded_aliases(self) -> frozenset[str]:
         return frozenset(self.codes)
 
     def coded(self, codes: Mapping[str, tuple[int, int]]) -> Manifest:
-        """The same with these alias groups coded, which are plain: in so many bits, that take so many bytes."""
-        if not codes:
+        """The same with these alias groups coded, in so many bits, that take so many bytes, and all others plain."""
+        if codes == self.codes:
             return self
 
-        def coded(spec: TensorSpec) -> TensorSpec:
-            if spec.alias not in codes:
-                return spec
-            bits, nbytes = codes[spec.alias]
-            return replace(spec, bits=bits, nbytes=nbytes, decoded_nbytes=spec.nbytes)
+        def form(spec: TensorSpec) -> TensorSpec:
+            span = spec.decoded_nbytes or spec.nbytes
+            bits, nbytes = codes.get(spec.alias, (0, span))
+            changed = (bits, nbytes) != (spec.bits, spec.nbytes)
+            return replace(spec, bits=bits, nbytes=nbytes, decoded_nbytes=span if bits else 0) if changed else spec
 
-        return self._made(frozenset(codes.items()), coded)
+        units = (replace(unit, tensors=tuple(map(form, unit.tensors))) for unit in self.units)
+        return replace(self, units=tuple(units))
 
     def plain(self) -> Manifest:
         """The same with nothing coded."""
-        if not self.codes:
-            return self
+        return self.coded({})
 
-        def plain(spec: TensorSpec) -> TensorSpec:
-            return replace(spec, bits=0, nbytes=spec.decoded_nbytes, decoded_nbytes=0) if spec.bits else spec
-
-        return self._made(None, plain)
-
-    def without(self, aliases: frozenset[str]) -> Manifest:
+    def without(self, aliases: Collection[str]) -> Manifest:
         """The same units and order, less some of the weights."""
-        return self._made(frozenset(aliases), lambda spec: None if spec.alias in aliases else spec) if aliases else self
+        if not aliases:
+            return self
+        kept = (tuple(t for t in unit.tensors if t.alias not in aliases) for unit in self.units)
+        units = (replace(unit, tensors=tensors) for unit, tensors in zip(self.units, kept, strict=True))
+        return replace(self, units=tuple(units))
 
-    @cached_property
-    def _others(self) -> dict[object, Manifest]:
-        return {}
-
-    def _made(self, key: object, change: Callable[[TensorSpec], TensorSpec | None]) -> Manifest:
-        """The same of other tensors, made once: plans for many budgets ask for few of them."""
-        if key not in self._others:
-            changed = (tuple(t for t in map(change, unit.tensors) if t is not None) for unit in self.units)
-            units = tuple(replace(unit, tensors=tensors) for unit, tensors in zip(self.units, changed, strict=True))
-            self._others[key] = replace(self, units=units)
-        return self._others[key]
+    def keeping(self, aliases: frozenset[str]) -> Manifest:
+        """The same with one more unit that no position names, which keeps these alias groups on the device."""
+        kept = {spec.name: spec for spec in self.tensors() if spec.alias in aliases}
+        unit = UnitSpec(name=KEPT, tensors=tuple(kept.values()), enclosing=True)
+        return replace(self, units=(*(u for u in self.units if u.name != KEPT), unit))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,16 +7,19 @@ depth of the model. The plan with the least predicted time wins, then the one wi
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.manifest import Manifest, Profile, UnitSpec
-from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, human, streamed_nbytes
-from weightstream.plan.ring import aligned
+from weightstream.plan.amounts import human
+from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, streamed_nbytes
+from weightstream.plan.schedule import aligned
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
@@ -27,6 +30,36 @@ _TIE_S = 1e-9  # plans that differ by less are equally fast
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
 
 Eligible = Callable[[str], bool]
+T = TypeVar("T")
+
+
+class Choice(NamedTuple):
+    """What stays on the device, and the bytes of the ring and of the largest unit that streams."""
+
+    residents: frozenset[str]
+    ring_nbytes: int
+    unit_nbytes: int
+
+
+def fastest(
+    candidates: Iterable[tuple[float, T]], plan_of: Callable[[T], Plan | None], *, tie_s: float = 0.0
+) -> Plan | None:
+    """The plan with the least predicted step, then with the fewest bytes of the device; None where there is none.
+
+    Each candidate comes with a bound: its step takes that many seconds at least. They are tried from the lowest bound
+    on, until no bound is under the best step that was found. Steps that differ by less than `tie_s` are equally fast.
+    """
+    best, best_s = None, math.inf
+    for bound_s, candidate in sorted(candidates, key=lambda bounded: bounded[0]):
+        if bound_s > best_s + tie_s:
+            break
+        if (plan := plan_of(candidate)) is None:
+            continue
+        step_s = round(plan.step_s / tie_s) * tie_s if tie_s else plan.step_s
+        smaller = best is None or (step_s == best_s and plan.device_nbytes < best.device_nbytes)
+        if step_s < best_s or smaller:
+            best, best_s = plan, step_s
+    return best
 
 
 def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = None) -> Plan:
@@ -38,62 +71,29 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
     if budget is None or manifest.nbytes + buffer <= budget:
         return cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
     forced = always_resident(manifest)
-    choices = list(_choices(manifest, forced, budget - buffer))
-    if not choices:
-        raise PlanError(_arithmetic(manifest, forced, budget))
-    best: tuple[float, int, Plan] | None = None
-    for bound_s, residents, ring, slot in _soonest_first(manifest, choices, profile):
-        if best is not None and bound_s > best[0] + _TIE_S:
-            break  # none behind is faster
+    compute_s = least_compute_s(manifest, profile)
+
+    def bound_s(choice: Choice) -> float:
+        """A ring that goes around twice holds less than a unit for good: only its end may be used once."""
+        streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
+        kept = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
+        return max(compute_s, (streamed - kept) / profile.link_bytes_per_s)
+
+    def plan_of(choice: tuple[Choice, int]) -> Plan:
+        (residents, ring, _), slot = choice
         plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
-        held = plan.resident_nbytes + plan.ring_nbytes
-        found = (round(cost.simulate_s(plan, profile) / _TIE_S) * _TIE_S, held, plan)
-        best = found if best is None or found[:2] < best[:2] else best
-    assert best is not None
-    return cost.predicted(best[2], profile)
+        return replace(plan, step_s=cost.simulate_s(plan, profile))
+
+    bounds = [(bound_s(choice), choice) for choice in _choices(manifest, forced, budget - buffer)]
+    plan = fastest(((bound, (c, slot)) for bound, c in bounds for slot in (0, c.unit_nbytes)), plan_of, tie_s=_TIE_S)
+    if plan is None:
+        raise PlanError(_arithmetic(manifest, forced, budget))
+    return cost.predicted(plan, profile)
 
 
-def _soonest_first(
-    manifest: Manifest, choices: Iterable[tuple[frozenset[str], int, int]], profile: Profile
-) -> list[tuple[float, frozenset[str], int, int]]:
-    """The choices, in a ring without and with slots, by the least time of a step: it computes, and copies what the ring
-    cannot hold for good. A ring that goes around twice holds less than a unit: only its end may be used once."""
-    aliases = {alias: n for u in set(manifest.order) for alias, n in manifest.units[u].aliases().items()}  # a step's
-    compute_s = sum(profile.compute_s(u, manifest.units[u]) for u in manifest.order)
-    found: list[tuple[float, frozenset[str], int, int]] = []
-    for residents, ring, unit_nbytes in choices:
-        streamed = sum(map(aliases.__getitem__, aliases.keys() - residents))
-        held = unit_nbytes if streamed > 2 * ring else ring
-        bound_s = max(compute_s, (streamed - held) / profile.link_bytes_per_s)
-        found += [(bound_s, residents, ring, slot) for slot in (0, unit_nbytes)]
-    return sorted(found, key=lambda choice: choice[0])
-
-
-def decoding_less(plan: Plan, sizes: Mapping[str, Mapping[int, int]], profile: Profile) -> Plan:
-    """A plan in which nothing streams, with as much as there is room for in a form that takes less time to decode.
-
-    `sizes` are the bytes of each alias group in each of its codes. The faster code comes first, where it saves more
-    time per byte than no code; then none. Whole units one after the other: one that is plain has nothing to wait for.
-    """
-    codes, spans = dict(plan.manifest.codes), plan.manifest.spans
-    spare = (plan.budget or 0) - plan.device_nbytes
-
-    def seconds_per_byte(alias: str, bits: int) -> float:
-        """What is saved with these bits in place of those that it has, by each byte that it takes more."""
-        more = (sizes[alias][bits] if bits else spans[alias]) - codes[alias][1]
-        left_s = 1 / profile.decode_bytes_per_s(bits) if bits else 0.0
-        return (1 / profile.decode_bytes_per_s(codes[alias][0]) - left_s) / more if more > 0 else -1.0
-
-    for bits in (3, 4, 0):
-        for alias, (_, nbytes) in list(codes.items()):
-            if bits and (bits not in sizes[alias] or seconds_per_byte(alias, bits) <= seconds_per_byte(alias, 0)):
-                continue
-            more = (sizes[alias][bits] if bits else spans[alias]) - nbytes
-            if more <= spare:
-                spare -= more
-                codes[alias] = bits, nbytes + more
-    manifest = plan.manifest.plain().coded({alias: code for alias, code in codes.items() if code[0]})
-    return Plan.build(manifest, frozenset(manifest.aliases), 0, budget=plan.budget)
+def least_compute_s(manifest: Manifest, profile: Profile) -> float:
+    """Seconds that a step computes where nothing streams."""
+    return sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
 
 
 def place_layers(
@@ -177,17 +177,15 @@ def place_homes(
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
     """A slot holds the most that a layer streams, or a unit outside of the layers."""
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
-    sizes: Counter[object] = Counter()
-    for unit, nbytes in _sized(manifest, resident):
-        sizes[unit.name if unit.layer is None else unit.layer] += nbytes
-    slot = max(sizes.values(), default=0)
-    whole = all(unit.layer is None or sizes[unit.layer] == nbytes for unit, nbytes in _sized(manifest, resident))
+    sizes = streamed_nbytes(manifest, resident)
+    owners = [unit.name if unit.layer is None else unit.layer for unit in manifest.units]
+    together: Counter[object] = Counter()
+    for owner, nbytes in zip(owners, sizes, strict=True):
+        together[owner] += nbytes
+    slot = max(together.values(), default=0)
+    whole = all(together[owner] == n for owner, n in zip(owners, sizes, strict=True) if not isinstance(owner, str))
     plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot if whole else 0)
     return cost.predicted(plan, profile or Profile())
-
-
-def _sized(manifest: Manifest, resident: frozenset[str]) -> Iterable[tuple[UnitSpec, int]]:
-    return zip(manifest.units, streamed_nbytes(manifest, resident), strict=True)
 
 
 def _enclosing(manifest: Manifest) -> frozenset[str]:
@@ -211,26 +209,22 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
     return _enclosing(manifest) | small
 
 
-def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterable[tuple[frozenset[str], int, int]]:
-    """Residents, bytes of the ring and of a unit that fit: complete columns, with and without what fills the rest."""
+def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterator[Choice]:
+    """What fits: complete columns, with and without what fills the rest."""
     columns = _columns(manifest, forced)
     states = list(_column_states(manifest, forced, columns))
     for depth in _DEPTHS:
         fitting = [k for k, (held, unit_nbytes) in enumerate(states) if held + depth * unit_nbytes <= budget]
         for complete in fitting[-_STATES:]:
             held, unit_nbytes = states[complete]
-            residents = forced.union(*columns[:complete])
-            ring = depth * unit_nbytes
-            spare = budget - held - ring
-            plain = _plain_nbytes(manifest, residents)
+            ring, residents = depth * unit_nbytes, forced.union(*columns[:complete])
+            spare, plain = budget - held - ring, _plain_nbytes(manifest, residents)
             extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
-            yield from ((residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
+            yield from (Choice(residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
     yield from _few_streaming(manifest, columns, budget)
 
 
-def _few_streaming(
-    manifest: Manifest, columns: Sequence[Sequence[str]], budget: int
-) -> Iterable[tuple[frozenset[str], int, int]]:
+def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:
     """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
     everything = frozenset(manifest.aliases)
     missing = _nbytes(manifest, everything) - budget
@@ -242,12 +236,12 @@ def _few_streaming(
             if depth <= num <= len(column):
                 residents = everything.difference(_evenly(column, num))
                 if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
-                    yield residents, depth * most, most
+                    yield Choice(residents, depth * most, most)
 
 
 def _column_states(
     manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
-) -> Iterable[tuple[int, int]]:
+) -> Iterator[tuple[int, int]]:
     """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
     sizes = streamed_nbytes(manifest, forced)
     held = _nbytes(manifest, forced)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
-from weightstream.plan.manifest import Manifest, UnitSpec
-from weightstream.plan.ring import Extent, aligned, allocate, first_fills, refills
-from weightstream.plan.shown import code, text
-from weightstream.plan.shown import human as human
+from weightstream.plan.amounts import human, milliseconds, rate
+from weightstream.plan.manifest import Manifest
+from weightstream.plan.schedule import Extent, aligned, allocate, first_fills, refills
 from weightstream.plan.work import Workload
 
 
@@ -64,7 +63,7 @@ class Plan:
         budget: int | None = None,
         mapped: frozenset[str] = frozenset(),
     ) -> Plan:
-        """The plan that follows from a choice of residents and a ring; see `ring.allocate` for `slot_nbytes`."""
+        """The plan that follows from a choice of residents and a ring; see `schedule.allocate` for `slot_nbytes`."""
         sizes = streamed_nbytes(manifest, resident | mapped)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes)
         after = refills(manifest.order, extents)
@@ -89,18 +88,19 @@ class Plan:
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
-        return dict(_layout(self.manifest.units[unit], self.resident | self.mapped))
+        placed, aliases = self.resident | self.mapped, self.manifest.units[unit].aliases()
+        return dict(_spread((alias, n) for alias, n in aliases.items() if alias not in placed and n))
 
     def streams(self, unit: int) -> bool:
         return self.extents[unit].nbytes > 0
 
     def decoded(self, unit: int) -> dict[str, int]:
         """Coded alias groups of a unit -> byte offset inside the buffer."""
-        return dict(_spread((alias, t.decoded_nbytes) for alias, t in self.manifest.units[unit].coded().items()))
+        return dict(_spread(self.manifest.decoded[unit].items()))
 
     def opens(self, unit: int) -> bool:
         """Whether something has to be done before the unit computes."""
-        return self.streams(unit) or self.manifest.is_coded[unit]
+        return self.streams(unit) or bool(self.manifest.decoded[unit])
 
     @cached_property
     def buffer_nbytes(self) -> int:
@@ -162,11 +162,22 @@ class Plan:
             return "disk"
         return "link" if self.copy_s > self.compute_s else "compute"
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """New tokens per second of all sequences together."""
+        at = self.workload
+        return at.batch * at.tokens / self.step_s if at and self.step_s else None
+
+    @property
+    def code(self) -> str:
+        """The codes in use: `3-bit`, `3-bit and 4-bit`; empty where nothing is coded."""
+        return " and ".join(f"{bits}-bit" for bits in sorted({bits for bits, _ in self.manifest.codes.values()}))
+
     def summary(self) -> str:
         """The plan in one line."""
         total, buffer = human(self.manifest.nbytes), ""
         if self.manifest.codes:
-            total += f" ({code(self)} code of {human(self.manifest.decoded_nbytes)})"
+            total += f" ({self.code} code of {human(self.manifest.decoded_nbytes)})"
             buffer = f" + {human(self.buffer_nbytes)} decode buffer"
         if not self.offloaded_nbytes:
             return f"everything fits: {total} resident{buffer}, nothing streams"
@@ -177,6 +188,33 @@ class Plan:
             f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring{buffer}{mapped} of {total}; "
             f"{num} units stream {human(self.step_nbytes)} per step{disk}"
         )
+
+    def predictions(self) -> dict[str, str]:
+        """What is predicted of a step, as lines with a label each."""
+        at = f", {rate(self.tokens_per_s or 0.0)} tokens/s ({self.workload})" if self.workload else ""
+        lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}"}
+        if codes := self.manifest.codes:
+            nbytes, span = sum(n for _, n in codes.values()), sum(self.manifest.spans[alias] for alias in codes)
+            coded = f"{human(nbytes)} in place of {human(span)}, in the {self.code} code"
+            lines["coded"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
+        busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
+        if any(busy.values()):
+            others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != self.limit)
+            lines["limit"] = f"{self.limit}, busy {milliseconds(busy[self.limit])} of a step; {others}"
+        return lines
+
+    def numbers(self) -> dict[str, Any]:
+        """Its bytes and predicted seconds."""
+        names = ["budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"]
+        names += ["cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
+        names += ["step_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit"]
+        found = {name: getattr(self, name) for name in names} | {"machine": self.machine or None}
+        found |= {
+            "nbytes": self.manifest.decoded_nbytes,
+            "held_nbytes": self.manifest.nbytes,
+            "code": self.code or None,
+        }
+        return found | {"tokens_per_s": self.tokens_per_s}
 
     def to_json(self) -> str:
         return _adapter().dump_json(self).decode()
@@ -190,11 +228,8 @@ class Plan:
             raise PlanError(f"not a plan: {error}") from error
 
     def __str__(self) -> str:
-        return text(self)
-
-
-def _layout(unit: UnitSpec, resident: frozenset[str]) -> Iterator[tuple[str, int]]:
-    return _spread((alias, n) for alias, n in unit.aliases().items() if alias not in resident and n)
+        predicted = (f"{label}: {value}" for label, value in self.predictions().items())
+        return "\n".join([self.summary(), *predicted])
 
 
 def _spread(sized: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
@@ -207,8 +242,7 @@ def _spread(sized: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
 
 def buffer_nbytes(manifest: Manifest) -> int:
     """Bytes of a buffer for the coded weights of any unit, decoded."""
-    units = (unit.coded().values() for unit, coded in zip(manifest.units, manifest.is_coded, strict=True) if coded)
-    return max((sum(aligned(t.decoded_nbytes) for t in specs) for specs in units), default=0)
+    return max((sum(map(aligned, sizes.values())) for sizes in manifest.decoded), default=0)
 
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:

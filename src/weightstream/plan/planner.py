@@ -8,25 +8,28 @@ coded or plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 from weightstream.config import OffloadConfig, name_matches
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.manifest import Manifest, Profile, UnitSpec
+from weightstream.plan.codes import Codes, Sizes, codings, decoding_less
+from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.placement import (
     always_resident,
-    decoding_less,
+    fastest,
+    least_compute_s,
     map_to_host,
     place,
     place_homes,
     place_host_bytes,
     place_layers,
 )
-from weightstream.plan.plan import Plan, buffer_nbytes, human
-from weightstream.plan.work import Op, Workload, after_share, device_s, host_s
+from weightstream.plan.plan import Plan, buffer_nbytes
+from weightstream.plan.work import Op, Workload, unit_seconds
 
 _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
@@ -34,9 +37,8 @@ _READ_ROWS = 64  # by kernels that read it once: products with more rows read we
 _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
-_BISECTIONS = 8
 _WORTH = 0.97  # of its bytes: a code that saves less is none
-_AS_FAST = 1e-3
+_BITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"auto": (3, 4), "none": (), "3bit": (3,), "4bit": (4,)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,17 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A way to place: the model with what is coded, what kernels read from host memory, and what is left without
+    that; `sizes` are the bytes of what may be coded, by the bits of each code."""
+
+    manifest: Manifest
+    mapped: frozenset[str]
+    aside: Manifest
+    sizes: Sizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
     """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
     over the work, and in which the groups `measured_reads` were read from host memory.
@@ -100,59 +113,49 @@ class Planner:
     measured_reads: frozenset[str] = frozenset()
 
     def __call__(self, manifest: Manifest) -> Plan:
-        plain = manifest.plain()
-        profile, ways = self.profile(plain), list(self._ways(plain))
-        bounds = sorted((self._bound_s(*way, profile), index) for index, way in enumerate(ways))
-        best: Plan | None = None
+        profile, ways = self.profile(manifest.plain()), list(self._ways(manifest.plain()))
         refused: dict[tuple[bool, int], PlanError] = {}
-        for bound_s, index in bounds:
-            if best is not None and bound_s > best.step_s:
-                break  # none behind is faster
+
+        def plan_of(index: int) -> Plan | None:
             try:
-                plan = self._placed(*ways[index], profile)
+                plan = self._placed(ways[index], profile)
             except PlanError as error:
-                refused[True, -index] = error  # the last takes the least of the device
-                continue
+                refused[True, -index] = error  # the last way takes the least of the device
+                return None
             try:
-                plan = self._within_host_budget(plan, profile)
+                return self._within_host_budget(plan, profile)
             except PlanError as error:
                 refused[False, index] = error  # and the first the least of the host
-                continue
-            if best is None or (plan.step_s, plan.device_nbytes) < (best.step_s, best.device_nbytes):
-                best = plan
+                return None
+
+        bounds = ((self._bound_s(way, profile), index) for index, way in enumerate(ways))
+        best = fastest(bounds, plan_of)
         if best is None:
             raise refused[min(refused)]
         return self._for_demand(best)
 
     def _for_demand(self, plan: Plan) -> Plan:
-        if self.demand is None:
+        if (demand := self.demand) is None:
             return plan
-        beside = {"activation_nbytes": self.demand.activation_nbytes, "cache_nbytes": self.demand.cache_nbytes}
-        return replace(plan, workload=self.demand.workload, **beside)  # type: ignore[arg-type]
+        beside = {"activation_nbytes": demand.activation_nbytes, "cache_nbytes": demand.cache_nbytes}
+        return replace(plan, workload=demand.workload, **beside)  # type: ignore[arg-type]
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
         profile = self.machine.profile
         if self.demand is None and not self.unit_s:
             return profile
-        plain, work = manifest.plain(), {} if self.demand is None else self.demand.work
-
-        def seconds(index: int, unit: UnitSpec) -> tuple[float, float]:
+        work = {} if self.demand is None else self.demand.work
+        times: list[tuple[float, float, float]] = []
+        for index, unit in enumerate(manifest.plain().units):
+            on_device, on_host, after_share = unit_seconds(work.get(unit.name, ()), profile)
             if unit.name in self.unit_s:
-                return self.unit_s[unit.name], 0.0
-            ops = work.get(unit.name)
-            return (
-                (profile.compute_s(index, unit), 0.0) if ops is None else (device_s(ops, profile), host_s(ops, profile))
-            )
-
-        both = [seconds(index, unit) for index, unit in enumerate(plain.units)]
-        found = replace(
-            profile,
-            unit_s=tuple(device for device, _ in both),
-            host_s=tuple(host for _, host in both),
-            after_share=tuple(after_share(work.get(unit.name, ()), profile) for unit in plain.units),
-        )
-        return found.decoding(manifest)
+                on_device, on_host = self.unit_s[unit.name], 0.0
+            elif unit.name not in work:
+                on_device, on_host = profile.compute_s(index, unit), 0.0
+            times.append((on_device, on_host, after_share))
+        unit_s, host_s, after = (tuple(unit[k] for unit in times) for k in range(3))
+        return replace(profile, unit_s=unit_s, host_s=host_s, after_share=after).decoding(manifest)
 
     @property
     def budget(self) -> int | None:
@@ -168,44 +171,30 @@ class Planner:
         needed = self.demand.activation_nbytes + self.demand.cache_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
 
-    def _ways(self, manifest: Manifest) -> Iterator[tuple[Manifest, frozenset[str]]]:
-        """The manifest with what is coded, and what kernels read from host memory: all that are worth a try."""
+    def _ways(self, manifest: Manifest) -> Iterator[Way]:
+        """All that are worth a try."""
         for mapped in self._mapped(manifest):
-            yield from ((manifest.coded(codes), mapped) for codes in self._codings(manifest.without(mapped)))
+            sizes = self._sizes(manifest.without(mapped))
+            for codes in self._codings(manifest.without(mapped), sizes):
+                coded = manifest.coded(codes)
+                yield Way(manifest=coded, mapped=mapped, aside=coded.without(mapped), sizes=sizes)
 
-    def _bound_s(self, manifest: Manifest, mapped: frozenset[str], profile: Profile) -> float:
+    def _bound_s(self, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
-        aside, profile = manifest.without(mapped), profile.decoding(manifest)
-        read_s = self._read_nbytes(manifest, mapped) / profile.link_bytes_per_s
-        in_order = {alias: n for u in set(aside.order) for alias, n in aside.units[u].aliases().items()}
-        over = sum(in_order.values()) + buffer_nbytes(aside) - (self.budget or 0)
-        if over <= 0 and manifest.codes:
+        read_s = self._read_nbytes(way.manifest, way.mapped) / profile.link_bytes_per_s
+        over = sum(way.aside.read.values()) + buffer_nbytes(way.aside) - (self.budget or 0)
+        if over <= 0 and way.aside.codes:
             return read_s  # of what is coded, some may stay plain
-        compute_s = sum(profile.compute_s(u, unit) for u, unit in ((u, aside.units[u]) for u in aside.order))
+        compute_s = least_compute_s(way.aside, profile.decoding(way.aside))
         return max(compute_s, over / profile.link_bytes_per_s if self.budget is not None else 0.0) + read_s
 
     # -- what is coded ----------------------------------------------------------------------------------------------
 
-    def _codings(self, manifest: Manifest) -> Iterator[dict[str, tuple[int, int]]]:
-        """Alias groups to code, with their bits and bytes: each set that is worth a try.
-
-        All in the code that is asked for; else in the smaller code of each, or in the one that saves most in the time
-        that it takes, without large units that would set the size of the buffer alone; all of them; and none.
-        """
-        sizes = self._sizes(manifest)
-        if self.config.codec != "auto" or not sizes:
-            yield {alias: (bits, n) for alias, codes in sizes.items() for bits, n in codes.items()}
-            return
-        smallest: dict[str, tuple[int, int]] = {}
-        cheapest: dict[str, tuple[int, int]] = {}
-        for alias, codes in sizes.items():
-            saved = {bits: manifest.aliases[alias] - n for bits, n in codes.items()}
-            in_time = {bits: n * self.machine.profile.decode_bytes_per_s(bits) for bits, n in saved.items()}
-            for found, gains in ((smallest, saved), (cheapest, in_time)):
-                bits = max(gains, key=gains.__getitem__)
-                found[alias] = bits, codes[bits]
-        tried = [*(_worth_the_buffer(manifest, codes) for codes in (smallest, cheapest)), smallest, {}]
-        yield from (codes for index, codes in enumerate(tried) if codes not in tried[:index])
+    def _codings(self, manifest: Manifest, sizes: Sizes) -> list[Codes]:
+        """Alias groups to code, with their bits and bytes: each set that is worth a try."""
+        if self.config.codec == "auto" and sizes:
+            return codings(manifest, sizes, self.machine.profile)
+        return [{alias: code for alias, codes in sizes.items() for code in codes.items()}]  # one for each
 
     def _sizes(self, manifest: Manifest) -> dict[str, dict[int, int]]:
         """Alias groups that are worth to be coded, where that may be, and their bytes in each code that may be used."""
@@ -214,28 +203,20 @@ class Planner:
         plain = always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
-        found: dict[str, dict[int, int]] = {}
+        sizes: dict[str, dict[int, int]] = {}
         for alias, codes in self.weights.codes().items():
-            if alias in manifest.aliases and alias not in plain:
-                most = _WORTH * manifest.aliases[alias]
-                allowed = codes if alias in self.weights.coded_in_files else self.asked  # in a file it is in one alone
-                found[alias] = {bits: n for bits, n in codes.items() if bits in allowed and n <= most}
-        return {alias: codes for alias, codes in found.items() if codes}
-
-    @property
-    def asked(self) -> tuple[int, ...]:
-        """Bits of the codes that the configuration allows."""
-        return {"3bit": (3,), "4bit": (4,), "none": ()}.get(self.config.codec, (3, 4))
-
-    def movable(self, manifest: Manifest) -> frozenset[str]:
-        """What may be on disk, in the form that it has in this manifest."""
-        coded, in_files = manifest.coded_aliases, self.weights.coded_in_files
-        return (self.weights.movable - in_files - coded) | (in_files & coded)
+            if alias in plain or alias not in manifest.aliases:
+                continue
+            allowed = codes if alias in self.weights.coded_in_files else _BITS[self.config.codec]  # in files: in one
+            most = _WORTH * manifest.aliases[alias]
+            if found := {bits: n for bits, n in codes.items() if bits in allowed and n <= most}:
+                sizes[alias] = found
+        return sizes
 
     def _may_code(self, manifest: Manifest) -> bool:
         """Whether codes can be used and, where the planner is to choose, there is a reason to."""
         config = self.config
-        if not self.asked or config.backend == "uva":
+        if config.codec == "none" or config.backend == "uva":
             return False
         chosen = config.backend == "none" and not self.machine.on_cpu and manifest.nbytes > (self.budget or 0)
         return (config.codec != "auto" or chosen) and self.machine.can_decode()
@@ -265,27 +246,24 @@ class Planner:
 
     def _lone(self, manifest: Manifest) -> frozenset[str]:
         """The weights of a unit without which the ring could be much smaller, if kernels would read them once."""
-        workload = self.demand.workload if self.demand is not None else None
-        if workload is None or workload.batch > _READ_ROWS:
-            return frozenset()
-        by_size = sorted(manifest.units, key=lambda unit: unit.nbytes)
-        if len(by_size) < 2:
-            return frozenset()
-        second, largest = by_size[-2:]
-        rows = workload.batch * workload.tokens
+        none = frozenset[str]()
+        if self.demand is None or self.demand.workload.batch > _READ_ROWS or len(manifest.units) < 2:
+            return none
+        second, largest = sorted(manifest.units, key=lambda unit: unit.nbytes)[-2:]
+        rows = self.demand.workload.batch * self.demand.workload.tokens
         if (largest.layer is not None and rows > _READ_ROWS) or largest.enclosing:
-            return frozenset()
-        return frozenset(largest.aliases()) if largest.nbytes > _LONE * second.nbytes else frozenset()
+            return none
+        return frozenset(largest.aliases()) if largest.nbytes > _LONE * second.nbytes else none
 
-    def _placed(self, manifest: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
-        plan = self._streaming(manifest.without(mapped), profile.decoding(manifest))
+    def _placed(self, way: Way, profile: Profile) -> Plan:
+        plan = self._streaming(way.aside, profile.decoding(way.aside))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
-            fuller = decoding_less(plan, self._sizes(plan.manifest.plain()), profile)
-            plan = cost.predicted(fuller, profile.decoding(fuller.manifest))
-        if not mapped:
+            less = decoding_less(plan, way.sizes, profile)
+            plan = cost.predicted(less, profile.decoding(less.manifest))
+        if not way.mapped:
             return plan
-        whole = manifest.plain().coded(plan.manifest.codes)
-        return map_to_host(plan, whole, self._read_nbytes(whole, mapped), profile)
+        whole = way.manifest.coded(plan.manifest.codes)
+        return map_to_host(plan, whole, self._read_nbytes(whole, way.mapped), profile)
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
@@ -298,7 +276,7 @@ class Planner:
     def _read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
         """Bytes of copies that take as long as what kernels read of these in a step."""
         read = mapped - self.weights.by_row - self.measured_reads
-        return round(sum(manifest.aliases[alias] for alias in read if alias in manifest.aliases) / _READ_RATE)
+        return round(sum(manifest.aliases.get(alias, 0) for alias in read) / _READ_RATE)
 
     # -- what streams ---------------------------------------------------------------------------------------------
 
@@ -329,113 +307,22 @@ class Planner:
         budget = self.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
         default = " (the default, 80 % of what this process may still take)" if budget is None else ""
         folder = pack = ""
-        if plan.manifest.coded_aliases - self.weights.coded_in_files:
+        coded, in_files = plan.manifest.codes.keys(), self.weights.coded_in_files
+        if coded - in_files:
             pack = " Or set codec='auto', or make a coded pack: what a file does not hold coded cannot be on disk."
         elif self.config.offload_folder is None:
             folder = ", name an offload_folder to keep the rest on disk"
         if budget is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
-        placed = partial(place_homes, plan, host_budget=budget, movable=self.movable(plan.manifest), remedy=remedy)
+        movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
+        placed = partial(place_homes, plan, host_budget=budget, movable=movable, remedy=remedy)
         found = placed(profile=profile)
         if found.disk and (measured := machine.disk_bytes_per_s()) is not None:
             return placed(profile=replace(profile, disk_bytes_per_s=measured))
         return found
 
 
-def _worth_the_buffer(manifest: Manifest, codes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Those of the units up to the size with which most is saved, less a buffer for the largest of them."""
-    sizes = manifest.aliases
-    units = [[alias for alias in unit.aliases() if alias in codes] for unit in manifest.units]
-    units.sort(key=lambda unit: sum(map(sizes.__getitem__, unit)))
-    saved, most, num, taken = 0, 0, 0, set[str]()
-    for index, unit in enumerate(units, 1):
-        saved += sum(sizes[alias] - codes[alias][1] for alias in unit if alias not in taken)
-        taken.update(unit)
-        if (left := saved - sum(map(sizes.__getitem__, unit))) > most:
-            most, num = left, index
-    return {alias: codes[alias] for unit in units[:num] for alias in unit}
-
-
 def eligible(patterns: frozenset[str], kept: frozenset[str] = frozenset()) -> Callable[[str], bool]:
     """Whether a name is none of `kept` and matches a pattern, or there are none."""
     return lambda name: name not in kept and (not patterns or any(name_matches(p, name) for p in patterns))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prospect:
-    """One model cut into units in several ways, from blocks to single matrices, and the planner of each."""
-
-    grains: tuple[Manifest, ...]
-    planners: tuple[Planner, ...]
-
-    @property
-    def machine(self) -> Machine:
-        return self.planners[0].machine
-
-    def plan(self) -> tuple[int, Plan]:
-        """The grain whose plan is predicted to be faster, then smaller, and that plan.
-
-        Finer units need less ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
-        """
-        plans: list[tuple[float, int, int, Plan]] = []
-        refused: PlanError | None = None
-        for index, (manifest, planner) in enumerate(zip(self.grains, self.planners, strict=True)):
-            try:
-                plan = planner(manifest)
-            except PlanError as error:
-                refused = error
-            else:
-                plans.append((plan.step_s, plan.device_nbytes, index, plan))
-        if not plans:
-            assert refused is not None
-            raise refused
-        _, _, index, plan = min(plans, key=lambda found: found[:3])
-        return index, plan
-
-    def within(self, budget: int) -> Prospect:
-        """The same with another device budget."""
-        host = tuple(entry for entry in self.planners[0].config.max_memory if entry[0] == "cpu")
-        over = {"device_budget": budget, "max_memory": host}
-        planners = (replace(p, config=p.config.model_copy(update=over)) for p in self.planners)
-        return replace(self, planners=tuple(planners))
-
-    def sweep(self, budgets: Iterable[int]) -> Iterator[tuple[int, Plan | None]]:
-        """The plan at each budget, None where none fits."""
-        for budget in budgets:
-            try:
-                yield budget, self.within(budget).plan()[1]
-            except PlanError:
-                yield budget, None
-
-    def enough(self, plan: Plan) -> Plan | None:
-        """A plan with less device memory that takes the same time, within a thousandth, if there is one.
-
-        Only a step that computes longer than it copies has one. Found by bisection, eight budgets deep.
-        """
-        if not plan.budget or plan.copy_s >= plan.compute_s or not plan.offloaded_nbytes:
-            return None
-        low, high, best = 0, plan.budget, None
-        for _ in range(_BISECTIONS):
-            ((middle, found),) = self.sweep([(low + high) // 2])
-            if found is not None and found.step_s <= plan.step_s * (1 + _AS_FAST):
-                best, high = found, middle
-            else:
-                low = middle
-        return best
-
-    def shortage(self, plan: Plan) -> str | None:
-        """In words, where weights, activations and cache are more than the device has free; None: they fit."""
-        workspace_nbytes = self.machine.profile.workspace_nbytes
-        needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
-        if (
-            self.machine.on_cpu
-            or not (self.machine.free_nbytes and plan.activation_nbytes)
-            or needed <= self.machine.free_nbytes
-        ):
-            return None
-        return (
-            f"weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
-            f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
-            f"{human(self.machine.free_nbytes)} free on the device: lower device_budget, batch or context"
-        )

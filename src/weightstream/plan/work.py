@@ -6,7 +6,7 @@ the least time of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,9 @@ class Workload:
     batch: int = 1
     tokens: int = 1
     context: int = 4096
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, tokens {self.tokens}, context {self.context}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +50,9 @@ class Op:
         return max(self.flops / rates[self.rate], self.nbytes / profile.device_bytes_per_s, profile.op_s)
 
 
-def device_s(ops: Iterable[Op], profile: Profile) -> float:
-    """Seconds that the device computes a unit of these ops."""
-    return sum(op.seconds(profile) for op in ops)
-
-
-def host_s(ops: Sequence[Op], profile: Profile) -> float:
-    """Seconds that the host launches them."""
-    return profile.op_launch_s * len(ops)
-
-
-def after_share(ops: Iterable[Op], profile: Profile) -> float:
-    """The share of their seconds on the device that follows the unit's release."""
-    seconds = [(op.seconds(profile), op.after) for op in ops]
-    return sum(s for s, after in seconds if after) / (sum(s for s, _ in seconds) or 1.0)
+def unit_seconds(ops: Sequence[Op], profile: Profile) -> tuple[float, float, float]:
+    """Seconds of a unit of these ops on the device and of their launches on the host, and the share of those on the
+    device that follow the unit's release."""
+    seconds = [op.seconds(profile) for op in ops]
+    after = sum(s for s, op in zip(seconds, ops, strict=True) if op.after)
+    return sum(seconds), profile.op_launch_s * len(ops), after / (sum(seconds) or 1.0)

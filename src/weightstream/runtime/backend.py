@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
 from weightstream.plan.manifest import Profile
+from weightstream.plan.schedule import ALIGN_NBYTES
 from weightstream.store.staging import Source
 
 Event = Any  # made by a backend and understood by that backend alone
 Stamp = Any  # likewise
+
+
+def owners(storage: torch.UntypedStorage) -> int:
+    """How many tensors show a storage, and one more: the handle that is asked with."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 class Side(Enum):
@@ -43,6 +49,20 @@ class Copy:
     prepare: Callable[[], None] | None = None
     read: tuple[Source, int, int] | None = None
 
+    def joined(self, other: Copy) -> Copy | None:
+        """One copy for two that are neighbours at both ends, the alignment gap between them included."""
+        if not (self.pinned and other.pinned and self.prepare == other.prepare):
+            return None
+        if self.src.untyped_storage().data_ptr() != other.src.untyped_storage().data_ptr():
+            return None
+        distance = other.src.storage_offset() - self.src.storage_offset()
+        if other.dst.storage_offset() - self.dst.storage_offset() != distance:
+            return None
+        if not self.src.numel() <= distance < self.src.numel() + ALIGN_NBYTES:
+            return None
+        size = (distance + other.src.numel(),)
+        return replace(self, dst=self.dst.as_strided(size, (1,)), src=self.src.as_strided(size, (1,)))
+
 
 class Backend(Protocol):
     """What the engine asks of a device."""
@@ -52,6 +72,9 @@ class Backend(Protocol):
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         """Flat uint8 memory on the device."""
+
+    def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Bytes [begin, end) of `memory`, which they keep alive, as a storage of their own that `owners` can count."""
 
     def event(self) -> Event:
         """A new event that nothing waits for. Recorded inside a capture it works outside too, and the reverse."""

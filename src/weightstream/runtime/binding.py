@@ -1,13 +1,29 @@
-"""A plan bound to memory: the engine, the ring and the faces of every unit. Opens and closes units; knows no module.
+"""A plan bound to memory: the engine, the ring and the views of every unit. Opens and closes units; knows no module.
 
-An open unit's tensors show their ring bytes, and what is coded is decoded first, into a buffer of all units. Between
-steps they show their homes, and updates of those are found before the next step reads what was filled ahead. While the
-addresses are fixed all of them show their ring bytes, and units are held and let go without a look at them.
+[Note: two ways to show a weight]
+A streamed tensor shows its home (where its true bytes are) or its bytes in the ring. There are two ways to switch:
+- Eager steps switch per unit: a unit's tensors show the ring from its `open` to its `close`, all others their homes.
+  A weight that is read outside of its unit then shows true bytes, on the CPU, or memory of another device, which
+  fails loudly on a GPU. It never shows what the ring happens to hold. The first, watched step finds such reads.
+- Steps at fixed addresses switch all at once (`fix`, `unfix`): compiled code and graphs hold addresses, so a tensor
+  may not move inside of them. Units then only `wait` and `release`. A weight read outside of its unit would be stale
+  there, so such steps are refused until a watched step has seen that there is none.
+Both ways share what orders the bytes, `wait` and `release`; eager steps add the two assignments per tensor.
+
+[Note: the decode buffer]
+Coded weights cross the link coded and are decoded behind the wait of their unit, into one buffer of all units. The
+kernels of a unit are queued before the next unit's decoding on the same stream, so order needs no event. Two coded
+units cannot be open at once: in an eager step the inner one borrows memory of its own; at fixed addresses it raises.
+
+[Note: views that outlive their unit]
+Every unit's bytes in the ring, and in the buffer, are a storage object of their own. While no tensor of the unit shows
+it, its use count is known: a higher one at `close` means that a forward kept a view, which the next fill would change.
+Outputs get memory of their own. Views kept elsewhere cannot be mended: the unit is reported, by `kept`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import gc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,27 +35,20 @@ import torch
 from weightstream.codec import coding
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
-from weightstream.plan.ring import aligned
-from weightstream.runtime.backend import Backend, Side
-from weightstream.runtime.engine import Counters, Engine
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.backend import Backend, Side, owners
+from weightstream.runtime.engine import Counters, Engine, State
 from weightstream.runtime.faces import Face, UnitFaces
 from weightstream.runtime.homes import Homes, UnitCopies
+from weightstream.runtime.leaves import Role
 from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.values import tensors_in
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-@dataclass(eq=False, slots=True)
-class Opening:
-    """One opening of a unit; `waited` once the engine holds the unit for it."""
-
-    unit: int
-    waited: bool = False
-
-
 def _unseen(method: _Method) -> _Method:
-    """What is done to tensors in here, their classes do not see."""
+    """The classes of guarded tensors do not see what is done to them in here."""
 
     @wraps(method)
     def quietly(*args: Any, **kwargs: Any) -> Any:
@@ -49,70 +58,182 @@ def _unseen(method: _Method) -> _Method:
     return cast(_Method, quietly)
 
 
+@dataclass(eq=False, slots=True)
+class Bound:
+    """A unit bound to memory.
+
+    `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
+    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its decoded weights
+    are in use at fixed addresses; `borrowed` are views of memory that it has until it closes.
+    """
+
+    index: int
+    faces: UnitFaces
+    storages: tuple[tuple[torch.UntypedStorage, int], ...]
+    coded: frozenset[str]
+    decode: Callable[[], None]
+    has_buffers: bool
+    opened: int = 0
+    in_buffer: int = 0
+    borrowed: UnitFaces | None = None
+
+    def is_shown(self, num_showing: int) -> bool:
+        """Whether more tensors than these of the model show the bytes."""
+        return sum(owners(storage) - least for storage, least in self.storages) > num_showing
+
+
 class Binding:
     """One plan over one ring. Not thread-safe."""
 
     def __init__(
         self,
         plan: Plan,
-        ring: torch.Tensor,
-        buffer: torch.Tensor,
+        memory: tuple[torch.Tensor, torch.Tensor],
         homes: Homes,
         backend: Backend,
         counters: Counters,
         timeline: Timeline,
     ) -> None:
         self.plan = plan
-        self.openings: list[Opening] = []
-        self._in_buffer: Counter[int] = Counter()  # units at fixed addresses whose decoded weights are in the buffer
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
+        self.kept: set[int] = set()  # units of which a view outlived their forward
+        self.memory = memory  # the ring and the buffer
+        self.open_units: list[Bound] = []  # the innermost last
         self._homes = homes
         self._backend = backend
-        self._counters = counters
-        self._ring, self._buffer = ring, buffer
-        num = range(len(plan.manifest.units))
-        self._faces = [self._unit_faces(unit, ring, plan.extents[unit].offset, buffer) for unit in num]
-        self._coded = [frozenset(plan.decoded(unit)) for unit in num]
-        self._decodings = [self._decoding(unit) for unit in num]
-        self._borrowed: dict[int, UnitFaces] = {}
         self._step_end = backend.event()
-        self._copies = UnitCopies(homes, plan, ring)
+        self._copies = UnitCopies(homes, plan, memory[0])
+        self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.engine = Engine(plan, backend, self._copies, counters, timeline)
         self.engine.prime()
         self.rest()
 
     def faces(self) -> Iterable[Face]:
         """Every streamed tensor object of every unit; a tied one once per unit."""
-        return (face for unit in self._faces for face in unit.faces)
+        return (face for unit in self.units for face in unit.faces.faces)
 
-    def begin_step(self) -> None:
-        """Go back to the start of the order."""
-        self.wake()
-        self.engine.begin_step()
+    # -- between steps ---------------------------------------------------------------------------------------------
 
     @_unseen
     def wake(self) -> None:
         """See updates that were made since `rest`."""
         self._homes.unguard()
         self._backend.wait(Side.COMPUTE, self._step_end)
-        for face in self.faces():
+        faces = list(self.faces())
+        for face in faces:
             face.unwatch()
         self._leave_written()
-        self._stale([face for face in self.faces() if face.adopt() or face.changed()])
-        for faces in self._faces:
-            self._leave(self._homes.leave_files(faces.coded_written()))
-        self.engine.forget(unit for unit in self.engine.held() if self._faces[unit].home_was_written())
+        self._stale([face for unit in self.units for face in unit.faces.updated()])
+        for unit in self.units:
+            self._leave(self._homes.leave_files(unit.faces.coded_written()))
+        self.engine.forget(unit.index for unit in self.units if unit.faces.home_was_written())
 
     @_unseen
-    def rest(self, units: Iterable[int] | None = None) -> None:
+    def rest(self) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._backend.record(Side.COMPUTE, self._step_end)
         self._homes.guard()
-        for unit in self.engine.held():
-            self._faces[unit].sample()
-        for unit in range(len(self._faces)) if units is None else units:
-            for face in self._faces[unit].faces:
-                face.watch()
+        for face in self.faces():
+            face.watch()
+
+    # -- units of eager steps --------------------------------------------------------------------------------------
+
+    @_unseen
+    def open(self, index: int) -> None:
+        """Make the unit's tensors show its bytes, ordered after their fill."""
+        unit = self.units[index]
+        is_inside = bool(self.open_units)
+        unit.opened += 1
+        self.open_units.append(unit)
+        try:
+            if unit.opened == 1:  # else it calls itself, and its bytes are there
+                self._bring(unit, is_inside)
+            (unit.borrowed or unit.faces).to_ring()
+        except BaseException:  # an interrupt may come anywhere
+            self._forget_opening(unit)
+            if not unit.opened:
+                (unit.borrowed or unit.faces).to_home(training=False)
+                unit.borrowed = None
+                if self.engine.fences[index].state is State.IN_USE:
+                    self.engine.release(index)
+            raise
+
+    def _bring(self, unit: Bound, is_inside: bool) -> None:
+        # a unit that ran before this one may have updated what was filled ahead
+        self._stale(unit.faces.updated())
+        if is_inside and self._is_blocked(unit):
+            unit.borrowed = self._borrow(unit)
+        else:
+            self._wait(unit)
+
+    def _forget_opening(self, unit: Bound) -> None:
+        unit.opened -= 1
+        place = max(place for place, other in enumerate(self.open_units) if other is unit)
+        del self.open_units[place]
+
+    def _wait(self, unit: Bound) -> None:
+        if self.plan.streams(unit.index):
+            self.engine.wait(unit.index)
+        self.decode(unit.index)
+
+    def _release(self, unit: Bound) -> None:
+        if self.plan.streams(unit.index):
+            self.engine.release(unit.index)
+
+    @_unseen
+    def close(self, index: int, output: object, *, training: bool, watched: bool) -> bool:
+        """Show the homes again and let the unit's bytes go; returns whether outputs were views of its weights.
+
+        `training`: the forward may have updated buffers unseen. `watched`: the watch of the step holds views itself.
+        """
+        unit = self.units[index]
+        if unit.opened > 1:  # it was called from inside its own forward
+            self._forget_opening(unit)
+            return False
+        shown = unit.borrowed or unit.faces
+        try:
+            updated = shown.to_home(training)
+            if updated:
+                self.updated |= {face.member.names[0] for face in updated}
+                self._stale(updated)
+            # before the release: the copies are to be read before the next fill
+            return (unit.borrowed is not None or unit.is_shown(0)) and self._own_outputs(output, shown)
+        finally:
+            if unit.borrowed is None and not watched:
+                self.look_for_kept(unit)
+            self._forget_opening(unit)
+            if unit.borrowed is None:
+                self._release(unit)
+            unit.borrowed = None
+
+    def look_for_kept(self, unit: Bound, num_showing: int = 0) -> None:
+        """Report the unit if a view of its bytes is held by others than its tensors, of which so many show them."""
+        if unit.index not in self.kept and unit.is_shown(num_showing):
+            gc.collect()  # a cycle of objects may hold a view that cannot be reached any more
+            if unit.is_shown(num_showing):
+                self.kept.add(unit.index)
+
+    def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
+        return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
+
+    def _is_blocked(self, unit: Bound) -> bool:
+        """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
+        if self.engine.is_blocked(unit.index):
+            return True
+        others = (o for o in self.open_units if o is not unit and o.borrowed is None)
+        return bool(unit.coded) and any(other.coded for other in others)
+
+    def _own_outputs(self, output: object, shown: UnitFaces) -> bool:
+        """Give outputs that are views of these weights memory of their own; whether there were any."""
+        ours, found = {face.ring.untyped_storage().data_ptr() for face in shown.faces}, False
+        for tensor in tensors_in(output):
+            with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
+                if tensor.untyped_storage().data_ptr() in ours:
+                    tensor.data = tensor.data.clone()
+                    found = True
+        return found
+
+    # -- units at fixed addresses ------------------------------------------------------------------------------------
 
     def moving(self) -> list[str]:
         """Tensors without a fixed address: several units hold them, each in its own extent."""
@@ -124,8 +245,8 @@ class Binding:
     @_unseen
     def fix(self) -> None:
         """Show the ring bytes of every unit, whatever they hold just now."""
-        for unit in self._faces:
-            unit.to_ring()
+        for unit in self.units:
+            unit.faces.to_ring()
 
     @_unseen
     def unfix(self) -> None:
@@ -143,200 +264,155 @@ class Binding:
                 "weights outside of it, and run modules that update their own, such as norms in training mode, eager"
             )
 
-    def hold(self, unit: int) -> None:
-        """Order compute after the unit's fill; its addresses are fixed."""
-        if not self.plan.streams(unit):
-            return
-        self.engine.begin_if_behind(unit)
-        if self.engine.is_blocked(unit):
-            raise OffloadError(
-                f"unit {self.plan.manifest.units[unit].name} runs inside of another that holds its bytes of the ring: "
-                "run this model eager, or give a larger budget"
-            )
-        self.engine.wait(unit)
-
-    def enter(self, unit: int) -> None:
+    def enter(self, index: int) -> None:
         """Take the buffer for a unit that computes at fixed addresses."""
-        if self._coded[unit] and self._in_buffer.keys() - {unit}:
+        unit = self.units[index]
+        if unit.coded and any(other.in_buffer for other in self.units if other is not unit):
             raise OffloadError(
-                f"unit {self.plan.manifest.units[unit].name} runs inside of another, and both are coded: run this "
+                f"unit {self.plan.manifest.units[index].name} runs inside of another, and both are coded: run this "
                 "model eager, or set codec='none'"
             )
-        if self._coded[unit]:
-            self._in_buffer[unit] += 1
+        unit.in_buffer += bool(unit.coded)
 
-    def leave(self, unit: int) -> None:
+    def leave(self, index: int) -> None:
         """Undo `enter`: the unit's last kernel is queued."""
-        self._in_buffer -= Counter([unit])
+        self.units[index].in_buffer -= bool(self.units[index].coded)
+
+    def hold(self, index: int) -> None:
+        """Order compute after the unit's fill; its addresses are fixed."""
+        if not self.plan.streams(index):
+            return
+        self.engine.begin_if_behind(index)
+        if self.engine.is_blocked(index):
+            raise OffloadError(
+                f"unit {self.plan.manifest.units[index].name} runs inside of another that holds its bytes of the ring: "
+                "run this model eager, or give a larger budget"
+            )
+        self.engine.wait(index)
+
+    def decode(self, index: int) -> None:
+        """Queue the decoding of the unit's coded weights, ordered after their fill, behind whoever used the buffer."""
+        if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
+            self._backend.launch(self.units[index].decode)
+
+    def let_go(self, index: int) -> None:
+        """The unit's last kernel is queued."""
+        if self.plan.streams(index):
+            self.engine.release(index)
+
+    def own_outputs(self, index: int, output: object) -> None:
+        """Give outputs of the unit that are views of its weights memory of their own: the next fill overwrites it."""
+        unit = self.units[index]
+        if unit.is_shown(len(unit.faces.faces)):
+            self._own_outputs(output, unit.faces)
 
     def abandon(self) -> None:
         """Release what an error kept from being released."""
         self.engine.abandon()
-        self._in_buffer.clear()
-
-    def decode(self, unit: int) -> None:
-        """Queue the decoding of the unit's coded weights, ordered after their fill, behind whoever used the buffer."""
-        if self._coded[unit] and self._in_buffer[unit] <= 1:  # else it is there
-            self._backend.launch(self._decodings[unit])
-
-    def let_go(self, unit: int) -> None:
-        """The unit's last kernel is queued."""
-        if self.plan.streams(unit):
-            self.engine.release(unit)
-
-    @_unseen
-    def open(self, opening: Opening, alone: bool) -> None:
-        """Make the unit's tensors show its bytes, ordered after their fill. `alone`: outside of a step."""
-        unit = opening.unit
-        again = self._is_open(unit)  # called from inside its own forward
-        self.openings.append(opening)
-        faces = self._faces[unit]
-        if alone:
-            self._backend.wait(Side.COMPUTE, self._step_end)
-            for face in faces.faces:
-                face.unwatch()
-            self._leave_written()
-        if alone:
-            self._leave(self._homes.leave_files(faces.coded_written()))
-        if alone and faces.home_was_written():
-            self.engine.forget([unit])
-        if not again:  # whoever ran before this unit may have updated what was filled ahead
-            self._stale([face for face in faces.faces if face.adopt() or face.changed()])
-        if alone and self.engine.is_behind(unit):
-            self.engine.begin_step()
-        if unit not in self._borrowed and (self.engine.is_blocked(unit) or self._buffer_is_used(unit)):
-            self._borrowed[unit] = self._borrow(unit)
-        elif unit not in self._borrowed:
-            if self.plan.streams(unit):
-                self.engine.wait(unit)
-            opening.waited = True
-            if not again:
-                self.decode(unit)
-        (self._borrowed.get(unit) or faces).to_ring()
-
-    @_unseen
-    def close(self, opening: Opening, alone: bool, training: bool) -> None:
-        """Show the homes again and let the unit's bytes go, however far `open` came."""
-        if opening not in self.openings:
-            return
-        self.openings.remove(opening)
-        unit, borrowed = opening.unit, self._borrowed.get(opening.unit)
-        last = not self._is_open(unit)
-        if last and (opening.waited or borrowed):
-            updated = (borrowed or self._faces[unit]).to_home(training)
-            self.updated |= {face.member.names[0] for face in updated}
-            self._stale(updated)
-        if opening.waited:
-            self.let_go(unit)
-        elif last:
-            self._borrowed.pop(unit, None)
-        if alone:
-            self.rest([unit])
-
-    def own_outputs(self, output: object) -> bool:
-        """Give outputs that are views of streamed weights memory of their own: the next fill overwrites the ring."""
-        found = False
-        borrowed = [faces.faces[0].ring for faces in self._borrowed.values()]
-        ours = {memory.untyped_storage().data_ptr() for memory in (self._ring, self._buffer, *borrowed)}
-        for tensor in tensors_in(output):
-            with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
-                if tensor.untyped_storage().data_ptr() in ours:
-                    tensor.data = tensor.data.clone()
-                    found = True
-        return found
-
-    def has_buffers(self, unit: int) -> bool:
-        """Whether the unit streams buffers, which its forward may update unseen."""
-        return any(face.member.kind is torch.Tensor for face in self._faces[unit].faces)
-
-    def _is_open(self, unit: int) -> bool:
-        return any(opening.unit == unit for opening in self.openings)
-
-    def _buffer_is_used(self, unit: int) -> bool:
-        """Whether the decoded weights of another unit are in the buffer that this one needs."""
-        others = (o.unit for o in self.openings if o.unit != unit and o.unit not in self._borrowed)
-        return bool(self._coded[unit]) and any(self._coded[other] for other in others)
+        for unit in self.units:
+            unit.in_buffer = 0
 
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
         self._homes.unguard()
         for face in self.faces():
             face.free()
-        self._faces.clear()
         self.engine.close()
-        self._copies = UnitCopies(self._homes, self.plan, torch.empty(0, dtype=torch.uint8, device="cpu"))
-        self._ring = self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._decodings.clear()
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), (empty, empty)
+        self.units.clear()
 
-    def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether an open unit shows this tensor object."""
-        return any(face.member.tensor is tensor for o in self.openings for face in self._faces[o.unit].faces)
+    # -- making units ------------------------------------------------------------------------------------------------
 
-    def _unit_faces(self, unit: int, base: torch.Tensor, start: int, buffer: torch.Tensor) -> UnitFaces:
-        """The faces of a unit over memory of the device, its bytes at `start`, those that are decoded in `buffer`."""
+    def _bound(self, index: int) -> Bound:
+        plan, (ring, buffer) = self.plan, self.memory
+        extent = plan.extents[index]
+        coded = frozenset(plan.decoded(index))
+        faces = self._unit_faces(
+            index,
+            self._backend.part(ring, extent.offset, extent.offset + extent.nbytes),
+            self._backend.part(buffer, 0, buffer.numel()) if coded else buffer[:0],
+        )
+        storages = {face.ring.untyped_storage().data_ptr(): face.ring.untyped_storage() for face in faces.faces}
+        return Bound(
+            index=index,
+            faces=faces,
+            storages=tuple((storage, owners(storage)) for storage in storages.values()),
+            coded=coded,
+            decode=self._decoding(index),
+            has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
+        )
+
+    def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitFaces:
+        """The views of a unit: of its bytes of the ring, and of the buffer that its coded weights are decoded into."""
         faces: list[Face] = []
         homes = []
-        mine = {spec.name for spec in self.plan.manifest.units[unit].tensors}
-        decoded = self.plan.decoded(unit)
-        plain = {alias: start + at for alias, at in self.plan.streamed(unit).items() if alias not in decoded}
-        for alias, offset in (plain | decoded).items():
-            home_of, memory = self._homes.homes[alias], buffer if alias in decoded else base
-            group = home_of.group
-            homes.append(home_of)
-            for member in group.members:
+        mine = {spec.name for spec in self.plan.manifest.units[index].tensors}
+        in_buffer = self.plan.decoded(index)
+        places = {alias: (streamed, at) for alias, at in self.plan.streamed(index).items() if alias not in in_buffer}
+        places |= {alias: (decoded, at) for alias, at in in_buffer.items()}
+        for alias, (memory, offset) in places.items():
+            home = self._homes.homes[alias]
+            homes.append(home)
+            alone = len(home.group.members) == 1
+            for member in home.group.members:
                 if member.spec.name in mine:
-                    ring, home = member.view(memory, offset), member.view(group.home, 0)
-                    alone = len(group.members) == 1
-                    faces.append(Face(member=member, source=home_of, home=home, ring=ring, alone=alone))
+                    ring, shown = member.view(memory, offset), member.view(home.group.home, 0)
+                    faces.append(Face(member=member, source=home, home=shown, ring=ring, alone=alone))
         return UnitFaces(faces, homes)
 
-    def _decoding(self, unit: int) -> Callable[[], None]:
+    def _decoding(self, index: int) -> Callable[[], None]:
         """What decodes the coded weights of a unit; those that are coded no more are copied as they are."""
-        parts, left = [], []
-        streamed, start = self.plan.streamed(unit), self.plan.extents[unit].offset
-        for alias, offset in self.plan.decoded(unit).items():
+        parts, plain = [], []
+        (ring, buffer), streamed = self.memory, self.plan.streamed(index)
+        for alias, offset in self.plan.decoded(index).items():
             home = self._homes.homes[alias]
-            out = self._buffer[offset : offset + aligned(home.group.nbytes)]
+            out = buffer[offset : offset + aligned(home.group.nbytes)]
             if home.layout is None:
-                left.append((home, out[: home.group.nbytes]))
+                plain.append((home, out[: home.group.nbytes]))
                 continue
-            memory = self._ring[start + streamed[alias] :] if alias in streamed else home.coded
+            memory = ring[self.plan.extents[index].offset + streamed[alias] :] if alias in streamed else home.coded
             assert memory is not None
             parts.append((memory[: home.layout.nbytes], home.layout, out))
         run = coding.decoding(parts) if parts else None
 
         def decode() -> None:
-            if left and self._backend.capturing():
-                raise OffloadError(f"{left[0][0].group.alias} was updated since it was coded: offload the model again")
-            for home, out in left:
+            if plain and self._backend.capturing():
+                raise OffloadError(f"{plain[0][0].group.alias} was updated since it was coded: offload the model again")
+            for home, out in plain:
                 self._homes.plain_into(home, out)
             if run is not None:
                 run()
 
         return decode
 
-    def _borrow(self, unit: int) -> UnitFaces:
-        """Faces over memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
+    def _borrow(self, unit: Bound) -> UnitFaces:
+        """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
+        index, plan = unit.index, self.plan
         with torch.inference_mode(False), torch.no_grad():
-            decoded = self.plan.decoded(unit)
-            memory = self._backend.alloc(self.plan.extents[unit].nbytes)
+            decoded = plan.decoded(index)
+            memory = self._backend.alloc(plan.extents[index].nbytes)
             spans = (offset + aligned(self._homes.homes[alias].group.nbytes) for alias, offset in decoded.items())
             buffer = self._backend.alloc(max(spans, default=0))
-            for alias, offset in (self.plan.streamed(unit) | decoded).items():
+            for alias, offset in (plan.streamed(index) | decoded).items():
                 home, target = self._homes.homes[alias], buffer if alias in decoded else memory
                 self._homes.plain_into(home, target[offset : offset + home.group.nbytes])
-            self._counters.fills += 1
-            self._counters.unplanned_fills += 1
-            self._counters.filled_nbytes += self.plan.unit_nbytes[unit]
-            return self._unit_faces(unit, memory, 0, buffer)
+            self.engine.counters.fills += 1
+            self.engine.counters.unplanned_fills += 1
+            self.engine.counters.filled_nbytes += plan.unit_nbytes[index]
+            return self._unit_faces(index, memory, buffer)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
 
     def _leave(self, aliases: set[str]) -> None:
         """The files of these no longer hold their bytes: from now on their copies come from where the bytes are."""
-        if aliases:
-            self._homes.sources_changed = True
-            self.engine.forget(self._copies.forget(aliases))
-            for unit in [unit for unit, coded in enumerate(self._coded) if coded & aliases]:
-                self._decodings[unit] = self._decoding(unit)
+        if not aliases:
+            return
+        self._homes.sources_changed = True
+        self.engine.forget(self._copies.forget(aliases))
+        for unit in self.units:
+            if unit.coded & aliases:
+                unit.decode = self._decoding(unit.index)
 
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
@@ -352,9 +428,9 @@ class Binding:
             return
         aliases = {face.member.spec.alias for face in updated}
         self._leave(self._homes.leave_files(aliases))
-        for unit, faces in enumerate(self._faces):
-            mine = [face for face in faces.faces if face.member.spec.alias in aliases]
+        for unit in self.units:
+            mine = [face for face in unit.faces.faces if face.member.spec.alias in aliases]
             for face in mine:
                 face.agree()
             if mine:
-                self.engine.forget([unit])
+                self.engine.forget([unit.index])

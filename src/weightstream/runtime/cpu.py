@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ import torch
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
+from weightstream.runtime.streams import Point, Worker, move, staging
 from weightstream.store.arena import Arena
 from weightstream.store.limits import available_nbytes
-from weightstream.store.staging import Reading, Staging
+from weightstream.store.staging import Staging
 
 # Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
 CPU_PROFILE = Profile(
@@ -36,37 +36,18 @@ CPU_PROFILE = Profile(
 )
 
 
-STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
-
-
 def free_nbytes() -> int:
     """Host memory to plan with when no budget was given: 80 % of what this process may still take."""
     return available_nbytes() * 4 // 5
 
 
-def staging(take: Callable[[int], torch.Tensor]) -> Staging:
-    """The staging ring of a device, in memory from `take`."""
-    memory = take(STAGING_BUFFERS * STAGING_NBYTES)
-    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS])
-
-
-class _Mark:
-    """One recorded point: set once, with the error of what ran before it."""
-
-    __slots__ = ("error", "reached")
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.error: BaseException | None = None
-
-
 class CpuEvent:
     """Holds the last recorded point; an event that was never recorded is complete, as on CUDA."""
 
-    __slots__ = ("mark",)
+    __slots__ = ("point",)
 
     def __init__(self) -> None:
-        self.mark: _Mark | None = None
+        self.point: Point | None = None
 
 
 class CpuStamp:
@@ -81,50 +62,6 @@ class CpuStamp:
         self.at_s = time.perf_counter()
 
 
-class Worker:
-    """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # carried to the thread that waits, whatever it is
-                self._error = self._error or error
-            del job  # the closure holds tensors; an idle thread must not
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def record(self, event: CpuEvent) -> _Mark:
-        mark = event.mark = _Mark()
-
-        def reach() -> None:
-            mark.error, self._error = self._error, None
-            mark.reached.set()
-
-        self._jobs.put(reach)
-        return mark
-
-    def wait(self, event: CpuEvent) -> None:
-        if (mark := event.mark) is not None:
-            self._jobs.put(lambda: (mark.reached.wait(), None)[1])
-
-    def join(self) -> None:
-        """Block until every job so far has run."""
-        self.record(CpuEvent()).reached.wait()
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
 class CpuBackend:
     """Compute runs inline on the calling thread, so a wait blocks it; copies run on a thread of their own."""
 
@@ -132,11 +69,15 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.profile = profile
         self._copies = Worker("weightstream-copy")
-        self._staging: Staging | None = None
         self._close = weakref.finalize(self, self._copies.stop)
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        if begin == end:  # of no bytes no buffer can be made
+            return self.alloc(0)
+        return torch.frombuffer(memory.numpy(), dtype=torch.uint8, count=end - begin, offset=begin)
 
     def event(self) -> Event:
         return CpuEvent()
@@ -154,32 +95,26 @@ class CpuBackend:
 
     def record(self, side: Side, event: Event) -> None:
         if side is Side.COPY:
-            self._copies.record(event)
+            event.point = self._copies.point()
         else:
-            event.mark = _Mark()
-            event.mark.reached.set()
+            event.point = Point()
+            event.point.reached.set()
 
     def wait(self, side: Side, event: Event) -> None:
+        if (point := event.point) is None:
+            return
         if side is Side.COPY:
-            self._copies.wait(event)
-            return
-        if event.mark is None:
-            return
-        event.mark.reached.wait()
-        if event.mark.error is not None:
-            raise event.mark.error
+            self._copies.submit(point.reached.wait)
+        else:
+            point.wait()
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        moves = [(copy, self._read(copy)) for copy in copies]
-        self._copies.submit(lambda: _move(moves))
+        moves = [(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
+        self._copies.submit(lambda: move(moves, _put))
 
-    def _read(self, copy: Copy) -> Reading | None:
-        """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
-        if copy.read is None:
-            return None
-        if self._staging is None:
-            self._staging = staging(Arena().take)
-        return self._staging.start(*copy.read)
+    @cached_property
+    def _staging(self) -> Staging:
+        return staging(Arena().take)
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()
@@ -201,31 +136,10 @@ class CpuBackend:
 
     def close(self) -> None:
         self._close()
-        if self._staging is not None:
+        if "_staging" in vars(self):
             self._staging.close()
 
 
-def _move(moves: Sequence[tuple[Copy, Reading | None]]) -> None:
-    with ending(moves):
-        for copy, reading in moves:
-            if copy.prepare is not None:
-                copy.prepare()
-            # memmove, not Tensor.copy_: one thread, so that copying leaves the other cores to compute; drops the GIL.
-            if reading is None:
-                ctypes.memmove(copy.dst.data_ptr(), copy.src.data_ptr(), copy.dst.numel())
-                continue
-            for piece in reading:
-                ctypes.memmove(copy.dst.data_ptr() + piece.begin, piece.memory.data_ptr(), piece.memory.numel())
-                piece.release()
-
-
-@contextmanager
-def ending(moves: Sequence[tuple[Copy, Reading | None]]) -> Iterator[None]:
-    """On an error the other readings give their buffers back: else whoever holds the error holds them, and all wait."""
-    try:
-        yield
-    except BaseException:
-        for _, reading in moves:
-            if reading is not None:
-                reading.cancel()
-        raise
+def _put(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """memmove, not `Tensor.copy_`: one thread, so that copying leaves the other cores to compute; drops the GIL."""
+    ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.numel())

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from weightstream.errors import ConfigError, OffloadError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.cpu import Worker, ending, staging
+from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.store.arena import Arena
 from weightstream.store.limits import describe_limits
 from weightstream.store.staging import MemorySource, Reading, Staging
@@ -28,6 +29,7 @@ CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 M
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _PORTABLE = 1  # pinned for every device, not for the current one alone
+_put = partial(torch.Tensor.copy_, non_blocking=True)
 _FED = (
     "this model copies weights that are read from disk, that could not be pinned, or that were updated since they were "
     "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
@@ -95,13 +97,13 @@ def reads_pages(device: torch.device) -> bool:
     return code == 0 and found.value == 1
 
 
-class _Mapped:
-    """Host memory under its address on the device; a tensor made of it keeps it alive."""
+class _Addresses:
+    """Bytes at an address of the device, in `memory`; a tensor made of them keeps that alive."""
 
-    def __init__(self, memory: torch.Tensor, pointer: int) -> None:
+    def __init__(self, memory: torch.Tensor, pointer: int, nbytes: int) -> None:
         self.memory = memory
         self.__cuda_array_interface__ = {
-            "shape": (memory.numel(),),
+            "shape": (nbytes,),
             "typestr": "|u1",
             "data": (pointer, False),
             "version": 3,
@@ -139,7 +141,6 @@ class CudaBackend:
         self.profile = profile
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
-        self._staging: Staging | None = None
         self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
 
     def alloc(self, nbytes: int) -> torch.Tensor:
@@ -148,6 +149,11 @@ class CudaBackend:
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         memory.record_stream(self._copies)  # and back to the allocator only when copies into it are done
         return memory
+
+    def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        if begin == end:  # no bytes are at no address
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.as_tensor(_Addresses(memory, memory.data_ptr() + begin, end - begin), device=self.device)
 
     def event(self) -> Event:
         return torch.cuda.Event(external=True)
@@ -173,7 +179,7 @@ class CudaBackend:
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0):
             return None
-        view = torch.as_tensor(_Mapped(memory, pointer.value), device=self.device)
+        view = torch.as_tensor(_Addresses(memory, pointer.value, memory.numel()), device=self.device)
         return view if view.data_ptr() == pointer.value else None
 
     def _stream(self, side: Side) -> torch.cuda.Stream:
@@ -186,7 +192,7 @@ class CudaBackend:
             raise OffloadError(_FED)
         else:
             self._feeder.submit(lambda: event.record(self._copies))
-            self._feeder.record(event)
+            event.point = self._feeder.point()
 
     def wait(self, side: Side, event: Event) -> None:
         if side is Side.COPY and self._feeder is not None:
@@ -194,19 +200,13 @@ class CudaBackend:
                 raise OffloadError(_FED)
             self._feeder.submit(lambda: self._copies.wait_event(event))
             return
-        if side is Side.COMPUTE and (mark := getattr(event, "mark", None)) is not None:
-            self._reach(mark)
+        if side is Side.COMPUTE and (point := getattr(event, "point", None)) is not None:
+            point.wait()  # what the feeder queued before it is then ahead of whoever waits
         self._stream(side).wait_event(event)
-
-    def _reach(self, mark: Any) -> None:
-        """Block until the feeder has passed a point: what it queued before is then ahead of whoever waits."""
-        mark.reached.wait()
-        if mark.error is not None:
-            raise mark.error
 
     def copy(self, copies: Sequence[Copy]) -> None:
         if self._feeder is None and all(copy.pinned for copy in copies):
-            self._queue(copies)
+            self._move([(copy, None) for copy in copies])
             return
         if self.capturing():
             raise OffloadError(_FED)
@@ -214,20 +214,24 @@ class CudaBackend:
             self._feeder = Worker("weightstream-feed")
             self._stop = weakref.finalize(self, self._feeder.stop)
         moves = [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
-        self._feeder.submit(lambda: self._feed(moves))
+        self._feeder.submit(lambda: self._move(moves))
 
-    def _queue(self, copies: Sequence[Copy]) -> None:
+    def _move(self, moves: Sequence[Move]) -> None:
         with torch.cuda.stream(self._copies):
-            for copy in copies:
-                if copy.prepare is not None:
-                    copy.prepare()
-                copy.dst.copy_(copy.src, non_blocking=True)
+            move(moves, _put, self._drained)
+
+    def _drained(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record(self._copies)
+        return event.synchronize
 
     def _read(self, copy: Copy) -> Reading:
         """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
-        if self._staging is None:
-            self._staging = staging(self._staging_memory)
         return self._staging.start(*(copy.read or (MemorySource(copy.src), 0, copy.src.numel())))
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return staging(self._staging_memory)
 
     def _staging_memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -237,21 +241,6 @@ class CudaBackend:
                 "%s (%s): the staging ring is not pinned, so copies do not overlap.", error, describe_limits()
             )
             return Arena().take(nbytes)
-
-    def _feed(self, moves: Sequence[tuple[Copy, Reading | None]]) -> None:
-        with ending(moves):
-            for copy, reading in moves:
-                if reading is None:
-                    self._queue([copy])
-                    continue
-                if copy.prepare is not None:
-                    copy.prepare()
-                for piece in reading:
-                    with torch.cuda.stream(self._copies):
-                        copy.dst[piece.begin : piece.end].copy_(piece.memory, non_blocking=True)
-                    drained = torch.cuda.Event()
-                    drained.record(self._copies)
-                    piece.release(drained.synchronize)
 
     def launch(self, kernel: Callable[[], None]) -> None:
         with torch.cuda.device(self.device):
@@ -277,7 +266,7 @@ class CudaBackend:
         self.synchronize()
         if self._feeder is not None:
             self._stop()
-        if self._staging is not None:
+        if "_staging" in vars(self):
             self._staging.close()
 
 

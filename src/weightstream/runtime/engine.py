@@ -5,11 +5,16 @@ What orders the two streams (the tests drop each of these in turn):
   wait     the compute stream waits for `filled` of the unit: no read before the fill
   release  `drained` is recorded after the unit's last kernel, and before any fill that follows
 A copy that is overtaken by another into the same bytes needs no event: both run on the copy stream, in order.
+
+The cursor says which fills are due (plan/schedule.py, [Note: skipped units]). The engine leaves out those of units
+that are there already, which is why a repeated unit costs nothing, and those whose bytes a unit in use holds. A unit
+that is waited for and was not filled, for whatever reason, is filled then: no order of units gives wrong bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -17,7 +22,7 @@ from typing import Protocol
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
-from weightstream.plan.ring import sharing
+from weightstream.plan.schedule import Cursor, sharing
 from weightstream.runtime.backend import Backend, Copy, Event, Side
 from weightstream.runtime.timeline import Timeline, profiled
 
@@ -46,14 +51,13 @@ _NEXT = MappingProxyType(
 class Fence:
     """The pair of events of one unit's extent, and its state."""
 
-    __slots__ = ("drained", "filled", "in_flight", "last_read", "reads_pending", "state", "uses")
+    __slots__ = ("drained", "filled", "in_flight", "last_read", "state", "uses")
 
     def __init__(self, filled: Event, drained: Event) -> None:
         self.state = State.EMPTY
         self.filled = filled
         self.drained = drained
-        self.last_read = drained  # `drained`, or the end of the graph that read the unit last
-        self.reads_pending = False  # `last_read` was recorded and the copy stream has not waited for it yet
+        self.last_read: Event = None  # `drained`, or the end of a graph, until the copy stream has waited for it
         self.in_flight = False  # `filled` was recorded and compute has not waited for it yet, whatever the state
         self.uses = 0
 
@@ -105,27 +109,20 @@ class Engine:
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
         self.sharing = [frozenset(units) for units in sharing(plan.extents)]
         self.live: set[int] = set()  # all whose bytes are in the ring or still read, and maybe more
-        self._cursor = len(plan.manifest.order)  # the next position that has not been released
+        self._cursor = Cursor(plan.manifest.order, plan.after)
 
     def prime(self) -> None:
-        """Start the fills that precede the first step, where they are not made."""
-        for unit in self.plan.first:
-            if self.fences[unit].state is State.EMPTY:
-                self.fill(unit)
-
-    def end_step(self) -> None:
-        """What the last step left out counts as released."""
-        self._pass(len(self.plan.manifest.order))
+        """End the step, and start the fills that the next one begins with, where they are not made."""
+        self._fill_due(self._cursor.end())
+        self._fill_due(self.plan.first)
 
     def begin_step(self) -> None:
         """Go back to position 0."""
-        self.end_step()
-        self._cursor = 0
+        self._fill_due(self._cursor.begin())
 
     def is_behind(self, unit: int) -> bool:
         """Whether the unit stands in the order, but only before the cursor."""
-        order = self.plan.manifest.order
-        return unit in order and unit not in order[self._cursor :]
+        return self._cursor.is_behind(unit)
 
     def begin_if_behind(self, unit: int) -> None:
         """Where nobody tells when a step begins: it does when a unit comes again that the order has passed."""
@@ -141,7 +138,7 @@ class Engine:
 
     def wait(self, unit: int) -> None:
         """Make compute wait until the unit is in its extent; fill it now if nobody has."""
-        self._advance(unit)
+        self._fill_due(self._cursor.reach(unit))
         fence = self.fences[unit]
         self.timeline.arrives(unit)
         if fence.state is State.EMPTY:
@@ -171,11 +168,9 @@ class Engine:
             return
         self._backend.record(Side.COMPUTE, fence.drained)
         self.timeline.releases(unit)
-        fence.last_read, fence.reads_pending = fence.drained, True
+        fence.last_read = fence.drained
         fence.move(State.DRAINING)
-        order = self.plan.manifest.order
-        if self._cursor < len(order) and order[self._cursor] == unit:
-            self._pass(self._cursor + 1)
+        self._fill_due(self._cursor.release(unit))
 
     def abandon(self) -> None:
         """Release what an error kept from being released."""
@@ -207,23 +202,39 @@ class Engine:
         """Let go of the memory that fills read and write."""
         self.copies = ()
 
-    def _advance(self, unit: int) -> None:
-        """Move the cursor to the unit's next position; the positions that were left out count as released."""
-        order = self.plan.manifest.order
-        for position in range(self._cursor, len(order)):
-            if order[position] == unit:
-                self._pass(position)
-                return
+    def before_graph(self, reads: AbstractSet[int]) -> None:
+        """Fill the units that a graph reads before it fills them; make compute wait for all copies but theirs.
 
-    def _pass(self, end: int) -> None:
-        """Queue the fills of every position before `end`, but not of units that were left out themselves."""
-        order = self.plan.manifest.order
-        for position in range(self._cursor, end):
-            left_out = order[position + 1 : end]
-            for unit in self.plan.after[position]:
-                if unit not in left_out and self.fences[unit].state is State.EMPTY and not self.is_blocked(unit):
-                    self.fill(unit)
-        self._cursor = end
+        The graph waits for theirs where it reads them. No other may be on its way into bytes that the graph fills.
+        """
+        for unit in reads:
+            if self.fences[unit].state is State.EMPTY:
+                self.fill(unit, planned=False)
+        self.settle(reads)
+
+    def after_graph(self, read: AbstractSet[int], filled: Sequence[int], held: AbstractSet[int]) -> Event:
+        """A graph was launched: it read and filled these units, and these are in the ring at its end. Returns the end.
+
+        What it filled over is gone, and what it read or filled may be overwritten once it has ended.
+        """
+        end = self._backend.event()
+        self._backend.record(Side.COMPUTE, end)
+        self.counters.fills += len(filled)
+        self.counters.filled_nbytes += sum(self.plan.unit_nbytes[unit] for unit in filled)
+        self.forget({other for unit in filled for other in (unit, *self.sharing[unit])} - held)
+        for unit in held & (read | set(filled)):
+            self.fences[unit].left_by_a_graph()
+            self.live.add(unit)
+        for unit in read:
+            self.fences[unit].last_read = end
+            self.live.add(unit)
+        return end
+
+    def _fill_due(self, units: Iterable[int]) -> None:
+        """Queue the fills that the plan asks for now; a unit that cannot be filled is when it is waited for."""
+        for unit in units:
+            if self.fences[unit].state is State.EMPTY and not self.is_blocked(unit):
+                self.fill(unit)
 
     def fill(self, unit: int, after: Event | None = None, *, planned: bool = True) -> None:
         """Queue the unit's copy behind `after`, or behind the last read of every unit that shares bytes."""
@@ -232,12 +243,12 @@ class Engine:
             self._backend.wait(Side.COPY, after)
         for other in (unit, *sorted(self.live & self.sharing[unit])):
             held = self.fences[other]
-            if held.reads_pending and after is None:
+            if held.last_read is not None and after is None:
                 self._backend.wait(Side.COPY, held.last_read)
-                held.reads_pending = False
+                held.last_read = None
             if other != unit and held.state is not State.EMPTY:
                 held.move(State.EMPTY)
-            if not held.reads_pending:
+            if held.last_read is None:
                 self.live.discard(other)
         self.live.add(unit)
         timed = self.timeline.fills(unit, planned)

@@ -2,61 +2,28 @@
 
 Whoever reads, saves or updates a weight between steps sees the true bytes. Two kinds of change must not be missed: an
 update of the home after the ring was filled ahead (it would compute with stale bytes), and an update of the ring
-inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter. `.data`
-hides from it, so between steps a streamed tensor is of a class that notices who takes its memory out; and aliases
-that were taken before are found by comparing samples of the home, which sees whole updates and may miss single
-elements.
+inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter, and data
+that is assigned shows by its address. Memory that was handed out (`.data`, numpy) raises no version, so between steps
+a streamed tensor is guarded: it remembers that, and from then on counts as updated before every step. Of a view
+(`w.detach()`) nobody knows whether numpy took it out in turn: the tensor counts as updated once, before the next step.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from weightstream.errors import OffloadError, StoreError
-from weightstream.runtime import lazy
-from weightstream.runtime.homes import Home, words
-from weightstream.runtime.readonly import plainly
+from weightstream.errors import OffloadError
+from weightstream.runtime import parameter
+from weightstream.runtime.leaves import Role, Shell
+from weightstream.runtime.moves import Home
+from weightstream.runtime.parameter import Access
 from weightstream.runtime.weights import Member, span
 
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
-_HANDED_OUT = "_weightstream_handed_out"
-_DOORS = ("numpy", "__array__", "__dlpack__")
-
-
-def _door(base: type, name: str) -> Any:
-    plain = getattr(base, name)
-
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__[_HANDED_OUT] = True
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
-def _watched(base: type) -> type:
-    """A class like `base` whose instances remember that their memory was handed out."""
-
-    def get(self: torch.Tensor) -> Any:
-        self.__dict__[_HANDED_OUT] = True
-        return _DATA.__get__(self)
-
-    members: dict[str, Any] = {name: _door(base, name) for name in _DOORS}
-    members["data"] = property(get, lambda self, value: _DATA.__set__(self, value))
-    members["__deepcopy__"] = plainly(base, copy.deepcopy)
-    members["__reduce_ex__"] = plainly(base, lambda tensor, protocol: tensor.__reduce_ex__(protocol))
-    members["__torch_function__"] = torch._C._disabled_torch_function_impl
-    members["__module__"] = base.__module__
-    return type(base.__name__, (base,), members)
-
-
-_WATCHED: Mapping[type, type] = MappingProxyType({base: _watched(base) for base in (nn.Parameter, torch.Tensor)})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,19 +35,21 @@ class Face:
     home: torch.Tensor
     ring: torch.Tensor
     alone: bool  # no other tensor views the bytes
+    tensor: torch.Tensor = field(init=False)
     version: int = 0
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
     resting: bool = False  # outside of steps
+    compared: bool = False  # the forward's writes that raise no version were looked for
 
-    def current_version(self) -> int:
-        return self.member.tensor._version
+    def __post_init__(self) -> None:
+        self.tensor = self.member.tensor
 
     def show(self, view: torch.Tensor) -> None:
-        _DATA.__set__(self.member.tensor, view)
+        self.member.show(view)
 
     def watch(self) -> None:
         """Outside of steps: notice who takes the memory out."""
-        self.resting = True
+        self.resting, self.member.touched = True, False
         self.guard()
 
     def unwatch(self) -> None:
@@ -89,57 +58,51 @@ class Face:
 
     def free(self) -> None:
         """Be a plain tensor, whatever is in the memory."""
-        lazy.unguard(self.member.tensor, self.member.kind)
-        self.member.tensor.__class__ = self.member.kind
+        parameter.unguard(self.tensor, self.member.kind)
 
     def guard(self) -> None:
         """The home is shown: decode it before it is read, where it holds nothing yet."""
-        tensor, kind = self.member.tensor, self.member.kind
-        if self.source.is_undecoded:
-            lazy.guard(tensor, kind, self._decode)
-        else:
-            lazy.unguard(tensor, kind)
-            tensor.__class__ = _WATCHED[kind] if self.resting else kind
+        if self.resting or self.source.is_undecoded:
+            parameter.guard(self.tensor, self.member.kind, self._before)
+        elif type(self.tensor) is not self.member.kind:
+            self.free()
 
-    def _decode(self, takes_memory: bool) -> None:
-        self.source.check()
-        if takes_memory:
-            self.lend()
-        self.guard()
+    def _before(self, access: Access) -> None:
+        self.member.touched |= access in (Access.WRITE, Access.VIEW)
+        self.member.lent |= access is Access.TAKE
+        if self.source.is_undecoded:
+            self.source.check()
+            self.guard()
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
-        return self.current_version() != self.version
+        return self.tensor._version != self.version
+
+    def shows(self, view: torch.Tensor) -> bool:
+        """Whether it is this view, and no data that somebody assigned."""
+        return (self.tensor.data_ptr(), self.tensor.stride()) == (view.data_ptr(), view.stride())
 
     def in_ring(self) -> bool:
-        return bool(_DATA.__get__(self.member.tensor).data_ptr() == self.ring.data_ptr())
-
-    def handed_out(self) -> bool:
-        """Whether somebody may hold the memory: for good, as nobody can tell when they write to it."""
-        return _HANDED_OUT in self.member.tensor.__dict__
+        return self.shows(self.ring)
 
     def lend(self) -> None:
-        """Somebody holds the memory."""
-        self.member.tensor.__dict__[_HANDED_OUT] = True
-
-    def forget_holders(self) -> None:
-        """The model is let go: whoever holds the memory is no concern any more."""
-        self.member.tensor.__dict__.pop(_HANDED_OUT, None)
+        """Somebody holds the memory: for good, as nobody can tell when they write to it."""
+        self.member.lent = True
 
     def agree(self) -> None:
-        self.version = self.current_version()
+        self.version = self.tensor._version
 
     def adopt(self) -> bool:
         """Take over data that somebody assigned (`tensor.data = new`): copied into the home. False if none was."""
-        data: torch.Tensor = _DATA.__get__(self.member.tensor)
+        with _disable_current_modes():  # the watch of the first step would take this for a read of the model's
+            return self._adopt(_DATA.__get__(self.tensor))
+
+    def _adopt(self, data: torch.Tensor) -> bool:
         same_memory = data.data_ptr() == self.home.data_ptr() and data.device == self.home.device
-        if same_memory and (data.stride(), data.dtype, data.shape) == (
-            self.home.stride(),
-            self.home.dtype,
-            self.home.shape,
-        ):
+        layouts = [(view.shape, view.dtype, view.stride()) for view in (data, self.home)]
+        if same_memory and layouts[0] == layouts[1]:
             return False
-        if (data.shape, data.dtype) != (self.home.shape, self.home.dtype) or not self._fits(data):
+        if layouts[0][:2] != layouts[1][:2] or not self._fits(data):
             raise OffloadError(
                 f"{self.member.names[0]} was replaced by a {data.dtype} tensor of shape {tuple(data.shape)}, stride "
                 f"{data.stride()}, while it is offloaded (it was {self.home.dtype}, {tuple(self.home.shape)}, stride "
@@ -155,6 +118,26 @@ class Face:
         self.show(self.home)
         return True
 
+    def take_update(self, training: bool) -> bool:
+        """At the end of a forward: write what it changed in the ring to the home; whether it did."""
+        if not self.in_ring():  # it shows data that was assigned inside; or the home, and so true bytes
+            return self.adopt() or self.changed()
+        if self.changed() or (self.member.role is not Role.PARAMETER and self._was_written(training)):
+            self.source.check()
+            self.home.copy_(self.ring)
+            return True
+        return False
+
+    def _was_written(self, training: bool) -> bool:
+        """Whether a forward may have written without a version: norms in training mode do, and kernels with caches of
+        their own. Whether those do is seen in the first forward, where the bytes are compared."""
+        if not self.compared:
+            self.compared = True
+            self.source.check()
+            shown, home = (view.contiguous().view(-1).view(torch.uint8) for view in (self.ring, self.home))
+            self.member.written |= not torch.equal(shown.to(home.device), home)
+        return training or self.member.written
+
     def _fits(self, data: torch.Tensor) -> bool:
         """Whether data of this layout can take the place: the same layout, or nobody else's bytes are among these."""
         return data.stride() == self.home.stride() or (
@@ -168,53 +151,39 @@ class UnitFaces:
     def __init__(self, faces: list[Face], homes: list[Home]) -> None:
         self.faces = faces
         self._homes = homes
-        self._words = [(home, words(home.group.home)) for home in homes]
-        self._mappings = {home.mapping for home in homes if home.mapping is not None}
-        self._samples: list[bytes] | None = None
+        self._shells: list[Shell] = list({id(shell): shell for f in faces for shell in f.member.shells}.values())
         for face in faces:
             face.agree()
 
     def to_ring(self) -> None:
         for face in self.faces:
-            lazy.unguard(face.member.tensor, face.member.kind)
-            face.show(face.ring)
+            if type(face.tensor) is not face.member.kind:
+                face.free()
+            _DATA.__set__(face.tensor, face.ring)
+        for shell in self._shells:
+            shell.follow()
 
     def to_home(self, training: bool) -> list[Face]:
-        """Back to the home; what the forward changed in the ring is written to the home first, and returned.
-
-        A norm in training mode updates its buffers without raising their version.
-        """
-        updated = []
-        for face in self.faces:
-            if face.changed() or (training and face.member.kind is torch.Tensor):
-                face.source.check()
-                face.home.copy_(face.ring)
-                updated.append(face)
-            face.show(face.home)
-            face.guard()
-        return updated
-
-    def sample(self) -> None:
-        """Remember a sample of the home bytes, to tell later whether somebody wrote to them."""
+        """Back to the home; what the forward changed in the ring is written to the home first, and returned."""
         try:
-            self._samples = self._read()
-        except StoreError:  # told when the next step needs the bytes
-            self._samples = None
+            return [face for face in self.faces if face.take_update(training)]
+        finally:
+            for face in self.faces:
+                _DATA.__set__(face.tensor, face.home)
+                face.guard()
+            for shell in self._shells:
+                shell.follow()
+
+    def updated(self) -> list[Face]:
+        """Those whose homes were updated since the versions agreed; assigned data is taken over."""
+        found = [face for face in self.faces if face.member.touched or face.changed() or not face.shows(face.home)]
+        return [face for face in found if face.adopt() or face.changed()]
 
     def home_was_written(self) -> bool:
-        """Whether the home differs from what the ring was filled with, or may."""
-        return any(face.handed_out() for face in self.faces) or self._read() != self._samples
+        """Whether somebody may have written to the homes unseen."""
+        return any(face.member.lent or face.member.touched for face in self.faces)
 
     def coded_written(self) -> set[str]:
         """Alias groups that are coded, and of which somebody may have changed the plain bytes."""
-        coded = [home for home in self._homes if home.layout is not None]
-        if not coded:
-            return set()
-        lent = {face.source.group.alias for face in self.faces if face.handed_out()}
-        return {home.group.alias for home in coded if home.group.alias in lent or home.was_written()}
-
-    def _read(self) -> list[bytes]:
-        for mapping in self._mappings:
-            mapping.check()  # reading what a file no longer has would kill the process
-        # What copies take from a file is left alone: the kernel tells of writes, and reading would bring in the pages.
-        return [words.tobytes() for home, words in self._words if not home.is_copied_from_file]
+        lent = {face.source.group.alias for face in self.faces if face.member.lent}
+        return {home.group.alias for home in self._homes if home.layout is not None and home.group.alias in lent}

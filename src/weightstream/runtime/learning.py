@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightstream.runtime.leaves import plain_tensors
 from weightstream.runtime.values import tensors_in
 
 
@@ -49,7 +50,7 @@ class ReadWatch(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
             return func(*args, **(kwargs or {}))
-        read = list(tensors_in((*args, *(kwargs or {}).values())))
+        read = list(plain_tensors(tensors_in((args, kwargs))))
         for tensor in read:
             if id(tensor) in self._watched:
                 self._on_read(tensor)
@@ -58,8 +59,9 @@ class ReadWatch(TorchDispatchMode):
             if not func.is_view:
                 self._on_early()
             else:
-                self._weights |= {id(t): t for t in tensors_in(output)}
-                self._streamed |= {id(t) for t in tensors_in(output)}
+                views = {id(t): t for t in plain_tensors(tensors_in(output))}
+                self._weights |= views
+                self._streamed |= views.keys()
         return output
 
 

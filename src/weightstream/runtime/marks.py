@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Stamp
 from weightstream.runtime.values import tensors_in
-from weightstream.trace import Row, Span, SpanKind, Trace
+from weightstream.trace import Span, SpanKind, Trace
 
 
 class Kind(NamedTuple):
@@ -35,35 +35,25 @@ class Tracing:
     origin: Stamp
     host_origin_s: float
     num_steps: int = 0
-    num_fills: int = 0
-    filling: dict[int, Fill] = field(default_factory=dict)  # what nobody has waited for yet
 
 
 @dataclass(eq=False, slots=True)
-class Fill:
-    """A copy of a unit; of the trace's fills it is the one numbered `flow`."""
+class Mark:
+    """A span to be, of a unit or of the step. A wait ends where it begins if there was nothing to wait for."""
 
+    kind: SpanKind
     unit: int
-    planned: bool
     begin: Stamp
-    end: Stamp = None
-    flow: int = 0
+    end: Stamp
+    planned: bool = True
 
 
-@dataclass(eq=False, slots=True)
-class Wait:
-    """Compute comes to a unit, goes on, and releases it; `after` is `before` where there was nothing to wait for."""
-
-    unit: int
-    before: Stamp
-    after: Stamp
-    release: Stamp = None
-    flow: int = 0
+Timed = tuple[Mark, float, float]  # a mark's begin and end, in seconds from the step's begin
 
 
 @dataclass(eq=False, slots=True)
 class Marks:
-    """The stamps of one step, which `is_whole` unless it is a piece; without an `end`, of what a trace sees between."""
+    """The marks of one step, which `is_whole` unless it is a piece; or of all that a trace sees outside of steps."""
 
     plan: Plan
     tracing: Tracing | None
@@ -71,74 +61,67 @@ class Marks:
     kind: Kind
     is_whole: bool
     step: int = 0
-    end: Stamp = None
     host_s: tuple[float, float] = (0.0, 0.0)
-    waits: list[Wait] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
-    def stamps(self) -> Iterator[Stamp]:
-        """The last of each stream first: until the device has passed it nobody asks for the others."""
-        yield self.end
-        for fill in reversed(self.fills):
-            yield from (fill.end, fill.begin)
-        for wait in reversed(self.waits):
-            yield from (wait.release, wait.after, wait.before)
+    def last_wait(self, unit: int | None = None) -> Mark | None:
+        """The last wait, or the last for a unit."""
+        waits = (mark for mark in reversed(self.marks) if mark.kind == "wait" and unit in (None, mark.unit))
+        return next(waits, None)
+
+    def timed(self, seconds: Callable[[Stamp, Stamp], float | None]) -> list[Timed] | None:
+        """The marks with their times; None until the device has passed them all. The last is asked for first."""
+        found: list[Timed] = []
+        for mark in reversed(self.marks):
+            if (end_s := seconds(self.begin, mark.end)) is None or (begin_s := seconds(self.begin, mark.begin)) is None:
+                return None
+            found.append((mark, begin_s, end_s))
+        return found[::-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Seconds of one step: whole, all waits, and by unit."""
+    """Seconds of one step, of all its waits, and by unit the mean of its fills, its waits and what it computed."""
 
     kind: Kind
     step_s: float
     wait_s: float
-    copies: dict[int, float]
-    waits: dict[int, float]
-    computes: dict[int, float]
+    means: dict[tuple[SpanKind, int], float]
 
 
-def sample_of(marks: Marks, at: dict[int, float]) -> Sample:
-    """What the stamps of a whole step say, with each `at` so many seconds from its begin, by identity."""
-    step_s, waits = at[id(marks.end)], marks.waits
-    waited = [(wait.unit, at[id(wait.after)] - at[id(wait.before)]) for wait in waits]
+def sample_of(kind: Kind, timed: Sequence[Timed]) -> Sample:
+    """What the marks of a whole step say."""
+    step_s = timed[-1][2]
+    waits = [(mark.unit, begin_s, end_s) for mark, begin_s, end_s in timed if mark.kind == "wait"]
+    found: defaultdict[tuple[SpanKind, int], list[float]] = defaultdict(list)
+    for mark, begin_s, end_s in timed:
+        if mark.kind in ("fill", "wait"):
+            found[mark.kind, mark.unit].append(end_s - begin_s)
     # The order goes round: what comes before the first unit is computed between the last one and it.
-    ends = [at[id(wait.before)] for wait in waits[1:]] + [step_s + at[id(wait.before)] for wait in waits[:1]]
-    computed = [(wait.unit, end - at[id(wait.after)]) for wait, end in zip(waits, ends, strict=True)]
-    return Sample(
-        kind=marks.kind,
-        step_s=step_s,
-        wait_s=sum(seconds for _, seconds in waited),
-        copies=_means((fill.unit, at[id(fill.end)] - at[id(fill.begin)]) for fill in marks.fills),
-        waits=_means(waited),
-        computes=_means(computed),
-    )
+    ends = [begin_s for _, begin_s, _ in waits[1:]] + [step_s + begin_s for _, begin_s, _ in waits[:1]]
+    for (unit, _, went_on_s), next_s in zip(waits, ends, strict=True):
+        found["unit", unit].append(next_s - went_on_s)
+    means = {what: fmean(seconds) for what, seconds in found.items()}
+    return Sample(kind=kind, step_s=step_s, wait_s=sum(end_s - begin_s for _, begin_s, end_s in waits), means=means)
 
 
-def _means(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:
-    found: defaultdict[int, list[float]] = defaultdict(list)
-    for unit, taken in seconds:
-        found[unit].append(taken)
-    return {unit: fmean(taken) for unit, taken in found.items()}
-
-
-def spans(marks: Marks, tracing: Tracing, begin_s: float, at: dict[int, float]) -> Iterator[Span]:
-    """What a trace shows of a step that began at `begin_s`, with its stamps `at` so many seconds from there."""
-
-    def span(row: Row, kind: SpanKind, name: str, begin: Stamp, end: Stamp, **more: Any) -> Span:
-        began_s, ended_s = begin_s + at[id(begin)], begin_s + at[id(end)]
-        return Span(row=row, kind=kind, name=name, begin_s=began_s, end_s=ended_s, step=marks.step, **more)
-
-    if marks.end is not None:
-        yield (step := span("compute", "step", f"{marks.kind.what} {marks.step}", marks.begin, marks.end))
-        host = [host_s - tracing.host_origin_s for host_s in marks.host_s]
-        yield replace(step, row="host", begin_s=host[0], end_s=host[1])
+def spans(marks: Marks, tracing: Tracing, begin_s: float, timed: Iterable[Timed]) -> Iterator[Span]:
+    """What a trace shows of a step that began at `begin_s`."""
     units, nbytes = marks.plan.manifest.units, marks.plan.unit_nbytes
-    for fill in marks.fills:
-        more = {"nbytes": nbytes[fill.unit], "planned": fill.planned, "flow": fill.flow}
-        yield span("copy", "fill", units[fill.unit].name, fill.begin, fill.end, **more)
-    for wait in marks.waits:
-        name = units[wait.unit].name
-        if wait.after is not wait.before:
-            yield span("compute", "wait", name, wait.before, wait.after, flow=wait.flow)
-        if wait.release is not None:
-            yield span("compute", "unit", name, wait.after, wait.release)
+    for mark, began_s, ended_s in timed:
+        is_step, is_fill = mark.kind == "step", mark.kind == "fill"
+        span = Span(
+            row="copy" if is_fill else "compute",
+            kind=mark.kind,
+            name=f"{marks.kind.what} {marks.step}" if is_step else units[mark.unit].name,
+            begin_s=begin_s + began_s,
+            end_s=begin_s + ended_s,
+            step=marks.step,
+            nbytes=nbytes[mark.unit] if is_fill else 0,
+            planned=mark.planned,
+        )
+        if mark.begin is not mark.end:
+            yield span
+        if is_step:
+            host = [host_s - tracing.host_origin_s for host_s in marks.host_s]
+            yield replace(span, row="host", begin_s=host[0], end_s=host[1])

@@ -32,13 +32,15 @@ _LIBRARY = torch.library.Library("weightstream", "DEF")
 
 
 class Session:
-    """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now, or nothing `streams`."""
+    """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now, or nothing `streams`.
+    `traced`: compiled code has called the operators since the model was attached."""
 
     def __init__(self, units: Units) -> None:
         self.handle = next(_HANDLES)
         self.token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self.fixed = False
         self.streams = True
+        self.traced = False
         _UNITS[self.handle] = units
 
     def close(self) -> None:

@@ -1,194 +1,181 @@
 """A recording: what one captured graph does with the ring, what it needs before its launch and leaves to do after.
 
 A graph is made of edges, so a copy is placed where its unit is first waited for, behind the reads that it must follow:
-it runs as early as the ring allows all the same. What the plan fills for the next step is not in the graph, as the
-graph would end with it: it is queued after each launch, behind an external event recorded inside (these cost 40 us
-each in a graph, so only such reads have one). A graph that stands alone (`deferred=False`), launched by somebody who
-tells nobody, holds these copies too and ends joined.
+it runs as early as the ring allows all the same. So the cursor moves as the engine's does, and where the engine fills
+what is due, a recording looks at what the plan has in the ring at the end of the graph.
 """
 
 from __future__ import annotations
 
-from weightstream.errors import OffloadError
+from collections import Counter
+
+from weightstream.errors import InvariantError, OffloadError
+from weightstream.plan.schedule import Cursor
 from weightstream.runtime.backend import Backend, Event, Side
-from weightstream.runtime.engine import Engine, State
+from weightstream.runtime.engine import Engine
+
+# [Note: graphs and the wrap-around]
+#
+# A graph has to know at its capture what will be in the ring when it is launched. It takes for granted what the plan
+# has there at the position where it starts, and whatever it does, it leaves there what the plan has at the position
+# where it ends (`Cursor.needed`), but for bytes of units in use at that point. Both depend on the position alone, so
+# graphs may be launched in any order in which each starts where the last one ended: one captured step behind another,
+# pieces of a step whichever batch they were captured for, graphs behind eager steps.
+#
+# What the plan has there at the end and the graph has not filled belongs to the next graph or step (at the end of a
+# step: the wrap-around). Inside of the graph these copies would hold up its end. So:
+#
+#   deferred   The launch is announced (`Graphs.replay`). The engine queues them behind each launch, where they overlap
+#              the rest of the graph: each follows an external event that is recorded inside behind the last read of
+#              the bytes. Such a record takes 40 us (H200), so only reads with a copy of the next step behind them have
+#              one. What the graph takes for granted is made sure of before each launch, so that a wrong guess costs
+#              time; its reads wait for those copies inside, by external events too.
+#   alone      An engine launches the graph that announces nothing but `sync()`. The graph makes these copies itself
+#              and ends joined; nothing can be made sure of, and the position is all that counts.
+#
+# A graph is at most one step: only its first unit may begin one. A unit that was waited for in one piece and is
+# released in a later one is in use at the start of that, read there without a wait, and nothing is filled over it.
 
 
 class Recording:
-    """Stands in for the engine during one capture. `held`: the units in the ring when the graph starts; `before`: the
-    piece of the step that precedes this one."""
+    """Stands in for the engine during one capture. `before`: the piece of the step that precedes this one."""
 
     def __init__(
-        self,
-        engine: Engine,
-        backend: Backend,
-        held: set[int],
-        before: Recording | None = None,
-        *,
-        deferred: bool = True,
+        self, engine: Engine, backend: Backend, before: Recording | None = None, *, deferred: bool = True
     ) -> None:
+        plan = engine.plan
         self._engine = engine
         self._backend = backend
-        self.deferred = deferred
-        self._order = engine.plan.manifest.order
-        self._cursor: int | None = None if before is None else before._cursor
-        self._inside: dict[int, Event] = {}  # units filled in here -> their fill
-        self._outside = set(held)  # units filled before the graph starts, and not overwritten yet
-        self._ordered: set[int] = set()  # units that compute was ordered after
-        self._in_use: dict[int, int] = (
-            {} if before is None else {unit: uses for unit, uses in before._in_use.items() if uses}
-        )
+        self._deferred = deferred
+        position = None if before is None else before._cursor.position
+        self._cursor: Cursor = Cursor(plan.manifest.order, plan.after, position)
+        self._in_use: Counter[int] = Counter() if before is None else before._in_use.copy()
+        self._is_empty = True  # no unit was waited for or released in here
+        self._held: dict[int, Event | None] = {}  # units in the ring -> the fill that compute does not follow yet
+        self._take_for_granted({*self._needed(), *self._in_use})
+        self._held |= dict.fromkeys(self._in_use)
         self._reads: dict[int, Event] = {}  # the last read of each unit, oldest first
         self._external: dict[int, Event] = {}  # of these: reads that a copy outside can wait for
-        self._due: dict[int, None] = {}  # planned fills whose unit was not waited for yet
-        self._ordered |= self._in_use.keys()
         self.begins = False  # the first unit of a step is in here
-        self.entry = set(self._in_use)
-        self.filled: set[int] = set()
-        self.num_fills = 0
-        self.filled_nbytes = 0
+        self.entry = set(self._in_use)  # units that are read before they are filled in here
+        self.filled: list[int] = []
         fork = backend.edge()  # what comes first on the copy stream joins the capture by it
         backend.record(Side.COMPUTE, fork)
         backend.wait(Side.COPY, fork)
 
     @property
-    def held(self) -> set[int]:
-        """Units in the ring at the end."""
-        return self._outside | set(self._inside)
-
-    @property
     def due(self) -> list[int]:
-        """Units to fill after the launch, in order of need."""
-        return [unit for unit in self._due if unit not in self.held]
-
-    @property
-    def left(self) -> set[int]:
-        """Units in the ring once those are filled."""
-        left = self.held
-        for unit in self.due:
-            left = left - set(self._engine.sharing[unit]) | {unit}
-        return left
+        """Units that belong in the ring at the end and are not there; those first whose bytes were read first."""
+        reads = list(self._reads)
+        missing = [(self._last_reader(unit), unit) for unit in self._needed() if unit not in self._held]
+        return [unit for _, unit in sorted(missing, key=lambda m: -1 if m[0] is None else reads.index(m[0]))]
 
     @property
     def is_whole(self) -> bool:
         """Whether all that streams in a step is in here."""
-        after = () if self._cursor is None else self._order[self._cursor + 1 :]
-        return self.begins and not any(map(self._engine.plan.streams, after))
+        return self.begins and not any(map(self._engine.plan.streams, self._cursor.order[self._cursor.position :]))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a unit was waited for and not released, in here or in the pieces before."""
+        return bool(self._in_use)
+
+    def restarts(self, unit: int) -> bool:
+        """Whether a wait for the unit, now, begins a step and does not go on with that of the pieces before."""
+        return self._is_empty and (unit in self._in_use or self._cursor.is_behind(unit))
 
     def wait(self, unit: int) -> None:
         """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
-        self._due.pop(unit, None)
-        self._advance(unit)
-        if not self._engine.plan.streams(unit):
+        plan = self._engine.plan
+        if not plan.streams(unit):
             return
-        if unit not in self._inside and unit not in self._outside:
+        if self.restarts(unit):
+            self._restart()
+        self._is_empty = False
+        self._cursor.reach(unit)
+        self.begins = self.begins or not any(map(plan.streams, self._cursor.order[: self._cursor.position]))
+        if unit not in self._held:
             self._fill(unit)
-        if unit not in self._ordered:
-            if unit in self._inside:
-                self._backend.wait(Side.COMPUTE, self._inside[unit])
-            else:
-                self.entry.add(unit)
-                if self.deferred:
-                    self._backend.wait(Side.COMPUTE, self._engine.fences[unit].filled)
-            self._ordered.add(unit)
-        self._in_use[unit] = self._in_use.get(unit, 0) + 1
+        elif self._held[unit] is not None:
+            self.entry.add(unit)
+        if (filled := self._held[unit]) is not None:
+            self._backend.wait(Side.COMPUTE, filled)
+            self._held[unit] = None
+        self._in_use[unit] += 1
 
     def release(self, unit: int) -> None:
         """The unit's last kernel is recorded."""
         if not self._engine.plan.streams(unit):
             return
-        self._in_use[unit] -= 1
-        if self._in_use[unit]:
+        if not self._in_use[unit]:
+            raise InvariantError(f"unit {unit} is released, and no wait for it was captured")
+        self._is_empty = False
+        self._in_use -= Counter([unit])
+        if unit in self._in_use:
             return
         self._external.pop(unit, None)
         self._reads.pop(unit, None)
         self._reads[unit] = self._backend.edge()
         self._backend.record(Side.COMPUTE, self._reads[unit])
-        if self._cursor is None or self._order[self._cursor] != unit:
-            return
-        following = self._order[self._cursor + 1 :]
-        for refill in self._engine.plan.after[self._cursor]:
-            self._due[refill] = None
-            if refill not in following and self.deferred:  # the next step's
-                self._external[unit] = self._backend.event()
-        if unit in self._external:
+        fills = self._cursor.release(unit)
+        if self._deferred and not set(fills) <= set(self._cursor.order[self._cursor.position :]):  # the next step's
+            self._external[unit] = self._backend.event()
             self._backend.record(Side.COMPUTE, self._external[unit])
 
     def end(self) -> None:
-        """Join the copies that nobody waited for, before the capture ends."""
-        if not self.deferred:
+        """Join the copies that compute does not follow yet, before the capture ends."""
+        if not self._deferred:
             for unit in self.due:
                 self._fill(unit)
         join = self._backend.edge()
         self._backend.record(Side.COPY, join)
         self._backend.wait(Side.COMPUTE, join)
 
-    def before_launch(self) -> None:
-        """Fill what the graph expects in the ring; nothing else may be on its way into bytes that the graph fills."""
-        for unit in self.entry:
-            if self._engine.fences[unit].state is State.EMPTY:
-                self._engine.fill(unit, planned=False)
-        self._engine.settle(self.entry)
-
     def after_launch(self) -> None:
         """Tell the engine what is in the ring now, and queue the fills that are due."""
-        engine = self._engine
-        end = self._backend.event()
-        self._backend.record(Side.COMPUTE, end)
-        engine.counters.fills += self.num_fills
-        engine.counters.filled_nbytes += self.filled_nbytes
-        overwritten = {other for unit in self.filled for other in engine.sharing[unit]} | self.filled
-        engine.forget(overwritten - self.held)
-        for unit in self.held & (self._reads.keys() | self.filled):
-            engine.fences[unit].left_by_a_graph()
-            engine.live.add(unit)
-        for unit in self._reads:
-            engine.fences[unit].last_read, engine.fences[unit].reads_pending = end, True
-            engine.live.add(unit)
+        end = self._engine.after_graph(self._reads.keys(), self.filled, self._held.keys())
         for unit in self.due:
-            if engine.fences[unit].state is State.EMPTY:
-                last = self._last_reader(unit)  # of an edge nobody outside knows: then the end of the graph
-                engine.fill(unit, after=end if last is None else self._external.get(last, end))
+            if unit not in self._engine.held():
+                last = self._last_reader(unit)  # of an edge nothing outside can wait: then the end of the graph
+                self._engine.fill(unit, after=end if last is None else self._external.get(last, end))
+
+    def _needed(self) -> list[int]:
+        """What the plan has in the ring at the cursor, but for bytes of units in use."""
+        plan, sharing = self._engine.plan, self._engine.sharing
+        return [u for u in self._cursor.needed() if plan.streams(u) and not sharing[u] & self._in_use.keys()]
+
+    def _take_for_granted(self, units: set[int]) -> None:
+        self._held = {unit: self._engine.fences[unit].filled if self._deferred else None for unit in units}
+
+    def _restart(self) -> None:
+        """Begin a step where the pieces before may have left one midway, as the owner of the graphs had an error.
+
+        What they have in use is in use no more. They may as well be pieces of this step, in an order of its own: what
+        is taken for granted holds in either case.
+        """
+        granted = self._held.keys()
+        self._in_use.clear()
+        self.entry.clear()
+        self._cursor.begin()
+        self._take_for_granted({unit for unit in self._needed() if unit in granted})
 
     def _last_reader(self, unit: int) -> int | None:
         """The unit that was last to read the bytes of this one in here."""
-        sharing = {unit, *self._engine.sharing[unit]}
-        return next((other for other in reversed(self._reads) if other in sharing), None)
+        sharing = self._engine.sharing[unit]
+        return next((other for other in reversed(self._reads) if other == unit or other in sharing), None)
 
     def _fill(self, unit: int) -> None:
         # One edge, from the last read, which is behind the others: with an edge from each a copy starts 60 us late.
         if (last := self._last_reader(unit)) is not None:
             self._backend.wait(Side.COPY, self._reads[last])
         for other in (unit, *self._engine.sharing[unit]):
-            if self._in_use.get(other):
+            if self._in_use[other]:
                 raise OffloadError(
                     f"unit {unit} and unit {other} are in use at once and share bytes of the ring: such a step cannot "
                     "be captured; run it eager, or give a larger budget"
                 )
-            if self.deferred and other in self._outside and other not in self._reads:
-                # its fill may still be on its way
-                self._backend.wait(Side.COPY, self._engine.fences[other].filled)
-                self.entry.add(other)
-            self._outside.discard(other)
-            self._inside.pop(other, None)
-            self._ordered.discard(other)
+            self._held.pop(other, None)
         self._backend.copy(self._engine.copies[unit])
-        self._inside[unit] = self._backend.edge()
-        self._backend.record(Side.COPY, self._inside[unit])
-        self.filled.add(unit)
-        self.num_fills += 1
-        self.filled_nbytes += self._engine.plan.unit_nbytes[unit]
-
-    def _advance(self, unit: int) -> None:
-        """Move to the unit's next position; what the plan fills after the positions passed over is due."""
-        start = 0 if self._cursor is None else self._cursor + 1
-        if unit not in self._order[start:]:
-            start = 0
-        if unit not in self._order:
-            return
-        position = self._order.index(unit, start)
-        for passed in range(start if self._cursor is not None else position, position):
-            self._due |= dict.fromkeys(self._engine.plan.after[passed])
-        self._due.pop(unit, None)
-        self._cursor = position
-        self.begins = self.begins or not any(map(self._engine.plan.streams, self._order[:position]))
+        self._held[unit] = self._backend.edge()
+        self._backend.record(Side.COPY, self._held[unit])
+        self.filled.append(unit)

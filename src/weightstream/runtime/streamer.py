@@ -1,128 +1,95 @@
-"""The streamer: a model whose weights stream. Attaches to the modules, lets steps in one at a time, learns, detaches.
+"""The streamer: a model whose weights stream. Lets steps in one at a time, learns from them, changes its plan.
 
-A unit is open while its module's forward runs; a step is a forward of the whole model. The order of units is learned:
-after the first step, and whenever two steps in a row agree on another order than the plan's.
+A unit is open while its module's forward runs; a step is a forward of the whole model.
+
+[Note: a change of plan]
+The order that a step taught, weights that were read outside of their unit, measured times: all change the plan through
+`switch`. It happens between steps, with the device idle. The modules are detached and the ring is let go; then homes
+move, those alone whose place or code changes, a ring is made, and units are bound to it. On an error the same way
+leads back to the plan that was in force. The addresses of weights change with the plan, and graphs and compiled code
+hold addresses. So what `compile` made is made again, graphs of `capture` are forgotten (`replay` asks for a new
+capture), and where others hold addresses, an engine or code that they compiled themselves, `switch` refuses.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from weightstream.errors import InvariantError, OffloadError, PlanError, StoreError
+from weightstream.errors import InvariantError, OffloadError, PlanError, StoreError, WeightstreamError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner
-from weightstream.plan.refine import Times, refine
-from weightstream.runtime import guards
+from weightstream.runtime import guards, ops
+from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.binding import Binding, Opening
+from weightstream.runtime.binding import Binding
+from weightstream.runtime.compiled import Compiled
 from weightstream.runtime.engine import Counters
-from weightstream.runtime.fixed import CAPTURED, FixedAddresses
-from weightstream.runtime.homes import CodeOverflow, Homes
-from weightstream.runtime.learning import ReadWatch, reading_module
-from weightstream.runtime.marks import Kind, kind_of
-from weightstream.runtime.timeline import Timeline, UnitTimes, profiled
+from weightstream.runtime.graphs import CAPTURED, Graphs
+from weightstream.runtime.homes import Homes
+from weightstream.runtime.learned import Lessons
+from weightstream.runtime.learning import ReadWatch
+from weightstream.runtime.marks import kind_of
+from weightstream.runtime.mode import Gate, Mode
+from weightstream.runtime.moves import CodeOverflow
+from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.stats import Stats
+from weightstream.runtime.timeline import Timeline, is_profiled, profiled
 from weightstream.runtime.values import moved
-from weightstream.runtime.weights import Scope, UnitModule, manifest, own_tensors
+from weightstream.runtime.weights import UnitModule, manifest
 from weightstream.trace import Trace
 
 logger = logging.getLogger("weightstream")
 
-_REFINED_EVERY = 4  # steps
-_REFINED_FROM = 3  # timed steps of one kind
-_MOVES = 2  # to a better plan, at most: workloads that alternate must not move weights for ever
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-    """What a streamer has done so far, and what it holds.
-
-    `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
-    repeated or out of order. `held_nbytes` counts weights by tier, coded ones as they are held: "device" (residents,
-    the ring and the decode buffer), "host" (RAM, pages of mapped files included) and "disk" (read in every step);
-    `model_nbytes` counts them once, and plain.
-
-    Times are of the device, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in 17.
-    `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
-    first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
-    the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
-    """
-
-    steps: int
-    fills: int
-    filled_nbytes: int
-    unplanned_fills: int
-    stall_s: float
-    held_nbytes: dict[str, int]
-    model_nbytes: int
-    predicted_step_s: float
-    step_s: float | None
-    units: tuple[UnitTimes, ...]
-
-
-class Streamer(FixedAddresses):
+class Streamer:
     """Streams the weights of one model. Made by `weightstream.offload`; a context manager that ends with `remove()`."""
 
     def __init__(
         self,
         model: nn.Module,
-        units: list[UnitModule],
+        units: Sequence[UnitModule],
         homes: Homes,
         backend: Backend,
         planner: Callable[[Manifest], Plan],
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
         plan: Plan | None = None,
-        on_plan: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
-        self._model = model
-        self._units = units
+        self._modules = Attachment(model, units, ops.Session(self))
         self._homes = homes
         self._backend = backend
-        self._planner = planner
+        self._refinement = Refinement(planner)
         self._on_close = on_close
-        self._on_plan = on_plan  # told of every plan whose weights are in place
-        self._turn = threading.RLock()  # held for a whole step
-        self._lock = threading.RLock()  # held while units open and close
-        self._pid = os.getpid()
-        self._in_step = False
-        self._counters = Counters()
-        self._timeline = Timeline(backend)
-        self._undo: list[Callable[[], None]] = []
-        self._names = {id(m): name for name, m in model.named_modules()}
-        self._removed = False
-        self._sequence: list[int] = []
-        self._last_sequence: tuple[int, ...] | None = None
-        self._watching = True  # for reads outside of units
-        self._warned = False
-        self._refined: Kind | None = None  # the kind of steps that the plan was held against last
-        self._num_moves = 0
-        self._strays: dict[str, set[str]] = {}  # reading module -> alias groups that it reads outside of their units
-        FixedAddresses.__init__(self, blocks)
+        self._gate = Gate()
+        self._lessons = Lessons()
+        self._compiled = Compiled(model, blocks)
+        self._graphs = Graphs(backend, lambda: self._binding)
+        self._binding: Binding
         try:
             try:
-                self._attach_coded(plan or self._plan_units())
+                self._bind(plan or self._refinement.plan(self._manifest()), Counters(), Timeline(backend))
             except StoreError:
-                if self._homes.can_map:
+                if homes.can_map:
                     raise
-                self._attach(self._plan_units())  # what kernels were to read from pinned memory streams
-            self._on_plan(self.plan)
+                self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
+                self._bind(self._refinement.plan(self._manifest()), Counters(), Timeline(backend))
         except BaseException:
+            self._detach()
+            self._homes.restore()
             self._close()
             raise
+
+    # -- what it tells ---------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -135,9 +102,9 @@ class Streamer(FixedAddresses):
         return self._backend.device
 
     @property
-    def _opens(self) -> bool:
-        """Whether any unit must be opened before it computes."""
-        return any(map(self.plan.opens, range(len(self._units))))
+    def learned(self) -> bool:
+        """Whether a step has taught the order of the weights."""
+        return not self._lessons.watching
 
     @property
     def read_in_place(self) -> tuple[int, ...]:
@@ -147,12 +114,12 @@ class Streamer(FixedAddresses):
 
     def stats(self) -> Stats:
         """Counters and bytes held, as of now. Cheap; does not wait for the device."""
-        held = self._homes.held_nbytes()
-        held["device"] += self._ring.numel() + self._buffer.numel()
-        measured = self._timeline.measured()
+        held, engine = self._homes.held_nbytes(), self._binding.engine
+        held["device"] += sum(memory.numel() for memory in self._binding.memory)
+        measured = engine.timeline.measured()
         return Stats(
-            **asdict(self._counters),
-            stall_s=self._timeline.stall_s,
+            **asdict(engine.counters),
+            stall_s=engine.timeline.stall_s,
             held_nbytes=held,
             model_nbytes=self.plan.manifest.decoded_nbytes,
             predicted_step_s=self.plan.step_s,
@@ -174,35 +141,36 @@ class Streamer(FixedAddresses):
             ['forward 1', 'forward 1']
             >>> trace.save("trace.json")  # for https://ui.perfetto.dev
         """
-        if self._removed:
+        if self._gate.mode is Mode.REMOVED:
             raise OffloadError("trace() after remove(): nothing streams any more")
-        trace = Trace(f"{type(self._model).__name__} on {self.device}")
-        with self._turn:
+        trace = Trace(f"{type(self._modules.model).__name__} on {self.device}")
+        with self._gate.turn:
             self._backend.synchronize()
-            self._timeline.begin_trace(trace)
+            self._binding.engine.timeline.begin_trace(trace)
         try:
             yield trace
         finally:
-            with self._turn:
+            with self._gate.turn:
                 self._backend.synchronize()
-                self._timeline.end_trace()
+                self._binding.engine.timeline.end_trace()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice.
 
         Raises `OffloadError` inside a step of the same thread; another thread waits for the step to end.
         """
-        self._refuse_forked()
-        with self._turn, self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._in_step or self._stepping or self._binding.openings:
+        self._gate.refuse_forked()
+        with self._gate.turn, self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            if self._gate.is_running or self._gate.mode is Mode.STEP:
                 raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
-            if self._session.fixed:
+            if self._gate.mode is Mode.HELD:
                 self.unfix()
-            if not self._removed:
-                for face in self._binding.faces():
-                    face.forget_holders()
+            if self._gate.mode is not Mode.REMOVED:
                 try:
                     self._detach()
+                    self._homes.restore()
                 finally:
                     self._close()
 
@@ -217,162 +185,189 @@ class Streamer(FixedAddresses):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model is a plain model: its streamer is None
 
-    # -- attach and detach ---------------------------------------------------------------------------------------
-
-    def _plan_units(self) -> Plan:
-        plan = self._planner(manifest(self._units, {a: h.group for a, h in self._homes.homes.items()}))
-        prove(plan)
-        return plan
-
-    def _attach_coded(self, plan: Plan) -> None:
-        """Attach; sizes of coded weights are estimates, and where one was too small the plan is made again."""
-        while True:
-            try:
-                return self._attach(plan)
-            except CodeOverflow as error:
-                if not isinstance(self._planner, Planner):
-                    raise InvariantError(str(error)) from error
-                logger.info("%s", error)
-                known = dict(self._planner.weights.codes())
-                known |= {alias: {**known.get(alias, {}), **sizes} for alias, sizes in error.sizes.items()}
-                weights = replace(self._planner.weights, codes=partial(dict, known))
-                self._planner = replace(self._planner, weights=weights)
-                plan = self._plan_units()
-
-    def _attach(self, plan: Plan) -> None:
-        try:
-            self._homes.settle(plan)
-            self._ring, self._buffer = self._backend.alloc(plan.ring_nbytes), self._backend.alloc(plan.buffer_nbytes)
-            self._binding = self._bind(plan)
-            self._surround()
-        except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(
-                    f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it"
-                )
-            self._detach()
-            raise
-
-    def _bind(self, plan: Plan) -> Binding:
-        memory = (self._ring, self._buffer)
-        return Binding(plan, *memory, self._homes, self._backend, self._counters, self._timeline)
-
-    def _surround(self) -> None:
-        self._session.streams = self._opens
-        self._undo.append(self._uncompile)
-        for index, unit in enumerate(self._units):
-            if self.plan.opens(index):
-                for module in (unit.module, *unit.also):
-                    run = partial(self._run_unit, index)
-                    self._undo.append(guards.surround(module, run, self._session, index))
-        self._undo.append(guards.surround(self._model, self._run_step, self._session))
-        self._undo.append(guards.refuse_moves(self._model))
-        self._known_ids = self._tensor_ids()
-        setattr(self._model, guards.ATTRIBUTE, self)
-        self._undo.append(lambda: self._model.__dict__.pop(guards.ATTRIBUTE, None))
-
-    def _tensor_ids(self) -> set[int]:
-        return {id(tensor) for module in self._model.modules() for _, tensor in own_tensors(module)}
-
-    def _detach(self, *, decode: bool = True) -> None:
-        self._backend.synchronize()
-        while self._undo:
-            self._undo.pop()()
-        if hasattr(self, "_binding"):
-            self._binding.close_all()
-        self._ring = self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._homes.restore(decode=decode)
-
     def _close(self) -> None:
-        self._removed = True
+        self._gate.change(Mode.REMOVED)
         self._graphs.clear()
-        self._session.close()
-        self._timeline.close()
+        self._modules.session.close()
+        if hasattr(self, "_binding"):
+            self._binding.engine.timeline.close()
         self._backend.close()
         self._on_close()
 
-    # -- a step --------------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def switch(self, plan: Plan) -> None:
+        """Put another plan of the same units in force, between steps; what does not change its place is not moved.
+
+        Graphs of `capture` must be captured again, and what `compile` made is made again.
+
+        Raises:
+            InvariantError: the plan breaks a rule, or is of other units.
+            OffloadError: the addresses of weights are held, by an engine or by code that was compiled elsewhere.
+            StoreError, torch.OutOfMemoryError: weights cannot be moved. On every error the plan in force stays.
+        """
+        prove(plan)
+        if [unit.name for unit in plan.manifest.units][: len(self._modules.units)] != [
+            u.name for u in self._modules.units
+        ]:
+            raise InvariantError("the plan is of other units than the model is attached with")
+        with self._gate.turn, self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            if reason := self._why_not_switched():
+                raise OffloadError(f"the plan cannot change now: {reason}")
+            before, engine = self.plan, self._binding.engine
+            self._detach()
+            try:
+                self._bind(plan, engine.counters, engine.timeline)
+            except BaseException:
+                self._detach()
+                self._bind_again(before, engine.counters, engine.timeline)
+                raise
+
+    def _why_not_switched(self) -> str | None:
+        if self._gate.mode is Mode.HELD:
+            return "the engine that drives the layers holds the addresses of their weights"
+        if self._gate.mode is not Mode.IDLE:
+            return f"the streamer is {self._gate.mode.value}"
+        if self._modules.session.traced and not self._compiled.is_wanted:
+            return "code that torch.compile made of this model holds the addresses of its weights"
+        return None
+
+    def _bind(self, plan: Plan, counters: Counters, timeline: Timeline) -> None:
+        """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
+        try:
+            plan = self._settled(plan)
+            memory = self._backend.alloc(plan.ring_nbytes), self._backend.alloc(plan.buffer_nbytes)
+            self._binding = Binding(plan, memory, self._homes, self._backend, counters, timeline)
+            self._graphs.clear()  # they read other addresses
+            self._modules.attach(plan, self._run_step, self._run_unit, self)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it")
+            raise
+
+    def _settled(self, plan: Plan) -> Plan:
+        """The plan that homes have settled to: where a coded weight is larger than estimated, it is made again."""
+        while True:
+            try:
+                self._homes.settle(plan)
+                return plan
+            except CodeOverflow as error:
+                logger.info("%s", error)
+                self._refinement.learn_sizes(error.sizes)
+                plan = self._refinement.plan(plan.manifest.plain())
+
+    def _bind_again(self, plan: Plan, counters: Counters, timeline: Timeline) -> None:
+        """Back to the plan that was in force; where that fails too the model is set free."""
+        try:
+            self._bind(plan, counters, timeline)
+        except BaseException:
+            self._detach()
+            self._homes.restore()
+            self._close()
+            raise
+
+    def _detach(self) -> None:
+        """The modules are plain again and the ring is let go; weights stay where they are."""
+        self._backend.synchronize()
+        self._compiled.drop()
+        self._modules.detach()
+        if hasattr(self, "_binding"):
+            self._binding.close_all()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._refuse_forked()
-        with self._turn:
-            if self._in_step or self._removed:  # the model calls itself, or was let go while this thread waited
+        self._gate.refuse_forked()
+        with self._gate.turn:
+            if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
                 return forward(*args, **kwargs)
             args, kwargs = self._placed(args, kwargs)
-            if self._session.fixed or self._is_compiled():
+            if self._gate.is_fixed or self._is_compiled():
                 return self._run_fixed(forward, args, kwargs)
             if self._backend.capturing():
-                if self._opens:
+                if self._modules.session.streams:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
-            guards.refuse_foreign({unit.name: unit.module for unit in self._units})
-            self._sequence.clear()
-            with self._timeline.step(kind_of(args, kwargs)):
+            self._modules.refuse_foreign()
+            mode = Mode.LEARNING if self._lessons.watching else Mode.EAGER
+            with self._binding.engine.timeline.step(kind_of(args, kwargs)), self._gate.entered(mode):
                 output = self._run_eager(forward, args, kwargs)
             with torch.inference_mode(False), torch.no_grad():
-                self._learn()
-                if self._counters.steps % _REFINED_EVERY == 0 and not (self._watching or self._graphs):
-                    self._refine()
+                self._learn(mode)
             return output
 
     def _run_eager(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._lessons.sequence.clear()
         try:
-            self._in_step = True
-            with self._lock:
-                self._binding.begin_step()
-            self._counters.steps += 1
-            with self._watched() if self._watching else nullcontext():
+            with self._gate.lock:
+                self._binding.wake()
+                self._binding.engine.begin_step()
+            self._binding.engine.counters.steps += 1
+            with self._watched() if self._gate.mode is Mode.LEARNING else nullcontext():
                 return forward(*args, **kwargs)
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
-                self._watching = True  # it may have read a weight outside of its unit: the next step will see it
-            if self._tensor_ids() != self._known_ids:
+                self._lessons.watching = True  # a weight may have been read outside of its unit: the next step sees it
+            if self._modules.was_replaced():
                 raise OffloadError(
                     "parameters or modules of the model were replaced while it is offloaded: call remove(), "
                     "change it, and offload again"
                 ) from error
             raise
         finally:
-            self._in_step = False
-            with self._lock:
+            with self._gate.lock:
                 self._binding.rest()
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._refuse_forked()
-        # Outside of a step a unit takes a turn of its own. Inside, threads of the model's may run units side by side.
-        with nullcontext() if self._in_step else self._turn:
-            if self._session.fixed:
-                return self._run_held(unit, forward, args, kwargs)
-            if self._removed:
+        if self._gate.is_running:
+            return self._run_opened(unit, forward, args, kwargs)
+        self._gate.refuse_forked()
+        with self._gate.turn:
+            if self._gate.mode is Mode.REMOVED:
                 return forward(*args, **kwargs)
-            opening, alone = Opening(unit), not self._in_step and not self._binding.openings
-            if alone:
-                args, kwargs = self._placed(args, kwargs)
-            try:
-                with self._lock:
-                    self._binding.open(opening, alone)
-                    if not alone:
-                        self._sequence.append(unit)
-                name = self._units[unit].name
+            if self._gate.is_fixed:
+                return self._run_opened(unit, forward, args, kwargs)
+            args, kwargs = self._placed(args, kwargs)
+            with self._gate.entered(Mode.EAGER):  # a unit that is called alone is a step of its own
+                return self._run_alone(unit, forward, args, kwargs)
+
+    def _run_alone(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            with self._gate.lock:
+                self._binding.wake()
+                if self._binding.engine.is_behind(unit):
+                    self._binding.engine.begin_step()
+            return self._run_opened(unit, forward, args, kwargs)
+        finally:
+            with self._gate.lock:
+                self._binding.rest()
+
+    def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output, has_ended, fixed = None, False, self._gate.is_fixed
+        self._wait(unit) if fixed else self._open(unit)
+        try:
+            if torch.is_grad_enabled() or is_profiled():
+                name = self._modules.units[unit].name
                 with guards.refuse_backward(name), profiled(name):
                     output = forward(*args, **kwargs)
-                if self._binding.own_outputs(output):
-                    self._hide()
-                return output
-            finally:
-                with self._lock:
-                    self._binding.close(opening, alone, self._trains(unit))
+            else:
+                output = forward(*args, **kwargs)
+            has_ended = True
+            return output
+        finally:
+            self._release(unit, output) if fixed else self._close_unit(unit, output, has_ended)
 
-    def _trains(self, unit: int) -> bool:
-        """Whether a module of the unit may update buffers in its forward, as norms do in training mode."""
-        return self._binding.has_buffers(unit) and any(m.training for m in self._units[unit].module.modules())
+    def _open(self, unit: int) -> None:
+        with self._gate.lock:
+            self._binding.open(unit)
+            self._lessons.sequence.append(unit)
 
-    def _refuse_forked(self) -> None:
-        if os.getpid() != self._pid:
-            raise OffloadError(
-                "this model was offloaded before the process forked: the thread that copies its weights is not here. "
-                "Use the start method 'spawn', or offload in the child."
-            )
+    def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
+        binding = self._binding
+        watched = self._gate.mode is Mode.LEARNING or not has_ended  # the watch, or the error, holds views
+        with self._gate.lock:
+            training = binding.units[unit].has_buffers and self._modules.trains(unit)
+            if binding.close(unit, output, training=training, watched=watched):
+                self._modules.hide(unit)
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the device. `model.device` may say "cpu" between steps, and that is where callers put them then."""
@@ -380,148 +375,245 @@ class Streamer(FixedAddresses):
             return args, kwargs
         return moved(args, self._backend.device), moved(kwargs, self._backend.device)
 
-    # -- learning ------------------------------------------------------------------------------------------------
+    # -- learning ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
-        streamed = {id(face.member.tensor): face for face in self._binding.faces()}
+        binding, lessons = self._binding, self._lessons
+        streamed = {id(face.member.tensor): face for face in binding.faces()}
         shown: dict[int, torch.Tensor] = {}
 
         def on_read(tensor: torch.Tensor) -> None:
             face = streamed[id(tensor)]
-            alias = face.member.spec.alias
-            if id(tensor) in shown or self._binding.shows(tensor):
+            if id(tensor) in shown or binding.is_shown_by_open_unit(tensor):
                 return
-            reader = reading_module(self._names)
-            self._strays.setdefault(reader or "", set()).add(alias)
+            alias, counters = face.member.spec.alias, binding.engine.counters
+            lessons.outside.setdefault(self._modules.reader(), set()).add(alias)
             shown[id(tensor)] = face.home
             face.show(self._homes.read(alias, face.member))
-            self._counters.fills += 1
-            self._counters.unplanned_fills += 1
-            self._counters.filled_nbytes += face.home.nbytes
+            counters.fills += 1
+            counters.unplanned_fills += 1
+            counters.filled_nbytes += face.home.nbytes
 
-        self._strays = {}
+        def on_early() -> None:
+            for unit in binding.open_units[-1:]:
+                self._modules.hide(unit.index)
+
+        lessons.outside = {}
         try:
-            weights = (tensor for module in self._model.modules() for _, tensor in own_tensors(module))
-            with ReadWatch((face.member.tensor for face in streamed.values()), weights, on_read, self._hide):
+            watched = [face.member.tensor for face in streamed.values()]
+            with ReadWatch(watched, self._modules.tensors(), on_read, on_early):
                 yield
         finally:
             for key in shown:
                 streamed[key].show(shown[key])
 
-    def _hide(self) -> None:
-        """Compilers may not look into the unit that is open: its kernels might run before its weights are there."""
-        for opening in self._binding.openings[-1:]:
-            unit = self._units[opening.unit]
-            for module in (unit.module, *unit.also):
-                guards.hide(module)
-
-    def _learn(self) -> None:
-        """Take over the order of the step that ended, if it is the first or the second of its kind in a row."""
-        sequence = tuple(self._sequence)
-        planned = tuple(u for u in self.plan.manifest.order if self.plan.opens(u))
-        first, self._last_sequence = self._last_sequence is None, self._last_sequence
-        if self._watching and self._strays:
-            self._regroup(first)
-        else:
-            self._watching = False
-        moved = sequence != planned and (first or sequence == self._last_sequence)
-        if moved and not self._strays and not self._graphs:  # a graph holds the addresses of its plan
-            self._reorder(sequence)
-        self._last_sequence = sequence
-
-    def _refine(self) -> None:
-        """Hold the plan against the measured times of the steps that run now, and move to a better one if there is."""
-        if not isinstance(self._planner, Planner) or self._timeline.kind in (None, self._refined):
+    def _learn(self, mode: Mode) -> None:
+        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""
+        lessons, binding = self._lessons, self._binding
+        order = lessons.new_order(self.plan)
+        if mode is Mode.LEARNING:
+            lessons.watching = bool(lessons.outside)
+            for unit in binding.units:
+                binding.look_for_kept(unit)
+        if self._graphs:  # they hold the addresses of this plan
             return
-        measured = self._timeline.measured()
-        if measured is None or measured.num_steps < _REFINED_FROM:
-            return
-        streamed = {index: unit for index, unit in enumerate(measured.units) if unit.nbytes}
-        times = Times(
-            step_s=measured.step_s,
-            computes={index: unit.compute_s for index, unit in streamed.items()},
-            copies={index: (unit.nbytes, unit.copy_s) for index, unit in streamed.items() if unit.copy_s},
-        )
-        refined, self._refined = refine(self._planner, self.plan, times), measured.kind
-        told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * self.plan.step_s:.1f} predicted"
-        self._binding.plan = refined.plan
-        coded = refined.plan.manifest.coded_aliases  # of which the plain bytes may not fit the host
-        if refined.better is None or self._num_moves >= _MOVES or not self._homes.came_from_host or coded:
-            logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
-        else:
-            logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
-            self._num_moves += 1
-            self._move(refined.better)
-            self._refined = None  # its own steps are to be measured
-        self._on_plan(self.plan)
+        if kept := self._to_keep():
+            self._keep(kept, order)
+        elif order is not None and not lessons.outside:
+            logger.debug("units run in another order than planned: %s", order)
+            self._try_switch(self.plan.reordered(order))
+        elif not lessons.watching and (found := self._refined()) is not None:
+            binding.plan, better = found
+            if better is not None:
+                self._try_switch(better)
 
-    def _move(self, plan: Plan) -> None:
-        """Bring every weight home and settle again."""
-        prove(plan)
-        self._detach(decode=False)
-        try:
-            self._attach_coded(plan)
-        except BaseException:
-            self._close()
-            raise
+    def _refined(self) -> tuple[Plan, Plan | None] | None:
+        engine = self._binding.engine
+        return self._refinement.refine(self.plan, engine.counters.steps, engine.timeline)
 
-    def _reorder(self, sequence: tuple[int, ...]) -> None:
-        plan = self.plan.reordered(sequence)
-        prove(plan)
-        logger.debug("units run in another order than planned: %s", sequence)
-        self._backend.synchronize()
-        self._binding.close_all()
-        try:
-            self._binding = self._bind(plan)
-        except BaseException:
-            self._detach()
-            self._close()
-            raise
+    def _to_keep(self) -> frozenset[str]:
+        """Alias groups that steps showed to need bytes of their own, and that were not asked for before."""
+        streamed = (self.plan.manifest.units[unit].aliases() for unit in self._binding.kept)
+        wanted = self._lessons.read_outside | {alias for aliases in streamed for alias in aliases}
+        return frozenset() if wanted <= self._lessons.asked else self._lessons.ask(wanted)
 
-    def _regroup(self, first: bool) -> None:
-        """Plan again, each weight that a module reads outside of its unit's forward in a unit of the reader.
-
-        Where that does not help, or does not fit, the watch stays on: such reads are served one by one.
-        """
-        units = self._units
-        try:
-            if not first:
-                raise PlanError("a hook or a function outside of the model's forwards reads them")
-            self._units = self._with_strays()
-            plan = self._plan_units()
-        except PlanError as error:
-            self._units = units
-            names = ", ".join(sorted(alias for aliases in self._strays.values() for alias in aliases))
-            if not self._warned:
-                logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
-            self._warned = True
-            return
-        logger.info("weights read outside of their module's forward: %s", self._strays)
-        self._move(plan)
-        self._on_plan = lambda plan: None  # of other units than the next load begins with
-
-    def _with_strays(self) -> list[UnitModule]:
-        modules = dict(self._model.named_modules())
-        opened = {id(m) for unit in self._sequence for m in (self._units[unit].module, *self._units[unit].also)}
-        units = list(self._units)
-        for reader, aliases in self._strays.items():
-            inside = next((i for i, u in enumerate(units) if _contains(u, modules[reader])), None)
-            if inside is not None:
-                units[inside] = replace(units[inside], adopted=units[inside].adopted | aliases)
-                continue
-            enclosing = any(id(m) in opened for m in modules[reader].modules())
-            added = UnitModule(
-                name=reader,
-                module=modules[reader],
-                scope=Scope.NONE,
-                adopted=frozenset(aliases),
-                enclosing=enclosing,
+    def _keep(self, kept: frozenset[str], order: tuple[int, ...] | None) -> None:
+        """Plan again with these on the device for good. Where they do not fit, reads are served one by one."""
+        lessons, units = self._lessons, [self._modules.units[unit].name for unit in sorted(self._binding.kept)]
+        if units:
+            logger.warning(
+                "a view of the weights of %s outlived its forward: it shows other weights from the next fill on. "
+                "weightstream gives the unit memory of its own from now on; make the view again",
+                ", ".join(units),
             )
-            units.append(added)
-        return units
+        try:
+            plan = self._refinement.replan(self._manifest(), kept)
+        except PlanError as error:
+            if lessons.outside and not lessons.has_told:
+                names = ", ".join(sorted(lessons.read_outside))
+                logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
+                lessons.has_told = True
+            return
+        if lessons.outside:
+            logger.info("weights read outside of their module's forward: %s", lessons.outside)
+        self._try_switch(plan.reordered(order) if order is not None else plan)
 
+    def _try_switch(self, plan: Plan) -> None:
+        """Switch, if that can be; else the plan in force stays."""
+        try:
+            self.switch(plan)
+        except (WeightstreamError, torch.OutOfMemoryError) as error:
+            if self._gate.mode is Mode.REMOVED:
+                raise
+            logger.warning("the plan stays as it is: %s", error)
 
-def _contains(unit: UnitModule, module: nn.Module) -> bool:
-    return unit.scope is Scope.TREE and any(m is module for m in unit.module.modules())
+    # -- fixed addresses -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, weights show their fixed addresses in the ring, for code that is compiled or captured.
+
+        Any number of forwards and graph launches may run inside, and cost less than outside: weights are looked at for
+        updates at the entry alone. Gradients are off. Other threads wait.
+
+        Raises `OffloadError` where the model cannot run so; the message says why.
+        """
+        self._gate.refuse_forked()
+        with self._gate.turn, torch.no_grad():
+            if self._gate.is_fixed:
+                yield
+                return
+            self._fix(Mode.STEP)
+            try:
+                yield
+            finally:
+                self.unfix()
+
+    def fix(self) -> None:
+        """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
+        self._lessons.watching = False
+        self._fix(Mode.HELD)
+
+    def _fix(self, mode: Mode) -> None:
+        if reason := self.why_not_fixed():
+            raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
+        with self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            self._binding.wake()
+            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces()):
+                self._graphs.clear()
+                self._homes.sources_changed = False
+            self._binding.engine.prime()  # now, as a capture by hand may be under way later
+            self._binding.fix()
+            self._modules.session.fixed = True
+            self._gate.change(mode)
+
+    def unfix(self) -> None:
+        """Undo `fix`."""
+        with self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            self._graphs.resume_eager()
+            self._modules.session.fixed = False
+            self._gate.change(Mode.IDLE)
+            self._binding.unfix()
+
+    def why_not_fixed(self) -> str | None:
+        """Why `step` would raise; None if it would not."""
+        if self._gate.mode is Mode.REMOVED:
+            return "the model is not offloaded any more"
+        if self._gate.mode is not Mode.IDLE:
+            return "a step is under way"
+        if self._backend.capturing():
+            return "a capture is under way; enter step() before it"
+        if self._lessons.outside:
+            return f"{', '.join(sorted(self._lessons.read_outside))} are read outside of their module's forward"
+        if self._lessons.watching:
+            return "the order of the weights is not known yet; call the model once first"
+        if updated := sorted(self._binding.updated):
+            return f"{', '.join(updated)} are updated by the model's own forward"
+        if moving := self._binding.moving():
+            return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
+        units = enumerate(self._modules.units)
+        if training := [u.name for i, u in units if self._binding.units[i].has_buffers and self._modules.trains(i)]:
+            return f"{', '.join(training)} may update buffers in training mode; call model.eval()"
+        return None
+
+    def compile(self, scope: Literal["model", "blocks"] = "model", **options: Any) -> None:
+        """Run the model through `torch.compile` from now on, whole or block by block; `remove()` undoes it.
+
+        The first call of a fresh streamer still runs eager, as it teaches the order of the weights.
+
+        Args:
+            scope: "model" makes one graph; "blocks" one for all blocks of a kind, which compiles faster.
+            options: for `torch.compile`, such as `fullgraph=True`: nothing of ours breaks a graph.
+        """
+        self._compiled.request(scope, options)
+
+    def _is_compiled(self) -> bool:
+        """Whether this step runs compiled; says once why not."""
+        if not self._compiled.is_wanted or (self._lessons.watching and not self._lessons.outside):
+            return False
+        reason = self.why_not_fixed()
+        if reason is not None:
+            self._compiled.tell(reason)
+        return reason is None
+
+    def _run_fixed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's forward at fixed addresses: compiled if that was asked for."""
+        entry, timeline = self._compiled.entry(forward), self._binding.engine.timeline
+        with timeline.step(kind_of(args, kwargs)), self.step(), self._gate.entered(Mode.FORWARD):
+            try:
+                return entry(*args, **kwargs)
+            except BaseException:
+                self._binding.abandon()  # compiled code does not release what an error leaves in use
+                raise
+
+    def wait_unit(self, unit: int) -> None:
+        """What `weightstream::wait` does: order compute after the unit's fill."""
+        self._modules.session.traced = True
+        self._wait(unit)
+
+    def release_unit(self, unit: int) -> None:
+        """What `weightstream::release` does: the unit's last kernel is queued."""
+        self._release(unit, None)
+
+    def _wait(self, unit: int) -> None:
+        with self._gate.lock:
+            self._graphs.wait(unit)
+
+    def _release(self, unit: int, output: object) -> None:
+        with self._gate.lock:
+            if output is not None:
+                self._binding.own_outputs(unit, output)
+            self._graphs.release(unit)
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        """Capture a step, or a piece of one, in place of `torch.cuda.graph(graph, **options)`, or inside of it.
+
+        All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
+
+        Args:
+            graph: a `torch.cuda.CUDAGraph`.
+            options: for `torch.cuda.graph`: `pool`, `stream`, `capture_error_mode`.
+        """
+        with self.step(), self._graphs.capture(graph, **options):
+            yield
+
+    def replay(self, graph: Any) -> None:
+        """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
+        with self.step() if graph in self._graphs.recordings else nullcontext(), self._gate.lock:
+            self._graphs.replay(graph)
+
+    def sync(self) -> None:
+        """Before a graph is captured or launched by an engine: make compute wait for every copy in flight."""
+        with self._gate.lock:
+            self._graphs.sync()
+
+    def join(self) -> None:
+        """Inside an engine's capture, before it ends: make the copies that are due, and join them."""
+        with self._gate.lock:
+            self._graphs.join()
+
+    def _manifest(self) -> Manifest:
+        return manifest(self._modules.units, {alias: home.group for alias, home in self._homes.homes.items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -20,8 +20,8 @@ from torch.autograd import profiler
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side
-from weightstream.runtime.marks import Fill, Kind, Marks, Sample, Tracing, Wait, sample_of, spans
-from weightstream.trace import Trace
+from weightstream.runtime.marks import Kind, Mark, Marks, Sample, Tracing, sample_of, spans
+from weightstream.trace import SpanKind, Trace
 
 _WARM = range(2, 6)
 _EVERY = 17  # a prime: of generations of 64 tokens the same places would be timed again and again
@@ -89,7 +89,7 @@ class Timeline:
             samples = [sample for sample in self._samples if sample.kind == self._samples[-1].kind]
         if not samples:
             return None
-        has_units = any(sample.computes for sample in samples)
+        has_units = any(what == "unit" for sample in samples for what, _ in sample.means)
         return Measured(
             kind=samples[-1].kind,
             num_steps=len(samples),
@@ -98,15 +98,15 @@ class Timeline:
         )
 
     def _times(self, unit: int, samples: list[Sample]) -> UnitTimes:
-        def typical(found: Iterable[dict[int, float]]) -> float:
-            return median([seconds[unit] for seconds in found if unit in seconds] or [0.0])
+        def typical(what: SpanKind) -> float:
+            return median([sample.means[what, unit] for sample in samples if (what, unit) in sample.means] or [0.0])
 
         return UnitTimes(
             name=self._plan.manifest.units[unit].name,
             nbytes=self._plan.unit_nbytes[unit],
-            copy_s=typical(sample.copies for sample in samples),
-            wait_s=typical(sample.waits for sample in samples),
-            compute_s=typical(sample.computes for sample in samples),
+            copy_s=typical("fill"),
+            wait_s=typical("wait"),
+            compute_s=typical("unit"),
         )
 
     def close(self) -> None:
@@ -123,7 +123,8 @@ class Timeline:
         try:
             yield
             if marks is not None:
-                marks.end, marks.host_s = self._backend.stamp(Side.COMPUTE), (marks.host_s[0], time.perf_counter())
+                marks.marks.append(Mark("step", -1, marks.begin, self._backend.stamp(Side.COMPUTE)))
+                marks.host_s = marks.host_s[0], time.perf_counter()
                 self._pending.append(marks)
         finally:
             self._marks = self._between
@@ -134,15 +135,15 @@ class Timeline:
             self._in_a_row = self._in_a_row + 1 if kind == self._last_kind else 1
             self._last_kind = kind
         self._read()
-        tracing = self._tracing if self._tracing is not None and self._tracing.trace.make_room(2) else None
+        tracing = self._tracing
         if tracing is None and not (whole and self._is_due()):
             with self._reading:
                 self.stall_s += self._samples[-1].wait_s if self._samples and self._samples[-1].kind == kind else 0.0
             return None
         if self._backend.capturing():
             return None
-        host_s = time.perf_counter(), 0.0
-        marks = Marks(self._plan, tracing, self._backend.stamp(Side.COMPUTE), kind, whole, host_s=host_s)
+        marks = Marks(self._plan, tracing, self._backend.stamp(Side.COMPUTE), kind, whole)
+        marks.host_s = time.perf_counter(), 0.0
         if tracing is not None:
             tracing.num_steps += whole
             marks.step = tracing.num_steps
@@ -156,48 +157,33 @@ class Timeline:
 
     def arrives(self, unit: int) -> None:
         """Compute has come to where the unit is needed."""
-        if self._marks is not None and (marks := self._with_room(2)) is not None:
+        if self._marks is not None:
             now = self._backend.stamp(Side.COMPUTE)
-            marks.waits.append(Wait(unit, now, now))
+            self._marks.marks.append(Mark("wait", unit, now, now))
 
     def resumes(self) -> None:
         """What compute has waited for is there."""
-        if (marks := self._marks) is not None:
-            wait = marks.waits[-1]
-            wait.after = self._backend.stamp(Side.COMPUTE)
-            if marks.tracing is not None and wait.unit in marks.tracing.filling:
-                wait.flow = marks.tracing.filling.pop(wait.unit).flow
+        if self._marks is not None and (wait := self._marks.last_wait()) is not None:
+            wait.end = self._backend.stamp(Side.COMPUTE)
 
     def releases(self, unit: int) -> None:
         """The unit's last kernel is queued."""
-        if (marks := self._marks) is not None and marks.tracing is not None:
-            for wait in reversed(marks.waits):
-                if wait.unit == unit:
-                    wait.release = self._backend.stamp(Side.COMPUTE)
-                    break
-
-    def fills(self, unit: int, planned: bool) -> Fill | None:
-        """The copy of a unit may begin now; what is returned goes to `filled`."""
-        if self._marks is None or self._with_room(1) is None:
-            return None
-        return Fill(unit, planned, self._backend.stamp(Side.COPY))
-
-    def filled(self, fill: Fill | None) -> None:
-        """The copy is queued."""
-        if fill is None or (marks := self._marks) is None:
-            return
-        fill.end = self._backend.stamp(Side.COPY)
-        marks.fills.append(fill)
-        if (tracing := marks.tracing) is not None:
-            tracing.num_fills += 1
-            fill.flow, tracing.filling[fill.unit] = tracing.num_fills, fill
-
-    def _with_room(self, num_spans: int) -> Marks | None:
-        """Where marks go; nowhere once the trace is full, and then what there is of this step is no measurement."""
         marks = self._marks
-        if marks is not None and marks.tracing is not None and not marks.tracing.trace.make_room(num_spans):
-            marks.is_whole, self._marks = False, None
-        return self._marks
+        if marks is not None and marks.tracing is not None and (wait := marks.last_wait(unit)) is not None:
+            marks.marks.append(Mark("unit", unit, wait.end, self._backend.stamp(Side.COMPUTE)))
+
+    def fills(self, unit: int, planned: bool) -> Mark | None:
+        """The copy of a unit may begin now; what is returned goes to `filled`."""
+        if self._marks is None:
+            return None
+        now = self._backend.stamp(Side.COPY)
+        return Mark("fill", unit, now, now, planned)
+
+    def filled(self, fill: Mark | None) -> None:
+        """The copy is queued."""
+        if fill is not None and self._marks is not None:
+            fill.end = self._backend.stamp(Side.COPY)
+            self._marks.marks.append(fill)
 
     # -- a trace -----------------------------------------------------------------------------------------------------
 
@@ -232,24 +218,19 @@ class Timeline:
         if not self._pending or self._backend.capturing():  # to ask for an event would end the capture
             return
         with self._reading:
-            while self._pending and (at := self._seconds(self._pending[0])) is not None:
+            while self._pending and (timed := self._pending[0].timed(self._backend.seconds)) is not None:
                 marks = self._pending.popleft()
                 if marks.is_whole and marks.plan is self._plan:
-                    self._samples.append(sample_of(marks, at))
+                    self._samples.append(sample_of(marks.kind, timed))
                     self.stall_s += self._samples[-1].wait_s
-                if marks.tracing is not None:
-                    begin_s = self._backend.seconds(marks.tracing.origin, marks.begin)
-                    marks.tracing.trace.spans += spans(marks, marks.tracing, begin_s or 0.0, at)
+                if (tracing := marks.tracing) is not None:
+                    begin_s = self._backend.seconds(tracing.origin, marks.begin) or 0.0
+                    tracing.trace.add(spans(marks, tracing, begin_s, timed))
 
-    def _seconds(self, marks: Marks) -> dict[int, float] | None:
-        """The seconds from the step's begin to each of its stamps, by identity; None until all are passed."""
-        at = {id(marks.begin): 0.0}
-        for stamp in marks.stamps():
-            if stamp is not None and id(stamp) not in at:
-                if (seconds := self._backend.seconds(marks.begin, stamp)) is None:
-                    return None
-                at[id(stamp)] = seconds
-        return at
+
+def is_profiled() -> bool:
+    """Whether torch's profiler looks on."""
+    return bool(profiler._is_profiler_enabled)
 
 
 def profiled(name: str, what: str = "") -> AbstractContextManager[Any]:

@@ -5,6 +5,8 @@ Knows `nn.Module` and nothing of devices, plans or architectures.
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,17 +16,25 @@ from torch import nn
 
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+from weightstream.runtime.leaves import Leaf, Role, Shell, leaves, leaves_of, storage_of
 
 
 @dataclass(kw_only=True, slots=True)
 class Member:
-    """One tensor object of the model (a Parameter or a buffer) and its place in its alias group."""
+    """One tensor object of the model, plain or behind a parameter, and its place in its alias group."""
 
     tensor: torch.Tensor
     names: list[str]
-    spec: TensorSpec
+    begin: int  # in its storage, in bytes
+    end: int
+    spec: TensorSpec = field(init=False)  # once its group is known
     kind: type[torch.Tensor]
     stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
+    role: Role
+    shells: tuple[Shell, ...]
+    touched: bool = False  # since the last step: other data may be assigned, or written through a view
+    lent: bool = False  # its memory was handed out: nothing tells when others write to it
+    written: bool = False  # its module's forward writes to it, and raises no version
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
         """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
@@ -32,6 +42,13 @@ class Member:
         start = offset + self.spec.offset
         flat = base[start : start + span(self.spec.shape, self.stride) * dtype.itemsize]
         return flat.view(dtype).as_strided(self.spec.shape, self.stride)
+
+    def show(self, view: torch.Tensor) -> None:
+        """Be a view of these bytes; no version counts it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self.tensor, view)  # type: ignore[attr-defined]
+            for shell in self.shells:
+                shell.follow()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,43 +69,37 @@ class Scope(Enum):
 
     TREE = "tree"  # all in its subtree
     OWN = "own"  # its direct ones: the children are units themselves
-    NONE = "none"  # none but the adopted
 
 
 @dataclass(kw_only=True, slots=True)
 class UnitModule:
     """A unit's module: it opens and closes with the module's forward, and with those of `also`.
 
-    `also` are modules with the very same parameters, such as a head that is tied to an embedding. `adopted` names alias
-    groups that this module reads though they belong to another; `enclosing` says that other units run inside its
-    forward; `layer` is the index of the repeated block that it is, or is a part of.
+    `also` are modules with the very same parameters, such as a head that is tied to an embedding. `enclosing` says that
+    other units run inside its forward; `layer` is the index of the repeated block that it is, or is a part of.
     """
 
     name: str
     module: nn.Module
     scope: Scope = Scope.TREE
-    adopted: frozenset[str] = frozenset()
     enclosing: bool = False
     layer: int | None = None
     also: tuple[nn.Module, ...] = ()
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def leaves(self) -> Iterator[Leaf]:
         """The tensor objects of the unit in module order, shared ones included."""
-        if self.scope is Scope.NONE:
-            return
         for module in self.module.modules() if self.scope is Scope.TREE else (self.module,):
-            for _, tensor in own_tensors(module):
-                yield tensor
+            yield from leaves(module)
 
 
 def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[UnitModule]:
     """One unit for modules with the very same parameters: these then have one place on the device."""
-    alias_of = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
+    member_of = _members(by_alias)
     merged: dict[object, tuple[UnitModule, set[str]]] = {}
     for unit in units:
-        held = {alias_of[id(t)] for t in unit.tensors() if id(t) in alias_of}
-        parameters = (t for t in unit.tensors() if isinstance(t, nn.Parameter) and id(t) in alias_of)
-        key: object = frozenset(alias_of[id(t)] for t in parameters) or id(unit)
+        found = _held(unit, member_of)
+        held = {member.spec.alias for member in found}
+        key: object = frozenset(m.spec.alias for m in found if m.role is Role.PARAMETER) or id(unit)
         first, theirs = merged.get(key, (unit, held))
         if not (held <= theirs or held >= theirs):  # buffers of their own
             key, first, theirs = id(unit), unit, held
@@ -102,111 +113,134 @@ def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[
 
 def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The tensors without bytes: nothing to stream, but they must be where the model computes."""
-    return [tensor for _, tensor in _named_tensors(model) if not tensor.numel()]
+    return [leaf.tensor for leaf in leaves_of(model) if not leaf.tensor.numel()]
 
 
 def leave_inference(model: nn.Module) -> None:
     """Make normal tensors of those that were made in inference mode: same objects, same bytes, but versions count."""
-    for _, tensor in list(_named_tensors(model)):
+    for _, tensor, _, _ in list(leaves_of(model)):
         if tensor.is_inference():
             normal = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             normal.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-            if isinstance(tensor, nn.Parameter):
-                normal = nn.Parameter(normal, requires_grad=tensor.requires_grad)
+            if type(tensor) is not torch.Tensor:
+                normal = torch.Tensor._make_subclass(type(tensor), normal, tensor.requires_grad)
+            normal.__dict__.update(tensor.__dict__)
             torch.utils.swap_tensors(tensor, normal)
 
 
 def groups(model: nn.Module, *, allow_meta: bool = False) -> dict[str, Group]:
     """Every alias group of a model by name; tensors without bytes have none, tensors on meta on request.
 
-    Raises `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
+    Attributes that are on another device than all parameters and buffers are there on purpose, and stay. Raises
+    `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
     """
-    objects: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in _named_tensors(model):
-        _check_supported(name, tensor, allow_meta)
-        if tensor.numel():
-            objects.setdefault(id(tensor), (tensor, []))[1].append(name)
-    by_storage: dict[tuple[object, ...], list[tuple[int, int, torch.Tensor, list[str]]]] = {}
-    for tensor, names in objects.values():
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        storage = tensor.untyped_storage()
-        key = (tensor.device, storage._cdata if tensor.is_meta else storage.data_ptr())
-        by_storage.setdefault(key, []).append(
-            (start, start + span(tensor.shape, tensor.stride()) * tensor.element_size(), tensor, names)
-        )
-    found: list[Group] = []
-    for views in by_storage.values():
-        found.extend(_merge(views))
-    position = {name: i for i, (_, names) in enumerate(objects.values()) for name in names}
-    return {group.alias: group for group in sorted(found, key=lambda g: position[g.alias])}
-
-
-def _merge(views: list[tuple[int, int, torch.Tensor, list[str]]]) -> Iterator[Group]:
-    """Group the views of one storage by overlap of their bytes."""
-    runs: list[tuple[int, int, list[tuple[int, torch.Tensor, list[str]]]]] = []
-    for start, end, tensor, names in sorted(views, key=lambda view: view[:2]):
-        if runs and start < runs[-1][1]:
-            begin, until, members = runs[-1]
-            runs[-1] = (begin, max(until, end), [*members, (start, tensor, names)])
-        else:
-            runs.append((start, end, [(start, tensor, names)]))
-    for begin, end, members in runs:
-        alias = members[0][2][0]
-        device = members[0][1].device
-        home = torch.empty(end - begin if device.type == "meta" else 0, dtype=torch.uint8, device=device)
-        if device.type != "meta":
-            home.set_(members[0][1].untyped_storage(), begin, (end - begin,), (1,))
-        group = Group(alias=alias, home=home)
-        for start, tensor, names in members:
-            if (start - begin) % tensor.element_size():
-                raise UnsupportedError(f"{names[0]} views a shared storage at an odd byte: offload cannot move it")
-            spec = TensorSpec(
-                name=names[0],
-                shape=tuple(tensor.shape),
+    found = sorted(leaves_of(model), key=lambda leaf: leaf.role is Role.ATTRIBUTE)  # which may refer to the others
+    devices = {leaf.tensor.device for leaf in found if leaf.role is not Role.ATTRIBUTE}
+    shells = {id(shell): Shell(shell) for leaf in found for shell in leaf.shells}
+    members: dict[int, Member] = {}
+    by_storage: dict[tuple[object, ...], list[Member]] = {}
+    for path, tensor, around, role in found:
+        if role is Role.ATTRIBUTE and (tensor.is_meta or (devices and tensor.device not in devices)):
+            continue
+        _check_supported(path, tensor, allow_meta)
+        if id(tensor) in members:
+            members[id(tensor)].names.append(path)
+        elif tensor.numel():
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            members[id(tensor)] = member = Member(
+                tensor=tensor,
+                names=[path],
+                begin=begin,
+                end=begin + span(tensor.shape, tensor.stride()) * tensor.element_size(),
+                kind=type(tensor),
                 stride=tensor.stride(),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                alias=alias,
-                nbytes=end - begin,
-                offset=start - begin,
+                role=role,
+                shells=tuple(shells[id(shell)] for shell in around),
             )
-            group.members.append(
-                Member(
-                    tensor=tensor,
-                    names=names,
-                    spec=spec,
-                    kind=type(tensor),
-                    stride=tensor.stride(),
-                )
-            )
-        yield group
+            storage = tensor.untyped_storage()
+            key = (tensor.device, storage._cdata if tensor.is_meta else storage.data_ptr())
+            by_storage.setdefault(key, []).append(member)
+    made = [_group(run) for of_storage in by_storage.values() for run in _overlapping(of_storage)]
+    position = {member.names[0]: index for index, member in enumerate(members.values())}
+    return {group.alias: group for group in sorted(made, key=lambda group: position[group.alias])}
+
+
+def _overlapping(members: list[Member]) -> Iterator[list[Member]]:
+    """The members of one storage, those together whose bytes overlap."""
+    run: list[Member] = []
+    for member in sorted(members, key=lambda member: (member.begin, member.end)):
+        if run and member.begin >= max(other.end for other in run):
+            yield run
+            run = []
+        run.append(member)
+    yield run
+
+
+def _group(members: list[Member]) -> Group:
+    """The alias group of members that overlap, in the order of their bytes."""
+    first, begin = members[0].tensor, members[0].begin
+    nbytes = max(member.end for member in members) - begin
+    home = torch.empty(nbytes if first.is_meta else 0, dtype=torch.uint8, device=first.device)
+    if not first.is_meta:
+        home.set_(first.untyped_storage(), begin, (nbytes,), (1,))
+    for member in members:
+        tensor, name = member.tensor, member.names[0]
+        if (member.begin - begin) % tensor.element_size():
+            raise UnsupportedError(f"{name} views a shared storage at an odd byte: offload cannot move it")
+        member.spec = TensorSpec(
+            name=name,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            alias=members[0].names[0],
+            nbytes=nbytes,
+            offset=member.begin - begin,
+        )
+    return Group(alias=members[0].names[0], home=home, members=members)
+
+
+def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
+    """Names of tensors whose memory a tensor outside of the model shows too; a numpy array is a view of such a one.
+
+    Of owners that no Python object stands for nothing is told: the graphs of autograd hold views of weights. Nor is an
+    array known that a tensor was made of, as `torch.from_numpy` does.
+    """
+    storages = {alias: group.home.untyped_storage()._cdata for alias, group in by_alias.items()}
+    showing: Counter[int] = Counter()
+    for alias, group in by_alias.items():
+        showing[storages[alias]] += 1 + len(group.members)
+    suspects = {storage for storage, num in showing.items() if torch._C._storage_Use_Count(storage) > num}
+    if not suspects:
+        return []
+    gc.collect()  # what a cycle of objects holds is nobody's any more
+    own = {id(tensor) for group in by_alias.values() for tensor in (group.home, *(m.tensor for m in group.members))}
+    tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
+    suspects &= {storage._cdata for tensor in tensors if (storage := storage_of(tensor)) is not None}
+    return [m.names[0] for alias, group in by_alias.items() if storages[alias] in suspects for m in group.members]
 
 
 def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifest:
     """The manifest of these units, in the order given."""
-    specs = {id(m.tensor): m.spec for group in by_alias.values() for m in group.members}
+    member_of = _members(by_alias)
     found: list[UnitSpec] = []
     for unit in units:
-        taken = {id(t): specs[id(t)] for t in unit.tensors() if id(t) in specs}
-        for alias in sorted(unit.adopted):
-            taken |= {id(m.tensor): m.spec for m in by_alias[alias].members}
-        found.append(
-            UnitSpec(name=unit.name, tensors=tuple(taken.values()), enclosing=unit.enclosing, layer=unit.layer)
-        )
+        specs = tuple({id(member): member.spec for member in _held(unit, member_of)}.values())
+        found.append(UnitSpec(name=unit.name, tensors=specs, enclosing=unit.enclosing, layer=unit.layer))
     return Manifest(units=tuple(found), order=tuple(range(len(found))))
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a module holds itself."""
-    for named in (module._parameters, module._buffers):
-        for name, tensor in named.items():
-            if tensor is not None:
-                yield name, tensor
+def _members(by_alias: dict[str, Group]) -> dict[int, Member]:
+    return {id(member.tensor): member for group in by_alias.values() for member in group.members}
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in own_tensors(module):
-            yield f"{prefix}.{name}".lstrip("."), tensor
+def _held(unit: UnitModule, member_of: dict[int, Member]) -> list[Member]:
+    """The members that a unit holds; an attribute that refers to a parameter of another module holds nothing."""
+    found: dict[int, Member] = {}
+    for leaf in unit.leaves():
+        member = member_of.get(id(leaf.tensor))
+        if member is not None and (leaf.role is not Role.ATTRIBUTE or member.role is Role.ATTRIBUTE):
+            found.setdefault(id(member), member)
+    return list(found.values())
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -215,11 +249,6 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _check_supported(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
-    kind = type(tensor)
-    if kind not in (torch.Tensor, nn.Parameter):
-        raise UnsupportedError(
-            f"{name} is a {kind.__module__}.{kind.__name__}: this kind of tensor is not supported yet"
-        )
     if tensor.is_meta and not allow_meta:
         raise UnsupportedError(f"{name} is on the meta device: load the weights first, or use from_pretrained")
     if tensor.is_conj() or tensor.is_neg():
@@ -227,3 +256,10 @@ def _check_supported(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedError(f"{name} is {what}: only dense strided tensors can be streamed")
+    storage = storage_of(tensor)
+    if storage is None or (tensor.numel() and not tensor.is_meta and storage.data_ptr() == 0):
+        kind = type(tensor)
+        raise UnsupportedError(
+            f"{name} is a {kind.__module__}.{kind.__name__}, which has no memory of its own and does not tell what is "
+            "behind it (__tensor_flatten__): it is not supported"
+        )

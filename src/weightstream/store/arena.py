@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -42,6 +42,14 @@ class Arena:
         if self._pin is not None:
             self._pin(block)
             self._pinned.append(block)
+
+    def keep(self, used: Iterable[torch.Tensor]) -> None:
+        """Unpin the pinned blocks that none of these tensors is in, and let go of them."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in used}
+        others = [block for block in self._pinned if block.data_ptr() not in addresses]
+        self._pinned[:] = [block for block in self._pinned if block.data_ptr() in addresses]
+        self.nbytes -= sum(block.numel() for block in others)
+        _unpin_all(others, self._unpin)
 
     def close(self) -> None:
         """Unpin everything. Memory goes back when its last tensor does. May be called twice."""

@@ -6,11 +6,12 @@ its own folder only. A coded tensor has memory of its own, which it is decoded i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,6 +33,16 @@ _OTHER_FORMATS = MappingProxyType(
         ".onnx": "ONNX ({}); use the safetensors version of the model",
     }
 )
+SUFFIXES = (".safetensors", *_OTHER_FORMATS, ".ot", ".npz", ".pkl")  # of weights
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What keeps a file from being mapped or read is an error of the checkpoint."""
+    try:
+        yield
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
 
 
 class Checkpoint:
@@ -47,6 +58,7 @@ class Checkpoint:
         self._by_path = {mapping.path: mapping for mapping in self.mappings}
 
     @classmethod
+    @_refusing()
     def open(cls, path: Path | str) -> Checkpoint:
         """Maps a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`."""
         path = Path(path)
@@ -55,7 +67,7 @@ class Checkpoint:
         if path.suffix == ".json":
             return cls._open_index(path)
         _refuse_other_format(path, [path])
-        mapping = _mapped(path)
+        mapping = FileMapping(path)
         entries, metadata = _described(mapping)
         return cls([mapping], entries, metadata)
 
@@ -67,7 +79,7 @@ class Checkpoint:
         entries: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
         for shard in shards.values():
-            mapping = _mapped(shard)
+            mapping = FileMapping(shard)
             held, more = _described(mapping)
             metadata |= more
             for key in held.keys() & entries.keys():
@@ -93,15 +105,17 @@ class Checkpoint:
         if entry is None:
             near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0)
             raise CheckpointError(f"no tensor {name!r} in the checkpoint; the nearest names are {near}")
-        mapping, dtype = self._by_path[entry.path], torch_dtype(entry.dtype)
-        if entry.layout is not None:
-            data = self.memory(name).bytes(0, entry.layout.raw_nbytes)
-        else:
-            data = mapping.bytes(entry.begin, entry.end)
-            if entry.begin % dtype.itemsize:
-                mapping.populate(entry.begin, entry.end)  # else a file that shrank kills the process here
-                data = data.clone()
+        data, dtype = self.bytes(entry), torch_dtype(entry.dtype)
+        if entry.layout is None and entry.begin % dtype.itemsize:
+            self._by_path[entry.path].populate(entry.begin, entry.end)  # else a file that shrank kills the process here
+            data = data.clone()
         return data.view(dtype).view(entry.shape)
+
+    def bytes(self, entry: TensorEntry) -> torch.Tensor:
+        """The bytes of a tensor where they are: a view of the file, or of what a coded one is decoded into."""
+        if entry.layout is not None:
+            return self.memory(entry.name).bytes(0, entry.layout.raw_nbytes)
+        return self._by_path[entry.path].bytes(entry.begin, entry.end)
 
     def memory(self, name: str) -> DecodedMemory:
         """What a coded tensor is decoded into: one for all that view it."""
@@ -110,6 +124,7 @@ class Checkpoint:
             self.decoded[name] = DecodedMemory.of_entry(entry, self._by_path[entry.path])
         return self.decoded[name]
 
+    @_refusing()
     def verify(self) -> None:
         """Raises `CheckpointError` where coded bytes do not have the checksum that the file tells."""
         coded.verify([(entry, self._by_path[entry.path]) for entry in self.entries.values()])
@@ -166,13 +181,6 @@ def _within(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _mapped(path: Path) -> FileMapping:
-    try:
-        return FileMapping(path)
-    except StoreError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def _described(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     entries, metadata = read_header(mapping)
     record = metadata.pop(coded.KEY, None)
@@ -180,7 +188,7 @@ def _described(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str, 
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    mapping = _mapped(path)
+    mapping = FileMapping(path)
     weight_map = read_json(mapping, 0, mapping.nbytes).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: 'weight_map' is absent or empty; it must map tensor names to file names")

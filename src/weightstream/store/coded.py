@@ -16,7 +16,7 @@ from typing import Any
 
 from weightstream.codec.format import VERSION, Layout, layout_of
 from weightstream.errors import CheckpointError, StoreError
-from weightstream.store.header import CODES, DTYPES, TensorEntry, are_sizes, nbytes_of, parsed
+from weightstream.store.header import CODES, DTYPES, TensorEntry, nbytes_of, parsed
 from weightstream.store.mapping import FileMapping
 
 KEY = "weightstream"
@@ -68,7 +68,8 @@ def _entry(stored: TensorEntry, facts: Any) -> TensorEntry:
     code, shape, crc32 = facts["dtype"], facts["shape"], facts["crc32"]
     if not isinstance(code, str) or code not in DTYPES:
         raise StoreError(f"{name}: dtype {str(code)[:40]!r} is not known")
-    if not are_sizes(shape) or not 0 < (count := nbytes_of(shape, 1)) < 2**63:
+    is_shape = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+    if not is_shape or (count := nbytes_of(shape, 1)) >= 2**63:
         raise StoreError(f"{name}: shape {str(shape)[:80]}: needs integers > 0, and a product below 2**63")
     if type(crc32) is not int or not 0 <= crc32 <= _MOST_CRC32:
         raise StoreError(f"{name}: crc32 {str(crc32)[:40]!r}: needs an integer of 32 bits")
@@ -80,10 +81,10 @@ def _entry(stored: TensorEntry, facts: Any) -> TensorEntry:
 
 
 def verify(found: Sequence[tuple[TensorEntry, FileMapping]]) -> None:
-    """Compares the checksums of those that are coded, with several threads; raises `CheckpointError`."""
+    """Compares the checksums of those that are coded, with several threads; raises `CheckpointError`, `StoreError`."""
     parts = [(entry, mapping) for entry, mapping in found if entry.layout is not None]
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        for (entry, _), crc32 in zip(parts, pool.map(_crc32, *zip(*parts, strict=True)) if parts else (), strict=True):
+        for (entry, _), crc32 in zip(parts, pool.map(_crc32, parts), strict=True):
             if crc32 != entry.crc32:
                 raise CheckpointError(
                     f"{entry.path}: tensor {entry.name!r}, bytes [{entry.begin}, {entry.end}): checksum {crc32:08x}, "
@@ -91,14 +92,12 @@ def verify(found: Sequence[tuple[TensorEntry, FileMapping]]) -> None:
                 )
 
 
-def _crc32(entry: TensorEntry, mapping: FileMapping) -> int:
-    found = 0
-    try:
-        for begin in range(entry.begin, entry.end, _PIECE_NBYTES):
-            end = min(begin + _PIECE_NBYTES, entry.end)
-            mapping.populate(begin, end)
-            piece: Any = mapping.bytes(begin, end).numpy()
-            found = zlib.crc32(piece, found)  # without the GIL
-    except StoreError as error:
-        raise CheckpointError(str(error)) from error
-    return found
+def _crc32(part: tuple[TensorEntry, FileMapping]) -> int:
+    entry, mapping = part
+    crc32 = 0
+    for begin in range(entry.begin, entry.end, _PIECE_NBYTES):
+        end = min(begin + _PIECE_NBYTES, entry.end)
+        mapping.populate(begin, end)
+        piece: Any = mapping.bytes(begin, end).numpy()
+        crc32 = zlib.crc32(piece, crc32)  # without the GIL
+    return crc32

@@ -1,13 +1,12 @@
-"""DecodedMemory: the bytes of a coded tensor, decoded into memory of this process when they are first read.
+"""LazyMemory: bytes that are made when they are first read, by decoding a coded tensor or by gathering parts of files.
 
-Until then it is addresses without memory: tensors that view it have shape, dtype and place, and hold zeros, or NaN.
+Until then it is addresses without memory: tensors that view it have shape, dtype and place, and hold zeros.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,18 +14,60 @@ import torch
 
 from weightstream.codec import chunks
 from weightstream.codec.format import Layout
-from weightstream.errors import StoreError
 from weightstream.store.header import TensorEntry
-from weightstream.store.mapping import FileMapping, give_back, poison, reserve
+from weightstream.store.mapping import FileMapping, Memory, give_back, reserve
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
+Extent = tuple[FileMapping, int, int]  # bytes [begin, end) of a file
 
 
-class DecodedMemory:
-    """What a `FileMapping` is to a file: offsets are those of the weights, `nbytes` is how many bytes these are.
+class LazyMemory(Memory):
+    """`extents` are the bytes of files that it is made of, one after another; none where it is made of memory."""
 
-    `source` gives the coded bytes, on any device; `decode(coded, layout, out)` writes the weights to CPU memory, and
-    may be replaced. Of a tensor of a file, `mapping` and `extent` tell where its coded bytes are.
+    is_filled = False
+    layout: Layout | None = None  # of the coded form that it is made of
+
+    def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[Extent]) -> None:
+        self.name, self.path, self.nbytes, self.extents = name, path, nbytes, tuple(extents)
+        self._lock = threading.Lock()
+        super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
+
+    @staticmethod
+    def of_extents(name: str, extents: Sequence[Extent]) -> LazyMemory:
+        """A tensor whose bytes are those of the extents, one after another, just as they are in the files."""
+        return _GatheredMemory(name, extents)
+
+    def write(self, out: torch.Tensor) -> None:
+        """Writes the bytes to `out`, on any device, and keeps none of them; raises `StoreError`."""
+        self.check()
+        with torch.inference_mode(False), torch.no_grad():
+            self._write(out)
+
+    def _write(self, out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def populate(self, begin: int, end: int) -> None:
+        """Makes sure that the bytes can be read: the first time, all are made; raises `StoreError`."""
+        self.check()
+        self.check_range(begin, end)
+        if self.is_filled:
+            return
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if not self.is_filled:
+                self._write(self.bytes(0, self.nbytes))
+                self.is_filled = True
+
+    def forget(self) -> None:
+        """Gives the memory back, with whatever was written to it; the bytes are made again when they are read again."""
+        with self._lock:
+            self.is_filled = False
+            give_back(self._buffer)
+
+
+class DecodedMemory(LazyMemory):
+    """The plain bytes of a coded tensor.
+
+    `source` gives the coded bytes, on any device; `decode(coded, layout, out)` writes the weights; both can change.
     """
 
     def __init__(
@@ -38,75 +79,46 @@ class DecodedMemory:
         *,
         decode: Decode = chunks.decode,
         check: Callable[[], None] = lambda: None,
-        mapping: FileMapping | None = None,
-        extent: tuple[int, int] | None = None,
+        extents: Sequence[Extent] = (),
     ) -> None:
-        self.name, self.path, self.layout, self.source, self.decode = name, path, layout, source, decode
-        self.check = check
-        self.mapping, self.extent = mapping, extent
-        self.nbytes = layout.raw_nbytes
-        self.identity = mapping.identity if mapping is not None else (self.nbytes, 0, id(self))
-        self.is_decoded = False
-        self._lock = threading.Lock()
-        self._buffer = reserve(self.nbytes, path)
-        self.address = ctypes.addressof(self._buffer)
+        super().__init__(name, path, layout.raw_nbytes, extents)
+        self.layout: Layout = layout
+        self.source, self.decode, self._check = source, decode, check
 
     @classmethod
     def of_entry(cls, entry: TensorEntry, mapping: FileMapping) -> DecodedMemory:
         """That of a coded tensor of a file."""
-        assert entry.layout is not None
-        extent, check = (entry.begin, entry.end), mapping.check
-        source = partial(_coded, mapping, *extent)
-        return cls(entry.name, entry.path, entry.layout, source, check=check, mapping=mapping, extent=extent)
+        if entry.layout is None:
+            raise ValueError(f"{entry.name} is not coded")
+        extent = (mapping, entry.begin, entry.end)
+        source = partial(_coded, *extent)
+        return cls(entry.name, entry.path, entry.layout, source, check=mapping.check, extents=[extent])
 
-    def bytes(self, begin: int, end: int) -> torch.Tensor:
-        """Returns bytes [begin, end) as a uint8 view, decoded or not; raises `StoreError` outside the tensor."""
-        self.check_range(begin, end)
-        if begin == end:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=end - begin, offset=begin)
+    def check(self) -> None:
+        self._check()
 
-    def locate(self, address: int) -> int | None:
-        """Returns the offset that `address` views, or None when it lies outside."""
-        return address - self.address if 0 <= address - self.address < self.nbytes else None
+    def _write(self, out: torch.Tensor) -> None:
+        self.decode(self.source(), self.layout, out)
 
-    def populate(self, begin: int, end: int) -> None:
-        """Makes sure that the bytes can be read: the first time, all are decoded; raises `StoreError`."""
-        self.check()
-        self.check_range(begin, end)
-        if self.is_decoded:
-            return
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            if not self.is_decoded:
-                give_back(self._buffer)
-                self.decode(self.source(), self.layout, self.bytes(0, self.nbytes))
-                self.is_decoded = True
 
-    def poison(self) -> None:
-        """Lets whoever reads the memory before it is decoded, and cannot be told from, see NaN."""
-        with self._lock:
-            if not self.is_decoded:
-                poison(self._buffer)
+class _GatheredMemory(LazyMemory):
+    """The bytes of several parts of files."""
 
-    def forget(self) -> None:
-        """Gives the memory back, with whatever was written to it; it is decoded again when it is read again."""
-        with self._lock:
-            self.is_decoded = False
-            give_back(self._buffer)
+    def __init__(self, name: str, extents: Sequence[Extent]) -> None:
+        for mapping, begin, end in extents:
+            mapping.check_range(begin, end)
+        super().__init__(name, extents[0][0].path, sum(end - begin for _, begin, end in extents), extents)
 
-    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Copies bytes [begin, end) into `memory` and returns the view of these; raises as `populate` does."""
-        self.populate(begin, end)
-        return memory[: end - begin].copy_(self.bytes(begin, end))
+    def check(self) -> None:
+        for mapping in {mapping for mapping, _, _ in self.extents}:
+            mapping.check()
 
-    def written(self) -> list[tuple[int, int]] | None:
-        """As `FileMapping.written`: once it is decoded, nobody can tell."""
-        return None if self.is_decoded else []
-
-    def check_range(self, begin: int, end: int) -> None:
-        """Raises `StoreError` unless bytes [begin, end) are in the tensor."""
-        if not 0 <= begin <= end <= self.nbytes:
-            raise StoreError(f"{self.path}: {self.name!r}: bytes [{begin}, {end}) are not inside its {self.nbytes}")
+    def _write(self, out: torch.Tensor) -> None:
+        at = 0
+        for mapping, begin, end in self.extents:
+            mapping.populate(begin, end)
+            out[at : at + end - begin].copy_(mapping.bytes(begin, end))
+            at += end - begin
 
 
 def _coded(mapping: FileMapping, begin: int, end: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from weightstream.errors import StoreError
+from weightstream.store.atomic import replacing
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.mapping import FileMapping
 
@@ -87,22 +88,18 @@ class OffloadFolder:
 
     def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Writes `tensor` and returns an equal, contiguous one that views the file; raises `StoreError`."""
-        target = self.path / file_name(name)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        needed = tensor.numel() * tensor.element_size()
         try:
-            if shutil.disk_usage(self.path).free < needed:
+            if shutil.disk_usage(self.path).free < tensor.nbytes:
                 raise OSError("not enough space")
-            save_file({name: tensor.detach().cpu().contiguous()}, partial)
-            os.replace(partial, target)
+            # A private folder does not outlive the process, so it need not outlive a power cut.
+            with replacing(self.path / file_name(name), durable=not self.is_private) as partial:
+                save_file({name: tensor.detach().cpu().contiguous()}, partial)
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(self.path).free if self.path.is_dir() else 0
             raise StoreError(
-                f"{self.path}: cannot write {name!r}: needs {needed} bytes, {free} are free: {error}; "
+                f"{self.path}: cannot write {name!r}: needs {tensor.nbytes} bytes, {free} are free: {error}; "
                 "free some space or pass another offload_folder"
             ) from error
-        finally:
-            partial.unlink(missing_ok=True)
         return self.read(name)
 
     def remove(self, name: str) -> None:
@@ -120,26 +117,16 @@ class OffloadFolder:
         return tensor
 
     def save_index(self, key: str, payload: dict[str, Any]) -> None:
-        """Records `payload` under `key`, together with the state of every file mapped so far."""
-        for mapping in self.mappings:  # an index must not survive a power cut that its weights did not
-            with open(mapping.path, "rb") as file:
-                os.fsync(file.fileno())
-        files = {mapping.path.name: mapping.identity for mapping in self.mappings}
-        partial = self._index_path(key).with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps({"files": files, "payload": payload}))
-        os.replace(partial, self._index_path(key))
+        """Records `payload` under `key`."""
+        with replacing(self._index_path(key)) as partial:
+            partial.write_text(json.dumps(payload))
 
     def load_index(self, key: str) -> dict[str, Any] | None:
-        """Returns what was recorded under `key`; None when it is absent or damaged, or one of its files changed."""
-        try:
-            index = json.loads(self._index_path(key).read_text())
-            for name, identity in index["files"].items():
-                if list(FileMapping(self.path / name).identity) != identity:
-                    return None
-            payload: dict[str, Any] = dict(index["payload"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return payload
+        """Returns what was recorded under `key`; None when it is absent or damaged."""
+        with contextlib.suppress(OSError, ValueError):
+            payload = json.loads(self._index_path(key).read_text())
+            return payload if isinstance(payload, dict) else None
+        return None
 
     def _index_path(self, key: str) -> Path:
         return self.path / f"{urllib.parse.quote(key, safe='')}.index.json"

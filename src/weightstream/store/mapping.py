@@ -16,7 +16,6 @@ import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from weightstream.store.pagemap import written_ranges
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
 _MADV_POPULATE_READ = 22
 _MAP_FIXED = 0x10
-_POISON_NBYTES = 32 << 20  # so that the maps of a model of 400 GB are fewer than vm.max_map_count
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # foreign calls release the GIL, so a slow disk stalls one thread only
@@ -60,32 +58,10 @@ def reserve(nbytes: int, path: Path) -> Any:
 
 def give_back(buffer: Any) -> None:
     """Make zeros of reserved memory again, which take none."""
-    _put(buffer, 0, ctypes.sizeof(buffer), mmap.MAP_ANONYMOUS, -1)
-
-
-def poison(buffer: Any) -> None:
-    """Make bytes 0xFF of it, NaN in every float, which take no memory either: who reads them sees what they are."""
-    descriptor = _nan_file()
-    for begin in range(0, ctypes.sizeof(buffer), _POISON_NBYTES) if descriptor >= 0 else ():
-        _put(buffer, begin, min(_POISON_NBYTES, ctypes.sizeof(buffer) - begin), 0, descriptor)
-
-
-def _put(buffer: Any, begin: int, nbytes: int, flags: int, descriptor: int) -> None:
-    flags |= _MAP_FIXED | _MAP_NORESERVE | mmap.MAP_PRIVATE
-    address = ctypes.addressof(buffer) + begin
-    if _LIBC.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) == _MAP_FAILED:
+    flags, protection = _MAP_FIXED | _MAP_NORESERVE | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    address, nbytes = ctypes.addressof(buffer), ctypes.sizeof(buffer)
+    if _LIBC.mmap(address, nbytes, protection, flags | mmap.MAP_ANONYMOUS, -1, 0) == _MAP_FAILED:
         raise StoreError(f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}; see vm.max_map_count")
-
-
-@cache
-def _nan_file() -> int:
-    """A file in memory; -1 where there are none, and what is reserved stays zeros."""
-    try:
-        descriptor = os.memfd_create("weightstream")
-        os.write(descriptor, b"\xff" * _POISON_NBYTES)
-    except (AttributeError, OSError):
-        return -1
-    return descriptor
 
 
 def _populate(address: int, nbytes: int) -> int:
@@ -97,7 +73,49 @@ def _populate(address: int, nbytes: int) -> int:
     return 0
 
 
-class FileMapping:
+class Memory:
+    """Bytes at fixed addresses that may have to be brought in before they are read. `title` names them in errors."""
+
+    path: Path
+    nbytes: int
+    is_filled = True  # whether reading an address gives its byte; a file's pages come in by themselves
+
+    def __init__(self, title: str, buffer: Any) -> None:
+        self._title, self._buffer = title, buffer
+        self.address = ctypes.addressof(buffer) if buffer is not None else 0
+
+    def bytes(self, begin: int, end: int) -> torch.Tensor:
+        """Returns bytes [begin, end) as a uint8 view, whatever they hold now; raises `StoreError` outside."""
+        self.check_range(begin, end)
+        if begin == end:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=end - begin, offset=begin)
+
+    def locate(self, address: int) -> int | None:
+        """Returns the offset that `address` views, or None when it lies outside."""
+        return address - self.address if 0 <= address - self.address < self.nbytes else None
+
+    def check(self) -> None:
+        """Raises `StoreError` when the bytes cannot be had any more."""
+        raise NotImplementedError
+
+    def populate(self, begin: int, end: int) -> None:
+        """Makes bytes [begin, end) readable; raises `StoreError` where a plain access would fail."""
+        raise NotImplementedError
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        """Copies bytes [begin, end) into `memory` and returns the view of these; raises as `populate` does."""
+        self.populate(begin, end)
+        ctypes.memmove(memory.data_ptr(), self.address + begin, end - begin)
+        return memory[: end - begin]
+
+    def check_range(self, begin: int, end: int) -> None:
+        """Raises `StoreError` unless bytes [begin, end) are inside."""
+        if not 0 <= begin <= end <= self.nbytes:
+            raise StoreError(f"{self._title}: bytes [{begin}, {end}) are not inside its {self.nbytes} bytes")
+
+
+class FileMapping(Memory):
     """Maps the regular file at `path`; raises `StoreError` when it cannot be opened, is no regular file, or changed."""
 
     def __init__(self, path: Path) -> None:
@@ -105,19 +123,7 @@ class FileMapping:
         with opened(self.path) as descriptor:
             self.identity = _identity(os.fstat(descriptor))
             self.nbytes = self.identity[0]
-            self._buffer = _map(descriptor, self.nbytes, self.path) if self.nbytes else None
-        self._address = ctypes.addressof(self._buffer) if self._buffer is not None else 0
-
-    def bytes(self, begin: int, end: int) -> torch.Tensor:
-        """Returns bytes [begin, end) as a uint8 tensor that views the map; raises `StoreError` outside the file."""
-        self.check_range(begin, end)
-        if begin == end or self._buffer is None:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=end - begin, offset=begin)
-
-    def locate(self, address: int) -> int | None:
-        """Returns the file offset that `address` views, or None when it lies outside the map."""
-        return address - self._address if 0 <= address - self._address < self.nbytes else None
+            super().__init__(str(path), _map(descriptor, self.nbytes, self.path) if self.nbytes else None)
 
     def check(self) -> None:
         """Raises `StoreError` when the file was replaced, truncated, written or removed since it was mapped."""
@@ -142,13 +148,7 @@ class FileMapping:
         self.check_range(begin, end)
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
-            self.raise_unread(_populate(self._address + start, end - start), begin, end)
-
-    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Copies bytes [begin, end) into `memory` and returns the view of these; raises as `populate` does."""
-        self.populate(begin, end)
-        ctypes.memmove(memory.data_ptr(), self._address + begin, end - begin)
-        return memory[: end - begin]
+            self.raise_unread(_populate(self.address + start, end - start), begin, end)
 
     def raise_unread(self, code: int, begin: int, end: int) -> None:
         """Raises `StoreError` for an error number of `populate`."""
@@ -160,7 +160,7 @@ class FileMapping:
 
     def written(self) -> list[tuple[int, int]] | None:
         """Returns the ranges of the file that this process holds bytes of its own for; None where nobody can tell."""
-        return written_ranges(self._address, self.nbytes) if self.nbytes else []
+        return written_ranges(self.address, self.nbytes) if self.nbytes else []
 
     def window(self, begin: int, end: int) -> Window:
         """Maps bytes [begin, end), in whole pages, shared and read-only; raises `StoreError` if the file changed."""
@@ -170,11 +170,6 @@ class FileMapping:
             self.compare(os.fstat(descriptor))
             buffer = _map(descriptor, end - start, self.path, shared=True, offset=start)
         return Window(self, start, torch.frombuffer(buffer, dtype=torch.uint8))
-
-    def check_range(self, begin: int, end: int) -> None:
-        """Raises `StoreError` unless bytes [begin, end) are in the file."""
-        if not 0 <= begin <= end <= self.nbytes:
-            raise StoreError(f"{self.path}: bytes [{begin}, {end}) are not inside its {self.nbytes} bytes")
 
 
 class Window:

@@ -25,10 +25,11 @@ Range = tuple[FileMapping, int, int]
 
 
 class Pages:
-    """One range of a file, on its way into memory or there."""
+    """One range of a file, on its way into memory or there; `ranges` are those that were asked for."""
 
     def __init__(self, mapping: FileMapping, begin: int, end: int) -> None:
         self.mapping, self.begin, self.end = mapping, begin, end
+        self.ranges: set[Range] = set()
         self.window: Window | None = None
         self.done = threading.Event()
 
@@ -50,6 +51,7 @@ class PageCache:
         unpin: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._pin, self._unpin = pin, unpin
+        self._pages: list[Pages] = []
         self._pinned: list[torch.Tensor] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,26 +65,43 @@ class PageCache:
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
 
+        Pages that are pinned and still wanted as a whole stay where they are; what is not wanted is unpinned.
         `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
         """
-        self.close()
-        self._closed.clear()
-        pages, of_range = _merged(ranges)
+        self._stop()
+        kept = [each for each in self._pages if each.window is not None and each.ranges <= set(ranges)]
+        self._unpin_others(kept)
+        pages = _merged([each for each in ranges if not any(each in held.ranges for held in kept)])
+        self._pages = [*kept, *pages]
         for each in pages if self._pin is None else ():
-            each.done.set()  # nobody has to wait: who reads a page first brings it in
+            each.done.set()  # no copy waits: the first read of a page brings it in
+        self._closed.clear()
         job = _Job(self._pin, self._unpin, self._pinned, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
         self._thread = threading.Thread(target=job.run, args=(pages,), name="weightstream-pages", daemon=False)
         self._thread.start()
-        return of_range
+        of_range = {asked: each for each in self._pages for asked in each.ranges}
+        return [of_range[asked] for asked in ranges]
 
     def close(self) -> None:
         """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
+        self._stop()
+        self._pages.clear()
+        _release(self._closed, self._pinned, self._unpin)
+
+    def _stop(self) -> None:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        _release(self._closed, self._pinned, self._unpin)
+
+    def _unpin_others(self, kept: Sequence[Pages]) -> None:
+        stays = {id(each.window.memory) for each in kept if each.window is not None}
+        others = [memory for memory in self._pinned if id(memory) not in stays]
+        self._pinned[:] = [memory for memory in self._pinned if id(memory) in stays]
+        for memory in others:
+            if self._unpin is not None:
+                self._unpin(memory)
 
 
 class _Job:
@@ -122,20 +141,19 @@ class _Job:
             _release(self._closed, self._pinned, self._unpin)
 
 
-def _merged(ranges: Sequence[Range]) -> tuple[list[Pages], list[Pages]]:
-    """Neighbours in one registration; in order of first need, and for each range."""
-    by_place = sorted(range(len(ranges)), key=lambda i: (str(ranges[i][0].path), ranges[i][1]))
-    found: dict[int, Pages] = {}
-    last: Pages | None = None
-    for index in by_place:
-        mapping, begin, end = ranges[index]
+def _merged(ranges: Sequence[Range]) -> list[Pages]:
+    """Neighbours in one registration, in order of first need."""
+    first_need = {each: index for index, each in reversed(list(enumerate(ranges)))}
+    found: list[Pages] = []
+    for mapping, begin, end in sorted(first_need, key=lambda each: (str(each[0].path), each[1])):
+        last = found[-1] if found else None
         adjoins = last is not None and last.mapping is mapping and begin - last.end < mmap.PAGESIZE
         if last is None or not adjoins or end - last.begin > _PINNED_NBYTES:
             last = Pages(mapping, begin, end)
+            found.append(last)
         last.end = max(last.end, end)
-        found[index] = last
-    in_order = dict.fromkeys(found[index] for index in range(len(ranges)))
-    return list(in_order), [found[index] for index in range(len(ranges))]
+        last.ranges.add((mapping, begin, end))
+    return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))
 
 
 def _release(closed: threading.Event, pinned: list[torch.Tensor], unpin: Callable[[torch.Tensor], None] | None) -> None:

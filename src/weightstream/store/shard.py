@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from weightstream.codec import chunks
 from weightstream.codec.chunks import Coder
 from weightstream.codec.format import BITS, Layout, can_code
-from weightstream.errors import UnsupportedError
+from weightstream.errors import StoreError, UnsupportedError
 from weightstream.store import coded
+from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import DecodedMemory
-from weightstream.store.header import CODES
+from weightstream.store.header import CODES, dtype_name
 from weightstream.store.mapping import FileMapping
 
-HEADER = "the header"
 PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
 _LEAST_CODED = 64 << 10  # weights
@@ -30,14 +30,14 @@ _CODES = MappingProxyType({"none": (), "auto": BITS, "3bit": (3,), "4bit": (4,)}
 _WORTH = MappingProxyType({"auto": 0.97, "3bit": 1.0, "4bit": 1.0})  # of the bytes: decoding has a price
 
 Mapped = FileMapping | DecodedMemory
-Advance = Callable[[int], None]  # told how many more bytes are done
+Advance = Callable[[int], None]  # told how many more bytes of tensors are done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
     """A safetensors file to be: a header of whole pages, and the tensors that follow it without gaps.
 
-    Those that have a layout are coded. Their checksums are known once they are written; `header` leaves room for them.
+    Those that have a layout are coded. Their checksums are known once they are written; the header has room for them.
     """
 
     name: str
@@ -45,25 +45,19 @@ class Shard:
     metadata: Mapping[str, str]
     layouts: Mapping[str, Layout]
     coder: Coder
-    header: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "header", self.sealed({}))
 
     @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(self.sizes().values())
+        return len(self.header({})) + sum(self.sizes().values())
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each tensor in the file."""
         return {name: stored_nbytes(name, tensor, self.layouts) for name, tensor in self.tensors.items()}
 
-    def sealed(self, sums: Mapping[str, int]) -> bytes:
-        """The header, with the checksums of coded tensors."""
-        shortest = self._text(sums)
-        nbytes = len(self._text({})) if sums else len(shortest)
-        text = shortest.ljust(nbytes + -(8 + nbytes) % PAGE_NBYTES)
-        return len(text).to_bytes(8, "little") + text
+    def header(self, sums: Mapping[str, int]) -> bytes:
+        """The beginning of the file, as long whatever the checksums are; raises `UnsupportedError` for a dtype."""
+        nbytes = -(-(8 + len(self._text({}))) // PAGE_NBYTES) * PAGE_NBYTES - 8
+        return nbytes.to_bytes(8, "little") + self._text(sums).ljust(nbytes)
 
     def _text(self, sums: Mapping[str, int]) -> bytes:
         texts = {"format": "pt", **self.metadata}
@@ -72,7 +66,7 @@ class Shard:
         facts: dict[str, Any] = {"__metadata__": texts}
         end = 0
         for name, nbytes in self.sizes().items():
-            dtype, shape = str(self.tensors[name].dtype).removeprefix("torch."), list(self.tensors[name].shape)
+            dtype, shape = dtype_name(self.tensors[name]), list(self.tensors[name].shape)
             if dtype not in CODES:
                 raise UnsupportedError(f"{name} is {dtype}, which safetensors cannot hold")
             begin, end = end, end + nbytes
@@ -80,35 +74,45 @@ class Shard:
             facts[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         return json.dumps(facts, separators=(",", ":")).encode()
 
-    def pieces(self, mappings: Sequence[Mapped], *, uncoded: bool = False) -> Iterator[tuple[str, Any]]:
-        """The file's bytes in arrays, each with the tensor's name; raises `StoreError` where a mapped file changed.
+    def write(self, path: Path, mappings: Sequence[Mapped], advance: Advance) -> None:
+        """Writes the file; raises `OSError` where that fails, `StoreError` where a mapped file changed."""
+        sums = dict.fromkeys(self.layouts, 0)
+        with open(path, "wb") as file:
+            file.seek(len(self.header(sums)))
+            for name, tensor in self.tensors.items():
+                for piece in self.pieces(name, mappings):
+                    file.write(piece)
+                    if name in sums:
+                        sums[name] = zlib.crc32(piece, sums[name])
+                advance(tensor.nbytes)
+            file.seek(0)
+            file.write(self.header(sums))
 
-        `uncoded` leaves out coded bytes: there is one empty piece for each such tensor.
-        """
-        yield HEADER, np.frombuffer(self.header, np.uint8)
+    def pieces(self, name: str, mappings: Sequence[Mapped]) -> Iterator[Any]:
+        """The bytes of a tensor in the file, in arrays."""
+        with readable(self.tensors[name], mappings) as data:
+            if name in self.layouts:
+                yield from (piece.numpy() for piece in self.coder.pieces(data, self.layouts[name]))
+            elif data.numel():
+                yield from (piece.numpy() for piece in data.split(_PIECE_NBYTES))
+
+    def verify(self, path: Path, mappings: Sequence[Mapped], advance: Advance) -> None:
+        """Reads the file again; raises `StoreError` or `CheckpointError` where it is not what the source holds."""
+        with open(path, "rb") as file:  # the disk's bytes, not the page cache's
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        written = Checkpoint.open(path)
+        written.verify()
+        if written.entries.keys() != self.tensors.keys() or written.metadata != {"format": "pt", **self.metadata}:
+            raise StoreError(f"{path}: the header differs from the source: the disk or the memory may be failing")
         for name, tensor in self.tensors.items():
-            with _source(tensor, mappings) as (flat, prepare):
-                if name in self.layouts and uncoded:
-                    yield name, np.empty(0, np.uint8)
-                    continue
-                if name in self.layouts:
-                    for part in self.coder.pieces(flat, self.layouts[name], prepare=prepare):
-                        yield name, part.numpy()
-                    continue
-                for piece in flat.split(_PIECE_NBYTES) if flat.numel() else ():
-                    prepare(piece)
-                    yield name, piece.numpy()
-
-    def is_code_of(self, name: str, stored: torch.Tensor, mappings: Sequence[Mapped]) -> bool:
-        """Whether these coded bytes are, decoded, those of the tensor."""
-        with _source(self.tensors[name], mappings) as (flat, prepare):
-            begin, is_same = 0, True
-            for part in chunks.decoded(stored, self.layouts[name]):
-                expected = flat[begin : begin + part.numel()]
-                prepare(expected)
-                is_same &= torch.equal(part, expected)
-                begin += part.numel()
-        return is_same
+            found = written.tensor(name)
+            homes: list[Mapped] = [*written.mappings, *written.decoded.values()]
+            with readable(tensor, mappings) as expected, readable(found, homes) as data:
+                same = (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and torch.equal(data, expected)
+            if not same:
+                raise StoreError(f"{path}: {name} differs from the source: the disk or the memory may be failing")
+            advance(tensor.nbytes)
 
 
 def stored_nbytes(name: str, tensor: torch.Tensor, layouts: Mapping[str, Layout]) -> int:
@@ -116,49 +120,34 @@ def stored_nbytes(name: str, tensor: torch.Tensor, layouts: Mapping[str, Layout]
     return layouts[name].nbytes if name in layouts else tensor.nbytes
 
 
-def codable(tensors: Mapping[str, torch.Tensor], codec: str) -> dict[str, torch.Tensor]:
-    """Those that `codec` may make smaller."""
-    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tensor.numel() >= _LEAST_CODED and any(can_code(kinds[name], bits) for bits in _CODES[codec])
-    }
-
-
 def choose(
     tensors: Mapping[str, torch.Tensor], codec: str, mappings: Sequence[Mapped], coder: Coder, advance: Advance
 ) -> dict[str, Layout]:
-    """The smallest code of each of these that are worth one; all their bytes are read."""
-    found: dict[str, Layout] = {}
+    """The smallest code of each of these that are worth one; all bytes of those that can be coded are read."""
+    layouts: dict[str, Layout] = {}
     for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        codes = [bits for bits in _CODES[codec] if can_code(dtype, bits)]
-        with _source(tensor, mappings) as (flat, prepare):
-            layouts = coder.layouts(flat, dtype, codes, prepare=prepare)
+        dtype = dtype_name(tensor)
+        codes = [bits for bits in _CODES[codec] if tensor.numel() >= _LEAST_CODED and can_code(dtype, bits)]
+        if codes:
+            with readable(tensor, mappings) as data:
+                best = min(coder.layouts(data, dtype, codes), key=lambda layout: layout.nbytes)
+            if best.nbytes < tensor.nbytes and best.nbytes <= _WORTH[codec] * tensor.nbytes:
+                layouts[name] = best
         advance(tensor.nbytes)
-        best = min(layouts, key=lambda layout: layout.nbytes)
-        if best.nbytes < tensor.nbytes and best.nbytes <= _WORTH[codec] * tensor.nbytes:
-            found[name] = best
-    return found
+    return layouts
 
 
-@contextmanager
-def _source(
-    tensor: torch.Tensor, mappings: Sequence[Mapped]
-) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
-    """A tensor's bytes, and what makes sure that a part of them can be read."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    used = [m for m in mappings if flat.numel() and m.locate(flat.data_ptr()) is not None]
+@contextlib.contextmanager
+def readable(tensor: torch.Tensor, mappings: Sequence[Mapped]) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor, in memory as far as it views one of `mappings`; raises `StoreError` where that changed."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    places = [(mapping, mapping.locate(data.data_ptr())) for mapping in mappings if data.numel()]
+    viewed = [(mapping, begin) for mapping, begin in places if begin is not None]
     try:
-        yield flat, partial(_prepare, used)
+        for mapping, begin in viewed:
+            mapping.populate(begin, begin + data.numel())
+        yield data
     finally:
-        for memory in used:
-            if isinstance(memory, DecodedMemory):
-                memory.forget()  # else a model that was coded would be in memory as a whole
-
-
-def _prepare(mappings: Sequence[Mapped], part: torch.Tensor) -> None:
-    for mapping in mappings:
-        if (begin := mapping.locate(part.data_ptr())) is not None:
-            mapping.populate(begin, begin + part.numel())
+        for mapping, _ in viewed:
+            if isinstance(mapping, DecodedMemory):
+                mapping.forget()  # else a model that was coded would be in memory as a whole

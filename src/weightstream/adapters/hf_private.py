@@ -1,0 +1,158 @@
+"""Every name of transformers that it does not promise to keep, and no other file spells one. Knows no weights or plans.
+
+A test of each (tests/adapters/test_hf_private.py) says which one a new version has lost. transformers is imported where
+it is called: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
+LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
+GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
+WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions that it has seen
+STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
+BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
+
+
+def is_loaded(param: torch.nn.Parameter) -> bool:
+    """Whether this parameter has its values; those that are missing in the file are yet to get random ones."""
+    return bool(getattr(param, LOADED, False))
+
+
+@contextlib.contextmanager
+def sequential_loading() -> Iterator[None]:
+    """Without it transformers makes tensors ahead of the one that it registers, in threads, without bound."""
+    before = {key: value for key, value in os.environ.items() if key == SEQUENTIAL}
+    os.environ[SEQUENTIAL] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SEQUENTIAL]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def warnings_of_transformers() -> Iterator[list[str]]:
+    """Collects what transformers logs: its load report alone names the keys it could not convert."""
+    report: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
+    logger.setLevel(min(level, logging.WARNING))
+    try:
+        yield report
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def progress_bar(wanted: bool | None) -> Iterator[None]:
+    """Whether transformers draws a bar; None: as it is set."""
+    from transformers.utils import logging as control
+
+    shown = control.is_progress_bar_enabled()
+    switch = {False: control.disable_progress_bar, True: control.enable_progress_bar}
+    switch[shown if wanted is None else wanted]()
+    try:
+        yield
+    finally:
+        switch[shown]()
+
+
+def places(model: Any, names: Iterable[str]) -> dict[str, tuple[str | None, bool]]:
+    """Of each name in a checkpoint: the tensor of the model that it goes to, if any, and whether it is converted."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    state, transforms = model.state_dict(), get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    found: dict[str, tuple[str | None, bool]] = {}
+    for name in sorted(names):
+        place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
+    return found
+
+
+def unused_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
+    return [name for name, (place, _) in places(model, names).items() if place is None]
+
+
+def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Have transformers set these tensors of a checkpoint, or what it makes of them, in a model on meta.
+
+    A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    config = LoadStateDictConfig(dtype=dtype, weight_mapping=get_model_conversion_mapping(model))
+    takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
+    more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
+    with sequential_loading(), progress_bar(False):
+        convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
+
+
+def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model as `from_pretrained` builds it before it loads a tensor."""
+    from transformers.utils import ContextManagers
+
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            part.dtype = dtype
+    with ContextManagers(cls.get_init_context(dtype, False, False, None)):
+        return cls(config)
+
+
+def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """Tells of a parameter's name the dtype that transformers loads it in whatever it is told; None: it has none."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not kept:
+        return lambda name: None
+    pattern, _, of_group = build_glob_alternation(list(kept))
+
+    def told(name: str) -> torch.dtype | None:
+        match = pattern.search(name)
+        return kept[of_group[match.lastgroup]] if match else None
+
+    return told
+
+
+def tie(model: Any) -> None:
+    """Make tied parameters one, as at the end of a load."""
+    model.tie_weights(recompute_mapping=False)
+
+
+def unsuited_to_static_cache(model: Any) -> str | None:
+    """Why a decode step of this model is more than kernels on a static cache of attention; None: it is not."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
+        return f"{type(model).__name__} does not work with a static cache alone"
+    layers = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2).layers
+    others = {type(layer).__name__ for layer in layers} - {StaticLayer.__name__, StaticSlidingWindowLayer.__name__}
+    return f"the cache has layers of other kinds than attention: {', '.join(sorted(others))}" if others else None
+
+
+def is_static_cache(cache: Any) -> bool:
+    from transformers.cache_utils import StaticCache
+
+    return type(cache) is StaticCache

@@ -1,0 +1,125 @@
+"""Packing: which tensors of a checkpoint go where in a pack, and under which names. Knows models, not file formats."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from weightstream.adapters.hf_private import unused_names
+from weightstream.adapters.hub import local_path
+from weightstream.adapters.module import find_units
+from weightstream.adapters.transformers import LoadedModel, load_pretrained
+from weightstream.codec import coding
+from weightstream.codec.chunks import Coder
+from weightstream.errors import ConfigError
+from weightstream.plan.placement import always_resident
+from weightstream.runtime.weights import groups, manifest, merge_tied
+from weightstream.store import pack as store
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.shard import Mapped, Shard, choose
+
+_CONVERTED = "converted"  # in the growing folder: tensors that had to be made before they could be written
+_DEVICE_TILES = 2048  # 16 MiB of bfloat16
+_Key = tuple[int, tuple[int, ...]]
+
+
+def pack(
+    path_or_repo_id: str,
+    out: Path,
+    *,
+    codec: str = "none",
+    verify: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+    advance: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> list[Shard]:
+    """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
+
+    `advance(nbytes, total)` is told how many more bytes of all are done. Raises as `load_pretrained` and
+    `store.growing` do.
+    """
+    source = local_path(path_or_repo_id, trust_remote_code)
+    folder = source if source.is_dir() else source.parent
+    with store.growing(_place(out.expanduser(), folder)) as partial_folder:
+        converted = partial_folder / _CONVERTED
+        loaded = load_pretrained(
+            source, offload_folder=converted, trust_remote_code=trust_remote_code, progress=progress
+        )
+        *streamed, rest = streaming_order(loaded)
+        candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
+        nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
+        told = partial(_tell, advance, nbytes + (nbytes + rest_nbytes) * (1 + verify))
+        mappings: list[Mapped] = [*loaded.mappings, *loaded.decoded]
+        coder = _coder()
+        layouts = choose(candidates, codec, mappings, coder, told)
+        units = [unit for unit in (*streamed, rest) if unit]
+        shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, coder=coder)
+        store.write(partial_folder, shards, mappings, told)
+        for shard in shards if verify else ():
+            shard.verify(partial_folder / shard.name, mappings, told)
+        store.copy_beside(folder, partial_folder)
+        shutil.rmtree(converted, ignore_errors=True)
+    return shards
+
+
+def _tell(advance: Callable[[int, int], None], total: int, nbytes: int) -> None:
+    advance(nbytes, total)
+
+
+def _place(out: Path, folder: Path) -> Path:
+    if out.is_symlink():
+        raise ConfigError(f"{out} is a link to {out.readlink()}: name the folder itself")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{out} is in the model's folder {folder}: name a folder outside of it")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise ConfigError(f"{out} is or holds the folder that this runs in: name a new one")
+    return out.resolve()
+
+
+def _coder() -> Coder:
+    """A GPU that codes, else the CPU."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or coding.why_not(device) is not None:
+        return Coder()
+    return Coder(encode=coding.encode, device=str(device), num_tiles=_DEVICE_TILES)
+
+
+def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
+    """The weights by unit, in the ring's order; last, together, what is too small to stream and what is not used.
+
+    A tensor that views the checkpoint keeps its name there; one that transformers made has the model's, the first of
+    tied ones.
+    """
+    model, checkpoint = loaded.model, loaded.checkpoint
+    state = model.state_dict()
+    names = _names(checkpoint, state)
+    left = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}
+    by_alias = groups(model)
+    plan = manifest(merge_tied(find_units(model), by_alias), by_alias)
+    streamed = by_alias.keys() - always_resident(plan)
+    units: list[dict[str, torch.Tensor]] = []
+    for unit in plan.units:
+        members = (member for alias in unit.aliases() if alias in streamed for member in by_alias[alias].members)
+        found = (names.get(_key(member.tensor), "") for member in members)
+        units.append({name: left.pop(name) for name in found if name in left})
+    unused = {name: checkpoint.tensor(name) for name in unused_names(model, checkpoint.entries)}
+    return [*units, left | unused]
+
+
+def _names(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dict[_Key, str]:
+    """What a tensor is called, by where it is; those of the checkpoint go first."""
+    entries = [entry for entry in checkpoint.entries.values() if entry.begin < entry.end]
+    names = {(checkpoint.bytes(entry).data_ptr(), entry.shape): entry.name for entry in entries}
+    for name, tensor in state.items():
+        if tensor.numel():
+            names.setdefault(_key(tensor), name)
+    return names
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    """What tied weights have in common, and a tensor with the entry of the checkpoint that it views."""
+    return tensor.data_ptr(), tuple(tensor.shape)

@@ -1,0 +1,134 @@
+"""Ranges: of which bytes of a checkpoint a tensor consists that transformers stacks, joins or splits as it loads.
+
+transformers' own code is run on tokens in place of weights: each row of a tensor is as many 64-bit numbers as tell it
+from any other row, and a result tells by its numbers where its rows come from. Computed values are no tokens, another
+order within a row or another length of it does not fit: such a tensor has no ranges. It reads no weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from weightstream.adapters import hf_private
+
+_WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
+_FACTOR = (
+    0x1E3779B97F4A7C15  # odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs
+)
+_INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
+_MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes `begin` to `end` of the tensor `name` of a checkpoint."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Range, ...]]:
+    """Of every tensor of the model that is whole rows of a checkpoint's tensors, their bytes in order.
+
+    Args:
+        model: of transformers, on meta, in the dtypes that it will have.
+        tensors: those of the checkpoint by name; only their shapes and dtypes are looked at.
+    """
+    sources = _Sources(tensors)
+    tokens: Any = copy.deepcopy(model)
+    for module in tokens.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    made = torch.empty(_token_shape(tensor.shape), dtype=torch.int64, device="meta")
+                    table[name] = nn.Parameter(made, requires_grad=False)
+    names = {id(module): name for name, module in tokens.named_modules()}
+    wanted = model.state_dict()
+    found: dict[str, tuple[Range, ...]] = {}
+
+    def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+        """Looks at what was made at once, so that tokens of one parameter are in memory at a time."""
+        if param is None or param.is_meta or id(module) not in names:
+            return None
+        full = f"{names[id(module)]}.{name}".lstrip(".")
+        if ranges := sources.ranges(param, wanted[full]):
+            found[full] = ranges
+        return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(on_parameter)
+    try:
+        hf_private.convert_into(tokens, sources.tokens, torch.int64)
+    finally:
+        hook.remove()
+    return found
+
+
+class _Sources:
+    """The tensors of a checkpoint as tokens, and how tokens are read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = list(tensors.items())
+        self._firsts: list[int] = []
+        self.tokens: dict[str, _Tokens] = {}
+        end = 0
+        for name, tensor in self._tensors:
+            self._firsts.append(end)
+            self.tokens[name] = _Tokens(end, _token_shape(tensor.shape))
+            end += prod(self.tokens[name].shape) + 1  # a gap: no range goes over the end of a tensor
+
+    def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[Range, ...]:
+        """What these tokens stand for in a tensor like `wanted`; nothing where that is not whole rows."""
+        if made.dtype is not torch.int64 or made.shape != _token_shape(wanted.shape) or not made.numel():
+            return ()
+        numbers = made.detach().reshape(-1) * _INVERSE
+        bounds = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
+        if len(bounds) > _MAX_RANGES:
+            return ()
+        runs = zip(numbers[bounds[:-1]].tolist(), (b - a for a, b in pairwise(bounds)), strict=True)
+        ranges = [found for run in runs if (found := self._range(*run, wanted)) is not None]
+        return tuple(ranges) if len(ranges) == len(bounds) - 1 else ()
+
+    def _range(self, number: int, length: int, wanted: torch.Tensor) -> Range | None:
+        """What a run of consecutive tokens stands for; None where no tensor has them, or its rows are other ones."""
+        at = bisect(self._firsts, number) - 1
+        if at < 0:
+            return None
+        (name, tensor), begin = self._tensors[at], number - self._firsts[at]
+        size = _row_size(wanted.shape)
+        width = min(_WIDTH, size)
+        if begin + length > prod(self.tokens[name].shape) or begin % width or length % width:
+            return None
+        if tensor.dtype is not wanted.dtype or _row_size(tensor.shape) != size:
+            return None
+        nbytes = size * tensor.element_size()
+        return Range(name, begin // width * nbytes, (begin + length) // width * nbytes)
+
+
+class _Tokens:
+    """A tensor of tokens, made as transformers takes it."""
+
+    def __init__(self, first: int, shape: torch.Size) -> None:
+        self.shape = shape
+        self._first = first
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return (torch.arange(self._first, self._first + prod(self.shape)) * _FACTOR).view(self.shape)
+
+
+def _row_size(shape: torch.Size) -> int:
+    return shape[-1] if len(shape) > 1 else 1
+
+
+def _token_shape(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-1], min(_WIDTH, shape[-1]))) if len(shape) > 1 else shape

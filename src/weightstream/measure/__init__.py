@@ -1,0 +1,1 @@
+"""What this machine can do, measured and read: profiles for the planner. Above runtime, which it drives."""

@@ -1,0 +1,140 @@
+"""A comparison: a model offloaded, the link alone, and the whole model on the device, timed one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from operator import eq
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from weightstream.errors import OffloadError, UnsupportedError
+from weightstream.measure import pace
+from weightstream.measure.bench import backend_of
+from weightstream.plan.amounts import human
+from weightstream.plan.plan import Plan
+from weightstream.runtime import cuda
+from weightstream.runtime.backend import Backend
+from weightstream.store import limits
+
+System = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
+Step = Callable[[], torch.Tensor]  # the same step, over and over
+_UNKNOWN = MappingProxyType({"reproducible": True, "equal": None, "first_difference": None})
+NUM_COMPARED = 4  # steps without a pause between them, so that the ring wraps
+
+
+def compare(model: Any, steps_of: Callable[..., Step], seconds: float) -> tuple[Plan, dict[str, Any]]:
+    """Time an offloaded model, which is plain and on the device in the end; `steps_of(model, workload, device)`.
+
+    Gives the plan that was timed, and all numbers, in bytes and seconds. `predicted_s` is from before it ran, and
+    `first_difference` the 1-based place of the first output that differs, if the resident model repeats its own.
+    """
+    streamer = model.weightstream
+    planned, device = streamer.plan, streamer.device
+    if (workload := planned.workload) is None:
+        raise UnsupportedError(f"{type(model).__name__} takes more than token ids: bench times language models")
+    steps = partial(steps_of, model, workload, device)
+    try:
+        with closing(backend_of(device)) as backend:  # the streamer's ends with the streamer
+            offloaded, ours = _timed("offloaded", steps(), backend, seconds)
+            plan, read = streamer.plan, streamer.read_in_place
+            offloaded["weights_nbytes"] = streamer.stats().held_nbytes["device"]
+            streamer.remove()
+            floor, bytes_per_s = _floor(plan, read, backend, seconds)
+            resident, theirs, skipped = _resident(model, steps, plan, backend, seconds)
+            verdict = _verdict(ours, theirs, steps) if resident else {**_UNKNOWN}
+    except torch.OutOfMemoryError as error:
+        raise OffloadError(
+            f"{device} has no memory left for a step beside the weights: lower --device-budget, --batch or --context "
+            f"({error})"
+        ) from error
+    systems = [system for system in (floor, offloaded, resident) if system]
+    for system in systems:
+        system["x_floor"] = system["p50_s"] / floor["p50_s"] if floor else None
+        system["x_resident"] = system["p50_s"] / resident["p50_s"] if resident else None
+        system["tokens_per_s"] = None if system is floor else workload.batch * workload.tokens / system["p50_s"]
+    return plan, {
+        "device": str(device),
+        "workload": asdict(workload),
+        "plan": plan.summary(),
+        **plan.numbers(),
+        "predicted_s": planned.step_s,
+        "link_bytes_per_s": bytes_per_s,
+        "whole_floor_s": plan.manifest.decoded_nbytes / bytes_per_s,
+        "systems": systems,
+        "skipped": skipped or None,
+        "num_compared": NUM_COMPARED,
+        **verdict,
+    }
+
+
+def _system(name: str, taken: Sequence[float], peak_nbytes: int | None = None) -> System:
+    tenths = statistics.quantiles(taken, n=10, method="inclusive")
+    found = {"name": name, "p20_s": tenths[1], "p50_s": tenths[4], "p80_s": tenths[7], "num_steps": len(taken)}
+    return found | {"weights_nbytes": None, "peak_nbytes": peak_nbytes}
+
+
+def _timed(name: str, step: Step, backend: Backend, seconds: float) -> tuple[System, list[torch.Tensor]]:
+    """A system, and the outputs of its first steps."""
+    on_gpu = backend.device.type != "cpu"
+    if on_gpu:
+        torch.accelerator.reset_peak_memory_stats(backend.device)
+    outputs = _outputs(step)
+    taken = pace.rounds_s(backend, step, seconds)
+    return _system(name, taken, torch.accelerator.max_memory_allocated(backend.device) if on_gpu else None), outputs
+
+
+def _outputs(step: Step) -> list[torch.Tensor]:
+    return [output.cpu() for output in [step().clone() for _ in range(NUM_COMPARED)]]
+
+
+def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
+    """The link alone with all that a step moves (None: nothing), in plain form, and its bytes per second.
+
+    `read` are the bytes that kernels read in place.
+    """
+    plain = plan.manifest.plain()
+    nbytes = replace(plan, manifest=plain).unit_nbytes
+    sizes = [*(nbytes[unit] for fills in plan.after for unit in fills), *read]
+    moved = sizes or [unit.nbytes for unit in plain.units if unit.nbytes]
+    floor = _system("raw link floor", pace.copies_s(backend, moved, seconds))
+    return floor if sizes else None, sum(moved) / floor["p50_s"]
+
+
+def _resident(
+    model: Any, steps: Callable[[], Step], plan: Plan, backend: Backend, seconds: float
+) -> tuple[System | None, list[torch.Tensor], str]:
+    """The plain model with all weights on the device, and its outputs; or why it cannot be."""
+    device, nbytes, beside = backend.device, plan.manifest.decoded_nbytes, plan.activation_nbytes + plan.cache_nbytes
+    free = limits.available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
+    if nbytes + beside > free:
+        return None, [], f"{human(nbytes)} of weights + {human(beside)} beside them > {human(free)} free on {device}"
+    try:
+        if device.type == "cpu":  # into memory as allocators align it: kernels give other bits in a file's pages
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = tensor.data.clone()
+        model.to(device)
+        system, outputs = _timed("resident", steps(), backend, seconds)
+        return system | {"weights_nbytes": nbytes}, outputs, ""
+    except torch.OutOfMemoryError as error:
+        return None, [], str(error).partition("\n")[0]
+
+
+def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], Step]) -> dict[str, Any]:
+    """What the outputs say; nothing if the model does not repeat its own: some kernels add in the order they finish."""
+    difference = first_difference(ours, theirs, torch.equal)
+    if difference is not None and first_difference(theirs, _outputs(steps()), torch.equal) is not None:
+        return {**_UNKNOWN, "reproducible": False}
+    return {"reproducible": True, "equal": difference is None, "first_difference": difference}
+
+
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool] = eq) -> int | None:
+    """The 1-based place of the first that differs, or that only one has."""
+    pairs = enumerate(itertools.zip_longest(ours, theirs), 1)
+    return next((place for place, (a, b) in pairs if not same(a, b)), None)

@@ -1,0 +1,120 @@
+"""The profile kept: what this machine can do, in a file per machine and device, measured once. JSON both ways."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import fields
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+
+from weightstream.errors import ConfigError
+from weightstream.measure import bench, machine
+from weightstream.plan.manifest import Profile
+from weightstream.runtime import cuda
+from weightstream.runtime.backend import Backend
+from weightstream.store.atomic import replacing
+
+logger = logging.getLogger("weightstream")
+
+_FORMAT = 3  # of what is kept; to be raised whenever a number is measured in another way
+
+
+def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
+    """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
+
+    Never raises: without a measurement the backend's own profile is assumed, with a warning.
+    """
+    try:
+        if not anew and (found := load(backend.device)) is not None:
+            return found
+        started = time.perf_counter()
+        found, complete = bench.measure(backend)
+        logger.info("measured in %.1f s: %s", time.perf_counter() - started, found)
+        if complete:
+            save(backend.device, found)
+        return found
+    except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
+        logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
+        return backend.profile
+
+
+def to_json(profile: Profile) -> str:
+    return _adapter().dump_json(profile, indent=2).decode()
+
+
+def from_json(text: str | bytes) -> Profile:
+    """Read a profile; what it leaves out has its default. Raises `ConfigError` when the text is none."""
+    try:
+        profile = _adapter().validate_json(text)
+        if unknown := json.loads(text).keys() - {field.name for field in fields(Profile)}:
+            raise ValueError(f"there is no {' or '.join(sorted(unknown))} in it")
+        _check(profile)
+    except ValueError as error:  # pydantic's is one
+        raise ConfigError(f"not a profile: {error}") from error
+    return profile
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file; raises `ConfigError` that names it."""
+    try:
+        return from_json(path.read_bytes())
+    except (OSError, ConfigError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"profile {path}: {cause}; name a file of `weightstream doctor --save`") from error
+
+
+def _check(profile: Profile) -> None:
+    for field in fields(profile):
+        value = getattr(profile, field.name)
+        values = value if isinstance(value, tuple) else (value,)
+        least = 1.0 if field.name.endswith("_per_s") else 0.0
+        if wrong := [v for v in values if not isinstance(v, str) and not least <= v < float("inf")]:
+            raise ValueError(f"{field.name} is {wrong[0]}; at least {least:g} and finite is needed")
+
+
+def load(device: torch.device) -> Profile | None:
+    """The profile kept for this machine and device as they are now."""
+    path = _path(device)
+    try:
+        return from_json(path.read_bytes())
+    except OSError:
+        return None
+    except ConfigError as error:
+        logger.warning("%s is ignored, and written anew: %s", path, str(error).splitlines()[0])
+        return None
+
+
+def save(device: torch.device, profile: Profile) -> None:
+    """Keep a profile for this machine and device as they are now; a folder that cannot be written is no error."""
+    path = _path(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial:
+            partial.write_text(to_json(profile))
+    except OSError as error:
+        logger.info("%s is not written, so the next process measures again: %s", path, error)
+
+
+def _path(device: torch.device) -> Path:
+    """The name tells all that a measurement depends on."""
+    key = [_FORMAT, machine.machine_id(), machine.processor(), os.cpu_count(), torch.__version__]
+    if device.type == "cpu":
+        key += ["cpu", torch.get_num_threads()]
+    else:
+        found = cuda.facts(device)
+        driver = machine.driver_version() or found.driver
+        key += [found.name, found.uuid, found.pci, found.capability, driver, torch.version.cuda]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"
+
+
+@cache
+def _adapter() -> TypeAdapter[Profile]:
+    return TypeAdapter(Profile)

@@ -1,0 +1,32 @@
+"""Amounts as text for people: bytes, rates and seconds."""
+
+from __future__ import annotations
+
+from pydantic import ByteSize
+
+
+def human(nbytes: float) -> str:
+    """Bytes: `96.0MiB`."""
+    return ByteSize(round(nbytes)).human_readable()
+
+
+def per_second(number: float, unit: str = "B") -> str:
+    """A rate: `55.2 GB/s`, `684.0 TFLOP/s`."""
+    return ByteSize(round(number)).human_readable(decimal=True, separator=" ")[:-1] + f"{unit}/s"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds: `12.5 ms`, from 10 s on `13.9 s`."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 or not seconds else f"{1e6 * seconds:.3g} us"
+
+
+def short(number: float) -> str:
+    """A number with three digits: `0.12`, `4.56`, `78.9`, `1234`."""
+    return f"{number:.{sum(number < limit for limit in (10, 100))}f}"
+
+
+def rate(number: float) -> str:
+    """A number per second with three digits at least, however small: `0.0123`, `4.56`, `1,234`."""
+    return f"{number:.3g}" if number < 1 else short(number) if number < 1000 else f"{number:,.0f}"

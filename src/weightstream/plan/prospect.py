@@ -1,0 +1,87 @@
+"""The prospect of a model: its plans in several grains, at other budgets, and what is short. Decides by predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from weightstream.errors import PlanError
+from weightstream.plan.amounts import human
+from weightstream.plan.manifest import Manifest
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Machine, Planner
+
+_BISECTIONS = 8
+_AS_FAST = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prospect:
+    """One model cut into units in several ways, from blocks to single matrices, and the planner of each."""
+
+    grains: tuple[Manifest, ...]
+    planners: tuple[Planner, ...]
+
+    @property
+    def machine(self) -> Machine:
+        return self.planners[0].machine
+
+    def plan(self) -> tuple[int, Plan]:
+        """The grain whose plan is predicted to be faster, then smaller, and that plan.
+
+        Finer units need less ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
+        """
+        plans: dict[int, Plan] = {}
+        refused: PlanError | None = None
+        for index, (manifest, planner) in enumerate(zip(self.grains, self.planners, strict=True)):
+            try:
+                plans[index] = planner(manifest)
+            except PlanError as error:
+                refused = error
+        if refused is not None and not plans:
+            raise refused
+        return min(plans.items(), key=lambda found: (found[1].step_s, found[1].device_nbytes, found[0]))
+
+    def within(self, budget: int) -> Prospect:
+        """The same with another device budget."""
+        host = tuple(entry for entry in self.planners[0].config.max_memory if entry[0] == "cpu")
+        over = {"device_budget": budget, "max_memory": host}
+        planners = (replace(p, config=p.config.model_copy(update=over)) for p in self.planners)
+        return replace(self, planners=tuple(planners))
+
+    def sweep(self, budgets: Iterable[int]) -> Iterator[tuple[int, Plan | None]]:
+        """The plan at each budget, None where none fits."""
+        for budget in budgets:
+            try:
+                yield budget, self.within(budget).plan()[1]
+            except PlanError:
+                yield budget, None
+
+    def enough(self, plan: Plan) -> Plan | None:
+        """A plan with less device memory that takes the same time, within a thousandth, if there is one.
+
+        Only a step that computes longer than it copies has one. Found by bisection, eight budgets deep.
+        """
+        if not plan.budget or plan.copy_s >= plan.compute_s or not plan.offloaded_nbytes:
+            return None
+        low, high, best = 0, plan.budget, None
+        for _ in range(_BISECTIONS):
+            ((middle, found),) = self.sweep([(low + high) // 2])
+            if found is not None and found.step_s <= plan.step_s * (1 + _AS_FAST):
+                best, high = found, middle
+            else:
+                low = middle
+        return best
+
+    def shortage(self, plan: Plan) -> str | None:
+        """In words, where weights, activations and cache are more than the device has free; None: they fit."""
+        machine, workspace_nbytes = self.machine, self.machine.profile.workspace_nbytes
+        needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
+        known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
+        if not known or needed <= machine.free_nbytes:
+            return None
+        return (
+            f"weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
+            f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
+            f"{human(machine.free_nbytes)} free on the device: lower device_budget, batch or context"
+        )

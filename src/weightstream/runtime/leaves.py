@@ -1,0 +1,146 @@
+"""The plain tensors behind a module: what its parameters, buffers and attributes consist of, by path.
+
+A parameter may be a wrapper subclass around others (`__tensor_flatten__`: torchao, DTensor), or carry more tensors in
+its attributes, such as bitsandbytes' `quant_state`. Modules may keep tensors in attributes of their own. What can be
+moved as bytes are the plain strided tensors at the end of all these paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from weightstream.errors import UnsupportedError
+
+_SKIPPED = frozenset(nn.Module().__dict__)  # what every module has: parameters, buffers and children among it
+_OURS = ("weightstream", "_weightstream")  # what we leave on modules and tensors
+_FACTS = (NoneType, bool, int, float, str, torch.dtype, torch.device)
+_DEPTH = 2  # of lists, dicts and holders inside of an attribute: `weight.quant_state.state2.absmax`
+
+
+class Role(Enum):
+    """How a module holds what a leaf belongs to."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    ATTRIBUTE = "attribute"  # as any other value: `.to()` does not know it, and a forward may replace it
+
+
+class Leaf(NamedTuple):
+    """A plain tensor, and the wrapper subclasses around it, the innermost first."""
+
+    path: str
+    tensor: torch.Tensor
+    shells: tuple[torch.Tensor, ...]
+    role: Role
+
+
+@dataclass(eq=False, slots=True)
+class Shell:
+    """A wrapper subclass. It reports a device of its own, which must be that of the leaves when they move."""
+
+    tensor: torch.Tensor
+    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # a wrapper of each device, to copy it from
+
+    def follow(self) -> None:
+        """Report the device that all tensors inside are on; nothing while they are on several."""
+        names, context = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        device, *others = {tensor.device for _, tensor in _inside(self.tensor)}
+        if others or device == self.tensor.device:
+            return
+        if device not in self._on:
+            make: Any = type(self.tensor)
+            inside = {name: getattr(self.tensor, name) for name in names}
+            self._on[device] = make.__tensor_unflatten__(inside, context, self.tensor.size(), self.tensor.stride())
+        torch.Tensor.data.__set__(self.tensor, self._on[device])  # type: ignore[attr-defined]
+
+
+def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:
+    """The plain tensors that a module holds itself; those of parameters first. Paths begin with `name`.
+
+    Raises `UnsupportedError` for what hides its tensors, with its path.
+    """
+    prefix = f"{name}." if name else ""
+    for role, named in ((Role.PARAMETER, module._parameters), (Role.BUFFER, module._buffers)):
+        for key, tensor in named.items():
+            if tensor is not None:
+                yield from _behind(prefix + key, tensor, role)
+    for key, value in tuple(module.__dict__.items()):
+        if key not in _SKIPPED and type(value) not in _FACTS and not key.startswith(_OURS):
+            yield from _held(prefix + key, value, Role.ATTRIBUTE, _DEPTH)
+
+
+def leaves_of(model: nn.Module) -> Iterator[Leaf]:
+    """The leaves of a module and all below it, shared modules under each of their names."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield from leaves(module, name)
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same tensors, with those inside in place of each wrapper."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from plain_tensors(inner for _, inner in _inside(tensor))
+        else:
+            yield tensor
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; wrappers and sparse tensors have none of their own."""
+    try:
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return storage
+
+
+def _inside(shell: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors right inside of a wrapper; DTensor lists its mesh beside them."""
+    found = ((name, getattr(shell, name)) for name in shell.__tensor_flatten__()[0])
+    return ((name, inner) for name, inner in found if isinstance(inner, torch.Tensor))
+
+
+def _behind(path: str, tensor: torch.Tensor, role: Role, shells: tuple[torch.Tensor, ...] = ()) -> Iterator[Leaf]:
+    if type(tensor) not in (nn.Parameter, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
+        for name, inner in _inside(tensor):
+            if inner is not getattr(tensor, name):
+                raise UnsupportedError(f"{path}.{name} is another tensor whenever it is asked for: it cannot be moved")
+            yield from _behind(f"{path}.{name}", inner, role, (tensor, *shells))
+        return  # its other attributes describe it: what it consists of is in the list
+    yield Leaf(path, tensor, shells, role)
+    for name, value in tuple(tensor.__dict__.items()):
+        if type(value) not in _FACTS and not name.startswith(_OURS):
+            yield from _held(f"{path}.{name}", value, role, _DEPTH)
+
+
+def _held(path: str, value: object, role: Role, depth: int) -> Iterator[Leaf]:
+    """The leaves of any value that an attribute may have."""
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, torch.Tensor):
+        yield from _behind(path, value, role)
+    elif isinstance(value, torch.ScriptObject):
+        raise UnsupportedError(f"{path} is a {value._type()}: what it packs cannot be moved")
+    elif depth and isinstance(value, dict):
+        items = tuple(value.items())
+    elif depth and isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif depth and _is_holder(value):
+        items = tuple(vars(value).items())
+    for key, item in items:
+        if type(item) not in _FACTS:
+            yield from _held(f"{path}.{key}", item, role, depth - 1)
+
+
+def _is_holder(value: object) -> bool:
+    """Whether it may be a mere holder of tensors: no module, function or class, and nothing of torch's own."""
+    if callable(value) or isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] != "torch"

@@ -1,0 +1,124 @@
+"""A guarded parameter: a tensor object that tells before its memory is read, written to or taken out.
+
+While it is guarded it is of a class that sees every call of torch, made once for each class of tensors. Calls that ask
+for facts, such as a shape, pass. Its copies and pickles are of the plain class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.runtime.leaves import storage_of
+from weightstream.runtime.values import tensors_in
+
+_GUARD = "_weightstream_guard"
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_TAKING = frozenset(("numpy", "__array__", "__dlpack__"))
+_WRITING = frozenset(("__setitem__", "__set__", "untyped_storage", "storage", "data_ptr"))
+_PROPERTIES = """shape dtype device layout requires_grad is_leaf ndim itemsize nbytes is_meta is_cpu is_cuda is_sparse
+    is_quantized grad grad_fn _version _base _backward_hooks output_nr"""
+_METHODS = """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
+    is_complex is_conj is_neg is_inference get_device requires_grad_ __len__ __hash__"""
+_FACTS = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS.split()]
+)
+
+
+class Access(Enum):
+    """What a call does with the memory of a tensor."""
+
+    READ = "read"
+    WRITE = "write"  # it writes, or gives out the address
+    VIEW = "view"  # it has made a view; it is made again if the tensor has other memory now
+    TAKE = "take"  # it hands the memory to what raises no version when it writes
+
+
+def guard(tensor: torch.Tensor, kind: type[torch.Tensor], on_access: Callable[[Access], None]) -> None:
+    """From now on `on_access` runs before any call that needs the memory of `tensor`, of class `kind`."""
+    tensor.__dict__[_GUARD] = on_access
+    tensor.__class__ = _guarded(kind)
+
+
+def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Be of the plain class again."""
+    tensor.__dict__.pop(_GUARD, None)
+    tensor.__class__ = kind
+
+
+def before(tensor: torch.Tensor, access: Access) -> None:
+    """Tell who guards the tensor, if somebody does."""
+    if (on_access := tensor.__dict__.get(_GUARD)) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            on_access(access)
+
+
+@cache
+def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
+    # Plain classes do nothing of their own in a call, and may meet any other class in it.
+    plain = base in (torch.Tensor, nn.Parameter)
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        if not plain:
+            return base.__torch_function__(func, (base,), args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def intercept(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            return run(func, args, kwargs)
+        guarded = [tensor for tensor in tensors_in((args, kwargs)) if _GUARD in tensor.__dict__]
+        access = _access(func, kwargs)
+        for tensor in guarded:
+            before(tensor, access)
+        held = {_address(tensor): tensor for tensor in guarded}
+        result = run(func, args, kwargs)
+        views = [t for t in tensors_in(result) if _address(t) in held and not any(t is own for own in guarded)]
+        for view in views:
+            before(held[_address(view)], Access.VIEW)
+        moved = views and any(_address(tensor) != at for at, tensor in held.items())
+        return run(func, args, kwargs) if moved else result
+
+    members: dict[str, Any] = {"__torch_function__": classmethod(intercept), "__module__": base.__module__}
+    members["__deepcopy__"] = _plainly(base, copy.deepcopy)
+    members["__reduce_ex__"] = _plainly(base, lambda tensor, protocol: tensor.__reduce_ex__(protocol))
+    return type(base.__name__, (base,), members)
+
+
+def _plainly(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does what the plain class does, after a read."""
+
+    def method(self: torch.Tensor, *args: Any) -> Any:
+        before(self, Access.READ)
+        ours, kept = type(self), self.__dict__.pop(_GUARD, None)
+        self.__class__ = base
+        try:
+            return call(self, *args)
+        finally:
+            if kept is not None:
+                self.__dict__[_GUARD], self.__class__ = kept, ours
+
+    return method
+
+
+def _access(func: Any, kwargs: dict[str, Any]) -> Access:
+    name: str = func.__name__.partition(".")[0]  # operators have their overload behind it
+    if func == _DATA or name in _TAKING:
+        return Access.TAKE
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    return Access.WRITE if in_place or operator or name in _WRITING or "out" in kwargs else Access.READ
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = storage_of(tensor)
+    return None if storage is None else storage.data_ptr()

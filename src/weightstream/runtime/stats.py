@@ -1,0 +1,34 @@
+"""What a streamer tells of itself: counters, bytes held, times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightstream.runtime.timeline import UnitTimes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """What a streamer has done so far, and what it holds.
+
+    `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
+    repeated or out of order. `held_nbytes` counts weights by tier, coded ones as they are held: "device" (residents,
+    the ring and the decode buffer), "host" (RAM, pages of mapped files included) and "disk" (read in every step);
+    `model_nbytes` counts them once, and plain.
+
+    Times are of the device, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in 17.
+    `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
+    first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
+    the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
+    """
+
+    steps: int
+    fills: int
+    filled_nbytes: int
+    unplanned_fills: int
+    stall_s: float
+    held_nbytes: dict[str, int]
+    model_nbytes: int
+    predicted_step_s: float
+    step_s: float | None
+    units: tuple[UnitTimes, ...]

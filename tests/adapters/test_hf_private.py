@@ -1,0 +1,208 @@
+"""One canary for each name of transformers that it does not promise to keep: which one a new version has lost."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import cache_utils  # noqa: E402
+
+from weightstream.adapters import hf_private  # noqa: E402
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+class Strict(transformers.LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = ("input_layernorm",)
+
+
+def lost(name: str) -> str:
+    return f"transformers {transformers.__version__} has no {name} any more, or uses it otherwise: mend hf_private.py"
+
+
+@contextlib.contextmanager
+def needs(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        pytest.fail(f"{lost(name)} ({type(error).__name__}: {error})", pytrace=False)
+
+
+def on_meta(cls: Any = transformers.LlamaForCausalLM, **config: Any) -> Any:
+    with needs("get_init_context, ContextManagers"):
+        return hf_private.build_on_meta(cls, transformers.LlamaConfig(**SMALL, **config), torch.bfloat16)
+
+
+def saved(folder: Any, **config: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **config)).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return dict(model.state_dict())
+
+
+class Traced:
+    """A tensor of a checkpoint that notes which thread takes it."""
+
+    def __init__(self, tensor: torch.Tensor, threads: set[int]) -> None:
+        self._tensor, self._threads = tensor, threads
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        self._threads.add(threading.get_ident())
+        return self._tensor[key]
+
+
+def converted(tensors: dict[str, torch.Tensor]) -> tuple[Any, set[int]]:
+    model, threads = on_meta(), set[int]()
+    with needs("convert_and_load_state_dict_in_model, LoadStateDictConfig, get_model_conversion_mapping"):
+        hf_private.convert_into(model, {name: Traced(t, threads) for name, t in tensors.items()}, torch.bfloat16)
+    return model, threads
+
+
+def test_conversion_fills_a_model_on_meta(tmp_path: Any) -> None:
+    tensors = saved(tmp_path)
+    missing = tensors.pop("model.norm.weight")
+    model, _ = converted(tensors | {"lm_head.weight": torch.zeros(3, 3), "unknown": missing})
+    state = model.state_dict()
+    kept = [name for name, tensor in state.items() if tensor.is_meta]
+    assert kept == ["model.norm.weight", "lm_head.weight"], lost("convert_and_load_state_dict_in_model")
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items() if name not in kept)
+
+
+def test_loading_is_sequential(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = saved(tmp_path)
+    assert converted(tensors)[1] == {threading.get_ident()}, lost(hf_private.SEQUENTIAL)
+    monkeypatch.setattr(hf_private, "SEQUENTIAL", "ANOTHER")
+    if converted(tensors)[1] == {threading.get_ident()}:
+        pytest.fail(f"transformers {transformers.__version__} loads in sequence anyway: {hf_private.SEQUENTIAL} can go")
+
+
+def test_loaded_parameters_are_marked(tmp_path: Any) -> None:
+    tensors = saved(tmp_path)
+    del tensors["lm_head.weight"]
+    model, _ = converted(tensors)
+    marked = [name for name, param in model.named_parameters() if hf_private.is_loaded(param)]
+    assert marked == list(tensors), lost(hf_private.LOADED)
+
+
+def test_places_of_names() -> None:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
+    model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    experts = "model.layers.1.mlp.experts"
+    with needs("WeightConverter, WeightRenaming, rename_source_key"):
+        names = ["norm.weight", "model.other.weight", "b", "model.layers.1.block_sparse_moe.experts.0.w1.weight"]
+        found = hf_private.places(model, [*names, f"{experts}.gate_up_proj"])
+        assert hf_private.unused_names(model, found) == ["b", "model.other.weight"]
+    assert found == {
+        "norm.weight": ("model.norm.weight", False),
+        "model.other.weight": (None, False),
+        "b": (None, False),
+        "model.layers.1.block_sparse_moe.experts.0.w1.weight": (f"{experts}.gate_up_proj", True),
+        f"{experts}.gate_up_proj": (f"{experts}.gate_up_proj", False),
+    }, lost("rename_source_key")
+
+
+def test_a_model_is_built_on_meta_in_its_dtype() -> None:
+    model = on_meta(tie_word_embeddings=True)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}, lost(
+        "get_init_context"
+    )
+    assert model.lm_head.weight is not model.model.embed_tokens.weight, lost("no_tie_weights of get_init_context")
+    with needs("tie_weights(recompute_mapping=)"):
+        hf_private.tie(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight, lost("tie_weights")
+
+
+def test_dtypes_that_are_kept() -> None:
+    with needs("_get_dtype_plan, build_glob_alternation"):
+        plain = hf_private.kept_dtype(on_meta(), torch.bfloat16)
+        strict = hf_private.kept_dtype(on_meta(Strict), torch.bfloat16)
+    name = "model.layers.0.input_layernorm.weight"
+    assert (plain(name), strict(name)) == (None, torch.float32), lost("_keep_in_fp32_modules_strict")
+    assert strict("model.norm.weight") is None, lost("build_glob_alternation")
+
+
+def test_warnings_are_collected_and_silence_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("transformers")
+    before = logger.level, list(logger.handlers)
+    logger.setLevel(logging.ERROR)
+    try:
+        with hf_private.warnings_of_transformers() as report:
+            transformers.utils.logging.get_logger("transformers.modeling_utils").warning("\x1b[1mbold\x1b[0m")
+    finally:
+        logger.setLevel(before[0])
+    assert report == ["bold"], lost("logger 'transformers'")
+    assert capfd.readouterr().err == ""
+    assert (logger.level, logger.handlers) == before
+
+
+def test_static_caches() -> None:
+    with needs("cache_utils.StaticCache, StaticLayer, StaticSlidingWindowLayer"):
+        cache = cache_utils.StaticCache(config=transformers.LlamaConfig(**SMALL), max_cache_len=4)
+        window = cache_utils.StaticSlidingWindowLayer(max_cache_len=4, sliding_window=4)
+        assert hf_private.is_static_cache(cache), lost("StaticCache")
+        assert not hf_private.is_static_cache(cache_utils.DynamicCache())
+        for layer in (*cache.layers, window):
+            assert (layer.is_initialized, layer.max_cache_len) == (False, 4), lost("is_initialized, max_cache_len")
+            assert callable(layer.update), lost("update")
+            assert callable(layer.get_seq_length), lost("get_seq_length")
+            assert callable(layer.get_mask_sizes), lost("get_mask_sizes")
+    assert vars(window)[hf_private.STATIC_WINDOW_COUNT] == 0, lost(hf_private.STATIC_WINDOW_COUNT)
+    states, one = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 1, 2)
+    window.update(states, states)
+    before = {name: value for name, value in vars(window).items() if not torch.is_tensor(value)}
+    window.update(one, one)
+    changed = {name for name, value in before.items() if vars(window)[name] != value}
+    assert changed == {hf_private.STATIC_WINDOW_COUNT}, f"a static window counts in {changed}: mend hf_private.py"
+    assert vars(window)[hf_private.STATIC_WINDOW_COUNT] == 4, lost(hf_private.STATIC_WINDOW_COUNT)
+
+
+def test_models_that_work_with_a_static_cache() -> None:
+    assert hf_private.unsuited_to_static_cache(on_meta()) is None, lost("_can_compile_fullgraph")
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    with torch.device("meta"):
+        reason = hf_private.unsuited_to_static_cache(transformers.MambaForCausalLM(config))
+    assert reason is not None, lost("_can_compile_fullgraph")
+
+
+def test_growing_caches() -> None:
+    states = torch.ones(1, 1, 3, 2)
+    window = cache_utils.DynamicSlidingWindowLayer(sliding_window=4)
+    window.update(states, states)
+    assert vars(window)[hf_private.WINDOW_COUNT] == 3, lost(hf_private.WINDOW_COUNT)
+    text = inspect.getsource(cache_utils)
+    is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)
+    for name in hf_private.BY_POSITION:
+        assert f"self.{name}" in text or (is_old and name == "indexer_keys"), lost(f"{name} of a cache's layer")
+    assert {name for name, v in vars(window).items() if torch.is_tensor(v) and v.dim() > 1} == {"keys", "values"}
+
+
+def test_the_operator_of_experts() -> None:
+    importlib.import_module("transformers.integrations.moe")  # registers it
+    namespace, _, name = hf_private.GROUPED_MM.partition("::")
+    assert hasattr(getattr(torch.ops, namespace), name), lost(hf_private.GROUPED_MM)
+
+
+def test_the_bar_is_as_it_was() -> None:
+    control = transformers.utils.logging
+    before = control.is_progress_bar_enabled()
+    for wanted, shown in ((None, before), (False, False), (True, True)):
+        with hf_private.progress_bar(wanted):
+            assert control.is_progress_bar_enabled() == shown, lost("utils.logging")
+        assert control.is_progress_bar_enabled() == before

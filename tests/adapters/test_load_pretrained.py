@@ -1,0 +1,400 @@
+"""Loading transformers models: equal to transformers' own loading, mapped, and without memory of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from weightstream.adapters.transformers import LoadedModel, load_pretrained
+from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
+from weightstream.store.folder import OffloadFolder
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()
+
+
+def saved(folder: Path, model_class: Any, config: Any, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    return saved(tmp_path / "llama", transformers.LlamaForCausalLM, config)
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
+    return saved(tmp_path / "mixtral", transformers.MixtralForCausalLM, config)
+
+
+def assert_same(loaded: LoadedModel, reference: Any) -> None:
+    """Every parameter and buffer, the non-persistent ones too, and what the model computes."""
+    model = loaded.model
+    assert type(model) is type(reference)
+    for kind in ("named_parameters", "named_buffers"):
+        found = dict(getattr(model, kind)(remove_duplicate=False))
+        expected = dict(getattr(reference, kind)(remove_duplicate=False))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].dtype, found[name].stride()) == (tensor.dtype, tensor.stride()), name
+            assert torch.equal(found[name], tensor), name
+            assert found[name].requires_grad == tensor.requires_grad, name
+    assert not model.training
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], reference(ids)[0])
+
+
+def homes(loaded: LoadedModel) -> dict[str, str | None]:
+    """The kind of file each parameter views: "checkpoint", "folder" or None."""
+    found: dict[str, str | None] = {}
+    for name, param in loaded.model.named_parameters():
+        (*paths,) = (m.path for m in loaded.mappings if m.locate(param.data_ptr()) is not None)
+        inside = loaded.folder is not None and paths and paths[0].parent == loaded.folder.path
+        found[name] = None if not paths else "folder" if inside else "checkpoint"
+    return found
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    write = OffloadFolder.write
+
+    def counted(self: OffloadFolder, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        names.append(name)
+        return write(self, name, tensor)
+
+    monkeypatch.setattr(OffloadFolder, "write", counted)
+    return names
+
+
+def test_plain_checkpoint_is_viewed_not_copied(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = load_pretrained(llama)
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama))
+    assert set(homes(loaded).values()) == {"checkpoint"}
+    assert loaded.folder is None
+    assert [m.path for m in loaded.mappings] == [llama / "model.safetensors"]
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert loaded.model.name_or_path == loaded.model.config.name_or_path == str(llama)
+    assert not [r for r in caplog.records if r.name == "weightstream"]
+
+
+def test_path_of_the_file_loads_its_folder(llama: Path) -> None:
+    loaded = load_pretrained(str(llama / "model.safetensors"))
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama))
+
+
+def test_sharded_index(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=False)
+    folder = saved(tmp_path, transformers.LlamaForCausalLM, config, max_shard_size="100KB")
+    loaded = load_pretrained(folder)
+    assert len(loaded.mappings) == len(list(folder.glob("*.safetensors"))) > 3
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(folder))
+    assert set(homes(loaded).values()) == {"checkpoint"}
+
+
+def test_dtype_change_is_written_once(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = load_pretrained(llama, dtype="bfloat16")
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
+    assert set(homes(loaded).values()) == {"folder"}
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    (record,) = [r for r in caplog.records if r.name == "weightstream"]
+    assert loaded.folder is not None
+    assert f"{loaded.folder.nbytes} bytes" in record.getMessage()
+    assert "offload_folder=" in record.getMessage()
+    caplog.clear()
+    kept = load_pretrained(llama, dtype=torch.bfloat16, offload_folder=tmp_path / "offload")
+    assert_same(kept, loaded.model)
+    assert not [r for r in caplog.records if r.name == "weightstream"]
+
+
+def test_fused_experts_are_written_and_the_rest_viewed(mixtral: Path, tmp_path: Path) -> None:
+    names = load_file(mixtral / "model.safetensors").keys()
+    assert any("experts.3." in name for name in names)  # the file holds them one by one
+    loaded = load_pretrained(mixtral, offload_folder=tmp_path / "offload")
+    assert_same(loaded, transformers.MixtralForCausalLM.from_pretrained(mixtral))
+    for name, home in homes(loaded).items():
+        assert home == ("folder" if ".experts." in name else "checkpoint"), name
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "bert"])
+def test_second_load_reuses_the_folder(
+    kind: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "bert":  # transformers pads a bias of it anew in every load
+        sizes = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+        config = transformers.BertConfig(**sizes)
+        folder = saved(tmp_path / "bert", transformers.BertForMaskedLM, config)
+    else:
+        folder = request.getfixturevalue(kind)
+    names = count_writes(monkeypatch)
+    first = load_pretrained(folder, dtype=dtype, offload_folder=tmp_path / "offload")
+    assert bool(names) == (kind == "mixtral" or dtype == "bfloat16")
+    names.clear()
+    second = load_pretrained(folder, dtype=dtype, offload_folder=tmp_path / "offload")
+    assert names == []
+    assert_same(second, first.model)
+    assert homes(second) == homes(first)
+    assert_same(second, type(first.model).from_pretrained(folder, dtype=dtype))
+
+
+@pytest.mark.parametrize("change", ["dtype", "checkpoint", "file cut", "index cut"])
+def test_what_changed_is_converted_again(
+    change: str, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = tmp_path / "offload"
+    load_pretrained(mixtral, offload_folder=offload)
+    names = count_writes(monkeypatch)
+    dtype = "auto"
+    if change == "dtype":
+        dtype = "float16"
+    elif change == "checkpoint":
+        file = mixtral / "model.safetensors"
+        save_file({k: v + 1 for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    elif change == "file cut":
+        os.truncate(max(offload.glob("*.safetensors")), 100)
+    else:
+        os.truncate(next(offload.glob("*.index.json")), 10)
+    again = load_pretrained(mixtral, dtype=dtype, offload_folder=offload)
+    assert len(names) >= 4
+    assert_same(again, transformers.MixtralForCausalLM.from_pretrained(mixtral, dtype=dtype))
+
+
+def test_places_that_transformers_does_not_keep_are_converted_again(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = tmp_path / "offload"
+    load_pretrained(mixtral, offload_folder=offload)
+    (index,) = offload.glob("*.index.json")
+    places = json.loads(index.read_text())
+    gate, up = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    places["unknown.weight"] = places.pop(gate)
+    places[up] = places["unknown.weight"]
+    index.write_text(json.dumps(places))
+    names = count_writes(monkeypatch)
+    again = load_pretrained(mixtral, offload_folder=offload)
+    assert len(names) == 4
+    assert_same(again, transformers.MixtralForCausalLM.from_pretrained(mixtral))
+
+
+def test_unexpected_and_missing_keys(llama: Path) -> None:
+    file = llama / "model.safetensors"
+    tensors = load_file(file)
+    missing = "model.layers.1.mlp.up_proj.weight"
+    tensors["surplus.weight"] = tensors.pop(missing)
+    save_file(tensors, file, metadata={"format": "pt"})
+    loaded = load_pretrained(llama)
+    assert homes(loaded).pop(missing) is None
+    assert sum(home is None for home in homes(loaded).values()) == 1
+    param = loaded.model.get_parameter(missing)
+    assert not param.is_meta
+    assert 0 < param.std() < 1  # initialised, not left as memory was
+    assert not [name for name, _ in loaded.model.named_parameters() if "surplus" in name]
+
+
+def test_misaligned_tensors_get_a_home(llama: Path) -> None:
+    file = llama / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + length] + b" "
+    file.write_bytes((length + 1).to_bytes(8, "little") + header + raw[8 + length :])
+    loaded = load_pretrained(llama)
+    assert set(homes(loaded).values()) == {"folder"}
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama))
+
+
+def test_other_classes(llama: Path) -> None:
+    for given, expected in [
+        (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM),
+        (transformers.AutoModel, transformers.LlamaModel),
+        (transformers.LlamaModel, transformers.LlamaModel),
+    ]:
+        loaded = load_pretrained(llama, model_class=given)
+        assert_same(loaded, expected.from_pretrained(llama))
+        assert set(homes(loaded).values()) == {"checkpoint"}
+
+
+def test_generation_config_is_the_files(llama: Path) -> None:
+    facts = json.loads((llama / "generation_config.json").read_text())
+    (llama / "generation_config.json").write_text(json.dumps({**facts, "max_new_tokens": 7, "eos_token_id": 42}))
+    config = load_pretrained(llama).model.generation_config
+    assert (config.max_new_tokens, config.eos_token_id) == (7, 42)
+    (llama / "generation_config.json").unlink()
+    assert load_pretrained(llama).model.generation_config.max_new_tokens is None
+
+
+def test_keywords_reach_transformers(llama: Path) -> None:
+    assert load_pretrained(llama, attn_implementation="eager").model.config._attn_implementation == "eager"
+
+
+def test_writes_do_not_reach_the_file(llama: Path) -> None:
+    before = (llama / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        for param in load_pretrained(llama).model.parameters():
+            param.zero_()
+    assert (llama / "model.safetensors").read_bytes() == before
+
+
+def test_process_state_is_restored(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = transformers.utils.logging
+    for value in (None, "0"):
+        if value is None:
+            monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
+        else:
+            monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", value)
+        control.enable_progress_bar()
+        handlers = list(logging.getLogger("transformers").handlers)
+        names = count_writes(monkeypatch)
+        load_pretrained(llama, progress=False)
+        assert control.is_progress_bar_enabled()
+        assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == value
+        assert logging.getLogger("transformers").handlers == handlers
+        torch.nn.Linear(300, 300)  # the hook is gone
+        assert names == []
+
+
+def test_progress_bar(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_pretrained(llama, progress=True)
+    assert "Loading weights" in capfd.readouterr().err
+    load_pretrained(llama, progress=False)
+    assert capfd.readouterr().err == ""
+
+
+def edit_config(folder: Path, **facts: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def test_mismatched_shapes_name_key_and_shapes(llama: Path) -> None:
+    edit_config(llama, vocab_size=999)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: file \(1000, 64\), model \(999, 64\)"):
+        load_pretrained(llama)
+    loaded = load_pretrained(llama, ignore_mismatched_sizes=True)
+    assert loaded.model.model.embed_tokens.weight.shape == (999, 64)
+
+
+def test_conversion_errors_name_the_key(mixtral: Path) -> None:
+    file = mixtral / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "layers.1." in name and "experts.2.w1" in name)
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        load_pretrained(mixtral)
+
+
+def test_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device_map"):
+        load_pretrained(llama, device_map="auto")
+    edit_config(llama, architectures=None)
+    with pytest.raises(CheckpointError, match="no architectures; pass model_class="):
+        load_pretrained(llama)
+    assert type(load_pretrained(llama, model_class=transformers.LlamaModel).model) is transformers.LlamaModel
+    edit_config(llama, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedError, match="quantised with gptq"):
+        load_pretrained(llama)
+    (llama / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read config\.json"):
+        load_pretrained(llama)
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="PyTorch pickle"):
+        load_pretrained(llama)
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        load_pretrained(tmp_path / "none")
+
+
+def test_what_the_hub_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'nobody/nothing' is no local folder.*hub failed"):
+        load_pretrained("nobody/nothing", local_files_only=True, cache_dir=tmp_path)
+
+
+def test_a_repository_in_the_cache_loads(llama: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache" / "models--o--m"
+    for folder in ("refs", "blobs", "snapshots/abc"):
+        (cache / folder).mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    for file in llama.iterdir():
+        file.rename(cache / "blobs" / file.name)
+        (cache / "snapshots" / "abc" / file.name).symlink_to(f"../../blobs/{file.name}")
+    loaded = load_pretrained("o/m", local_files_only=True, cache_dir=tmp_path / "cache")
+    assert loaded.model.name_or_path == "o/m"
+    assert set(homes(loaded).values()) == {"checkpoint"}
+
+
+def test_a_full_disk_stops_the_load_cleanly(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5})())
+    with pytest.raises(StoreError, match="5 are free"):
+        load_pretrained(mixtral)
+    names = count_writes(monkeypatch)
+    torch.nn.Linear(300, 300)
+    assert names == []
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch, transformers
+import transformers.models.{kind}.modeling_{kind}
+from weightstream.adapters.transformers import load_pretrained
+def anonymous():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
+before = anonymous()
+peak = before
+from weightstream.store.folder import OffloadFolder
+write = OffloadFolder.write
+def watched(self, name, tensor):
+    global peak
+    peak = max(peak, anonymous())
+    return write(self, name, tensor)
+OffloadFolder.write = watched
+loaded = load_pretrained(sys.argv[1], dtype=sys.argv[2], progress=False)
+nbytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+print(nbytes / 2**20, max(peak, anonymous()) - before, anonymous() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "auto"), ("llama", "bfloat16"), ("mixtral", "auto")])
+def test_memory_does_not_grow_with_the_model(kind: str, dtype: str, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000, "hidden_size": 512}
+    if kind == "llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=2048, num_hidden_layers=18)
+        saved(tmp_path, transformers.LlamaForCausalLM, config)
+    else:
+        more = {"intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 4}
+        saved(tmp_path, transformers.MixtralForCausalLM, transformers.MixtralConfig(**sizes, **more))
+    code = MEMORY.format(kind=kind)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path, dtype], capture_output=True, text=True, check=True)
+    model_mib, peak_mib, kept_mib = map(float, done.stdout.split())
+    assert model_mib > (150 if dtype == "bfloat16" else 270)
+    assert peak_mib < 0.2 * model_mib, done.stdout
+    assert kept_mib < 0.1 * model_mib, done.stdout

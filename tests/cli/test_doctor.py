@@ -1,0 +1,352 @@
+"""`weightstream doctor`: what the system says, what is made of it, and the screen; without a GPU, on files made up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from weightstream.cli import app
+from weightstream.measure import findings, machine, profile
+from weightstream.measure.machine import PciLink
+from weightstream.runtime import cuda
+from weightstream.runtime.cpu import CPU_PROFILE
+
+PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34)
+ADDRESS = "0000:18:00.0"
+BEST = PciLink(generation=5, width=16)
+
+
+# -- what the system says ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with one GPU in a slot below a port, generation 5 x16."""
+    port = tmp_path / "sys/devices/pci0000:10/0000:10:01.0"
+    for folder in (port, port / ADDRESS):
+        write(folder, max_link_speed="32.0 GT/s PCIe", max_link_width="16")
+    write(port / ADDRESS, current_link_speed="32.0 GT/s PCIe", current_link_width="16")
+    write(port / ADDRESS, numa_node="1", vendor="0x10de", **{"class": "0x030200"})
+    devices = tmp_path / "sys/bus/pci/devices"
+    write(devices / "0000:00:02.0", vendor="0x1af4", **{"class": "0x030000"})
+    write(devices / "0000:00:03.0", vendor="0x10de", **{"class": "0x040300"})
+    (devices / ADDRESS).symlink_to(port / ADDRESS)
+    for node, cores in enumerate(("0-3,8-11", "4-7,12,14")):
+        write(tmp_path / f"sys/devices/system/node/node{node}", cpulist=cores)
+    write(
+        tmp_path / "sys/kernel/mm/transparent_hugepage", enabled="always [madvise] never", shmem_enabled="[never] deny"
+    )
+    write(tmp_path / "etc", **{"machine-id": "0123abcd"})
+    return tmp_path
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}\n")
+    return folder
+
+
+def device(root: Path) -> Path:
+    return (root / "sys/bus/pci/devices" / ADDRESS).resolve()
+
+
+def test_the_rate_of_a_link_is_that_of_its_lanes_less_encoding() -> None:
+    assert round(BEST.bytes_per_s / 1e9, 2) == 63.02
+    assert PciLink(generation=1, width=4).bytes_per_s == 1e9
+    assert PciLink(generation=3, width=8).bytes_per_s * 2 == PciLink(generation=4, width=8).bytes_per_s
+    assert str(BEST) == "generation 5 x16"
+
+
+def test_a_link_now_and_at_best(root: Path) -> None:
+    assert machine.link_now(ADDRESS, root) == machine.link_at_best(ADDRESS, root) == BEST
+    write(device(root), current_link_speed="2.5 GT/s PCIe", current_link_width="8")
+    assert machine.link_now(ADDRESS.upper(), root) == PciLink(generation=1, width=8)
+    assert machine.link_at_best(ADDRESS, root) == BEST
+
+
+def test_the_slot_bounds_the_best(root: Path) -> None:
+    write(device(root).parent, max_link_speed="16.0 GT/s PCIe", max_link_width="8")
+    assert machine.link_at_best(ADDRESS, root) == PciLink(generation=4, width=8)
+    (device(root).parent / "max_link_speed").unlink()
+    assert machine.link_at_best(ADDRESS, root) == BEST, "no port is known"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"speed": "Unknown"},
+        {"width": "0"},
+        {"width": "255"},
+        {"width": "x"},
+        {"speed": ""},
+        {"speed": "3.0 GT/s PCIe"},
+        {"speed": None},
+    ],
+)
+def test_a_link_that_is_not_shown(root: Path, files: dict[str, str | None]) -> None:
+    for name, text in files.items():
+        for which in ("current", "max"):
+            path = device(root) / f"{which}_link_{name}"
+            path.unlink() if text is None else path.write_text(text)
+    assert machine.link_now(ADDRESS, root) is None
+    assert machine.link_at_best(ADDRESS, root) is None
+
+
+def test_memory_nodes(root: Path) -> None:
+    assert machine.numa_node(ADDRESS, root) == 1
+    assert machine.cores_of_node(0, root) == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert machine.cores_of_node(1, root) == {4, 5, 6, 7, 12, 14}
+    assert machine.cores_of_node(7, root) == frozenset()
+    write(device(root), numa_node="-1")
+    assert machine.numa_node(ADDRESS, root) is None
+    assert machine.numa_node("0000:99:00.0", root) is None
+
+
+def test_gpus_are_found_without_a_driver(root: Path) -> None:
+    assert machine.nvidia_gpus(root) == (ADDRESS,)
+    assert machine.nvidia_gpus(root / "nothing") == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\nGCC version: 13.3.0",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@h)  Tue Sep 23",
+    ],
+)
+def test_the_driver_from_its_own_line(root: Path, line: str) -> None:
+    assert machine.driver_version(root) is None
+    write(root / "sys/module/nvidia", version="570.1")
+    assert machine.driver_version(root) == "570.1"
+    write(root / "proc/driver/nvidia", version=line)
+    assert machine.driver_version(root) == "580.95.05"
+
+
+def test_the_rest_of_the_machine(root: Path) -> None:
+    assert machine.huge_pages(root) == ("madvise", "never")
+    assert machine.huge_pages(root / "nothing") == (None, None)
+    assert machine.machine_id(root) == "0123abcd"
+    assert machine.machine_id(root / "nothing")
+    write(root / "proc", cpuinfo="processor\t: 0\nmodel name\t: A Processor @ 3 GHz\n\nmodel name\t: Another")
+    assert machine.processor(root) == "A Processor @ 3 GHz"
+    assert machine.processor(root / "nothing")
+
+
+# -- what is made of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "best", "measured", "marks", "said"),
+    [
+        (BEST, BEST, 55.4e9, ["ok", "ok"], "88% of the link's 63.0 GB/s"),
+        (BEST, None, 55.4e9, ["ok", "ok"], "generation 5 x16"),
+        (BEST, BEST, 40e9, ["ok", "better"], "63% of the link's 63.0 GB/s"),
+        (PciLink(generation=4, width=8), BEST, 14e9, ["better", "ok"], "generation 5 x16 could be"),
+        (PciLink(generation=5, width=16), PciLink(generation=4, width=16), 55e9, ["ok", "ok"], "87%"),
+        (None, None, 55e9, ["note", "ok"], "virtual machines"),
+        (PciLink(generation=1, width=1), BEST, 55e9, ["note", "ok"], "it says generation 1 x1"),
+    ],
+)
+def test_what_is_said_of_a_link(
+    now: PciLink | None, best: PciLink | None, measured: float, marks: list[str], said: str
+) -> None:
+    found = list(findings.link_findings(now, best, measured))
+    assert [finding.mark for finding in found] == marks
+    assert said in " ".join(finding.text for finding in found)
+    assert [bool(finding.remedy) for finding in found] == [mark == "better" for mark in marks]
+
+
+@pytest.mark.parametrize(
+    ("node", "near", "allowed", "mark", "said"),
+    [
+        (None, set(), {0, 1}, "note", "not shown"),
+        (1, set(), {0, 1}, "note", "not shown"),
+        (0, {0, 1, 2}, {1, 2, 3, 4}, "ok", "2 of 4 usable cores"),
+        (1, {8, 9}, {0, 1}, "better", "0 of 2 usable cores"),
+    ],
+)
+def test_what_is_said_of_nodes(node: int | None, near: set[int], allowed: set[int], mark: str, said: str) -> None:
+    found = findings.numa_finding(node, frozenset(near), frozenset(allowed))
+    assert found.mark == mark
+    assert said in found.text
+    assert ("--cpunodebind=1" in found.remedy) == (mark == "better")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "driver", "built", "visible", "said", "remedy"),
+    [
+        ((), None, None, None, "no driver", "--gpus all"),
+        ((ADDRESS,), None, "13.0", None, ADDRESS, "Install NVIDIA's driver"),
+        ((ADDRESS,), "580.95.05", None, None, "built without CUDA", "pip install -U torch --index-url"),
+        ((ADDRESS,), "580.95.05", None, None, "driver 580.95.05", "whl/cu130"),
+        ((ADDRESS,), "535.1", None, None, "driver 535.1", "whl/cu126"),
+        ((ADDRESS,), "580.95.05", "13.0", "", "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
+        ((ADDRESS,), "580.95.05", "13.0", "-1,0", "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
+        ((), "535.1", "13.0", "0", "cannot use it", "nvidia-smi"),
+    ],
+)
+def test_why_there_is_no_gpu(
+    gpus: tuple[str, ...], driver: str | None, built: str | None, visible: str | None, said: str, remedy: str
+) -> None:
+    text, what_to_do = findings.why_no_gpu(gpus, driver, "2.13.0", built, visible)
+    assert said in text
+    assert remedy in what_to_do
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder, on a machine whose CPU is measured, and that has no GPU; the scratch file is a small one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
+    monkeypatch.setattr(machine, "driver_version", lambda: None)
+    monkeypatch.setattr(findings, "_FILE_NBYTES", 16 << 20)
+    profile.save(torch.device("cpu"), PROFILE)
+    return write(tmp_path / "disk")
+
+
+def run(disk: Path, *flags: object) -> Result:
+    return CliRunner().invoke(app, ["doctor", "--path", str(disk), *map(str, flags)])
+
+
+def value(result: Result, label: str) -> Any:
+    """The bare number of a finding."""
+    return next(found["value"] for found in json.loads(result.stdout)["findings"] if found["label"] == label)
+
+
+def test_the_screen(disk: Path) -> None:
+    result = run(disk)
+    assert result.exit_code == 0, result.output
+    assert not result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(line == line.rstrip() for line in lines)
+    assert "\x1b" not in result.stdout
+    assert [line for line in lines if line and line[0] != " "][:-1] == ["GPU", "host", "speed", "disk", "software"]
+    assert "7.0 GB/s" in result.stdout
+    assert re.fullmatch(r"All is well\.|\d+ (could be better|missing).*\.", lines[-1])
+    assert list(disk.iterdir()) == []
+
+
+def test_colours_are_for_terminals(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32m" in run(disk).stdout
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in run(disk).stdout.replace("\x1b[3m", "")
+
+
+def test_json_is_whole_and_raw(disk: Path) -> None:
+    result = run(disk, "--json")
+    found = json.loads(result.stdout)
+    assert found["profile"] == asdict(PROFILE) | {"unit_s": [], "host_s": [], "after_share": []}
+    values = {(finding["section"], finding["label"]): finding["value"] for finding in found["findings"]}
+    assert values["host", "processor"] == len(os.sched_getaffinity(0))
+    assert 0 < values["host", "memory"] <= psutil.virtual_memory().total
+    assert 1e6 < values["disk", "reads"] < math.inf
+    assert values["software", "installed"]["torch"] == torch.__version__
+    assert {section for section, _ in values} == {"GPU", "host", "speed", "disk", "software"}
+    keys = {"section", "label", "text", "mark", "remedy", "value"}
+    assert all(set(finding) == keys for finding in found["findings"])
+
+
+def test_a_profile_is_saved_for_planning(disk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    result = run(disk, "--save", path)
+    assert str(path) in result.stdout
+    assert profile.from_json(path.read_text()) == PROFILE
+    assert json.loads(run(disk, "--save", path, "--json").stdout)["profile"]["machine"] == "a machine"
+    refused = run(disk, "--save", tmp_path / "nowhere" / "machine.json")
+    assert refused.exit_code == 2
+    assert "No such file" in refused.stderr
+
+
+def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = replace(PROFILE, link_bytes_per_s=8e9)
+    monkeypatch.setattr("weightstream.measure.bench.measure", lambda _: (again, True))
+    assert "7.0 GB/s" in run(disk).stdout
+    assert "8.0 GB/s" in run(disk, "--measure").stdout
+    assert "8.0 GB/s" in run(disk).stdout
+
+
+def test_what_cannot_be_measured_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("weightstream.measure.bench.measure", fail)
+    result = run(disk, "--measure")
+    assert result.exit_code == 1
+    assert "1 broken" in result.stdout
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_broken(disk: Path) -> None:
+    result = run(disk, "--device", "cuda:0")
+    assert result.exit_code == 1
+    assert "   X  device" in result.stdout
+    assert "7.0 GB/s" in result.stdout, "all else is shown"
+
+
+def test_a_gpu_that_cannot_be_used_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: (ADDRESS,))
+    result = run(disk)
+    assert result.exit_code == 1
+    assert ADDRESS in result.stdout
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu:0", "cuda:x", "meta"])
+def test_another_device_is_refused(disk: Path, name: str) -> None:
+    result = run(disk, "--device", name)
+    assert result.exit_code == 2
+    assert "cpu" in result.stderr
+    assert "cuda" in result.stderr
+
+
+@pytest.fixture(params=["unwritable", "missing", "full"])
+def no_disk(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    if request.param == "unwritable":
+        monkeypatch.setattr(findings, "NamedTemporaryFile", refuse)
+    elif request.param == "full":
+        monkeypatch.setattr(findings, "_FILE_NBYTES", 1 << 60)
+    else:
+        return disk / "missing"
+    return disk
+
+
+def test_a_disk_that_cannot_be_measured_is_no_error(no_disk: Path) -> None:
+    result = run(no_disk)
+    assert result.exit_code == 0
+    assert "not measured" in result.stdout
+    assert "--path FOLDER" in result.stdout
+    assert value(run(no_disk, "--json"), "reads") is None
+
+
+def test_what_is_not_installed_is_named_with_its_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = findings._version
+    monkeypatch.setattr(findings, "_version", lambda name: None if name == "diffusers" else version(name))
+    result = run(disk)
+    assert result.exit_code == 0
+    assert "pip install diffusers" in result.stdout
+    assert value(run(disk, "--json"), "installed")["diffusers"] is None
+
+
+def test_help_says_what_a_newcomer_needs() -> None:
+    text = CliRunner().invoke(app, ["doctor", "--help"]).stdout
+    assert all(flag in text for flag in ("--device", "--path", "--measure", "--save", "--json"))

@@ -1,0 +1,288 @@
+"""`weightstream plan`, run in this process on config.json alone: its screen, its JSON, its files and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from weightstream.cli import app, report
+from weightstream.measure import profile as profiles
+from weightstream.plan.manifest import Profile
+from weightstream.plan.plan import Plan
+
+transformers = pytest.importorskip("transformers")
+
+GIB = 2**30
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+}
+NUM_PARAMETERS = 2 * 1000 * 512 + 512 + 6 * (2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1024 + 2 * 512)
+NUM_BUFFERED = 2 * 32  # both tables of rotary frequencies, in float32
+NBYTES = 2 * NUM_PARAMETERS + 4 * NUM_BUFFERED
+MACHINE = Profile(machine="Test GPU", device_nbytes=4 * GIB, link_bytes_per_s=1e9, op_s=1e-7, op_launch_s=1e-6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small-llama")
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("machine") / "profile.json"
+    path.write_text(profiles.to_json(MACHINE))
+    return path
+
+
+@pytest.fixture
+def plan(folder: Path, machine: Path) -> Callable[..., Result]:
+    """Plans the small model on the test machine; 30 GiB of host memory, whatever is free here."""
+
+    def run(*flags: object) -> Result:
+        given = ["--profile", machine, "--host-budget", "30GiB", *flags]
+        return CliRunner().invoke(app, ["plan", str(folder), *map(str, given)])
+
+    return run
+
+
+def shown_of(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def facts(result: Result) -> dict[str, Any]:
+    return json.loads(shown_of(result))
+
+
+def refused(result: Result) -> str:
+    """The message of a run that failed as it should: on stderr alone, no traceback, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# -- the screen ---------------------------------------------------------------------------------------------------
+
+
+def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[..., Result]) -> None:
+    text = shown_of(plan("--device-budget", "8MiB", "--batch", 4, "--sweep"))
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    labels = re.findall(r"^ *(\w+): ", text, re.MULTILINE)
+    assert labels == ["model", "machine", "memory", "moves", "predicted", "coded", "limit", "note"]
+    assert f"{NUM_PARAMETERS / 1e6:.1f}M parameters" in text
+    assert "Test GPU, measured" in text
+    assert "(batch 4, tokens 1, context 2048)" in text
+    assert re.search(r"limit: link, busy [\d.]+ ms of a step; compute [\d.]+ (ms|us)\n", text)
+
+
+def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(plan: Callable[..., Result]) -> None:
+    text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    swept = [row for row in rows if len(row) == 9]
+    found = facts(plan("--device-budget", "8MiB", "--sweep", "--json"))
+    plans = [*found["sweep"], found]
+    assert {row[5] for row in swept} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
+    assert [row[1] for row in swept if row[0]] == [f"{8 / 1024:.2f}"]
+    assert swept[-1][7] == "all fits"
+    codes = {"3-bit": "3", "4-bit": "4", "3-bit and 4-bit": "3+4", None: ""}
+    assert {(row[4], row[5]) for row in swept} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
+    assert found["code"] == "3-bit"
+    assert swept[-1][4] == "", "all of it fits as it is"
+
+
+def test_the_bar_shows_every_part_without_colour() -> None:
+    fills = "█▓▚▒░·"
+    plan = Plan.from_json(json.dumps(_bare_plan()))
+    plan = replace(plan, budget=100 * GIB, activation_nbytes=1, cache_nbytes=20 * GIB)
+    bar, legend, total = map(str, report.memory(plan))
+    assert len(bar) == 88
+    assert re.fullmatch("▒+░·+", bar)
+    assert bar.count("▒") == round(88 * 20 / 120)
+    assert bar.count("░") == 1, "one byte is there"
+    assert legend == "▒ cache 20.0  ░ activations 0.00  · free 100"
+    assert total == "120 GiB"
+    assert set(bar) <= set(fills)
+
+
+def _bare_plan() -> dict[str, Any]:
+    manifest = {"units": [], "order": []}
+    return {"manifest": manifest, "resident": [], "ring_nbytes": 0, "extents": [], "first": [], "after": []}
+
+
+def test_what_a_plan_says_of_itself_is_on_the_screen(plan: Callable[..., Result]) -> None:
+    text = " ".join(shown_of(plan("--device-budget", "8MiB")).split())
+    printed = str(Plan.from_json(json.dumps(facts(plan("--device-budget", "8MiB", "--json"))["plan"])))
+    assert len(printed.splitlines()) == 4
+    assert all(line in text for line in printed.splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (("--device-budget", "100%"), "everything fits and nothing streams: leave out the budget"),
+        (("--device-budget", "8MiB"), "1 GiB more on the device would take about"),
+        (("--device-budget", "14MiB", "--batch", 64, "--tokens", 2048), "would be as fast"),
+        (("--device-budget", "8MiB", "--batch", 4096), "shortage: weights"),
+    ],
+)
+def test_what_it_advises(plan: Callable[..., Result], flags: tuple[object, ...], note: str) -> None:
+    assert note in " ".join(shown_of(plan(*flags)).split())
+
+
+def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) -> None:
+    flags = ("--batch", 64, "--tokens", 2048, "--json")
+    found = facts(plan("--device-budget", "14MiB", *flags))
+    smaller = facts(plan("--device-budget", found["enough_budget"], *flags))
+    assert smaller["budget"] == found["enough_budget"] < found["budget"]
+    assert smaller["limit"] == "compute"
+    assert smaller["step_s"] <= 1.001 * found["step_s"]
+
+
+def test_without_a_measured_device_it_says_so(folder: Path) -> None:
+    flags = ["--device-budget", "8MiB", "--host-budget", "30GiB"]
+    result = CliRunner().invoke(app, ["plan", str(folder), *flags])
+    text = " ".join(shown_of(result).split())
+    assert "assumed bandwidths" in text or "measured" in text  # a machine with a GPU measures it
+    if "assumed" in text:
+        assert "`weightstream doctor`" in text
+        assert "--profile" in text
+
+
+# -- JSON and files -----------------------------------------------------------------------------------------------
+
+
+def test_json_is_complete_and_alone(plan: Callable[..., Result], folder: Path) -> None:
+    found = facts(plan("--device-budget", "8MiB", "--batch", 2, "--context", 64, "--json"))
+    assert found["model"] == str(folder)
+    assert (found["num_parameters"], found["dtype"], found["machine"]) == (
+        NUM_PARAMETERS + NUM_BUFFERED,
+        "bfloat16",
+        "Test GPU",
+    )
+    assert found["budget"] == 8 << 20
+    held = found["resident_nbytes"] + found["ring_nbytes"] + found["buffer_nbytes"]
+    assert found["device_nbytes"] == held <= 8 << 20
+    assert found["nbytes"] == NBYTES
+    assert found["held_nbytes"] == found["resident_nbytes"] + found["host_nbytes"] + found["disk_nbytes"]
+    assert found["cache_nbytes"] == 2 * 64 * 6 * 2 * 128 * 2
+    assert found["tokens_per_s"] == 2 / found["step_s"]
+    assert found["limit"] == "link"
+    assert found["copy_s"] <= found["step_s"] * (1 + 1e-9)
+    plan_itself = Plan.from_json(json.dumps(found["plan"]))
+    assert plan_itself.step_s == found["step_s"]
+    assert plan_itself.workload is not None
+    assert (plan_itself.workload.batch, plan_itself.workload.tokens, plan_itself.workload.context) == (2, 1, 64)
+    assert "sweep" not in found
+
+
+def test_more_memory_is_never_slower_in_a_sweep(plan: Callable[..., Result]) -> None:
+    swept = facts(plan("--device-budget", "8MiB", "--json", "--sweep"))["sweep"]
+    assert len(swept) > 10
+    assert all(p["device_nbytes"] <= p["budget"] for p in swept)
+    times = [p["step_s"] for p in swept]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_save_writes_the_plan(plan: Callable[..., Result], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = facts(plan("--device-budget", "8MiB", "--json", "--save", path))
+    assert Plan.from_json(path.read_text()) == Plan.from_json(json.dumps(found["plan"]))
+
+
+def test_plot_draws_a_picture(plan: Callable[..., Result], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "curve.png"
+    text = shown_of(plan("--device-budget", "8MiB", "--plot", path))
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "step time over budget" not in text
+
+
+def test_plot_without_matplotlib_says_how_to_get_it(
+    plan: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install" in refused(plan("--device-budget", "8MiB", "--plot", tmp_path / "curve.png"))
+    assert not list(tmp_path.iterdir())
+
+
+# -- settings and errors ------------------------------------------------------------------------------------------
+
+
+def test_a_share_is_one_of_the_profiled_device(plan: Callable[..., Result]) -> None:
+    assert facts(plan("--device-budget", "1%", "--json"))["budget"] == 4 * GIB // 100
+
+
+def test_classic_flags_are_planned_too(plan: Callable[..., Result]) -> None:
+    found = facts(plan("--offload-group-size", 3, "--offload-params", "down_proj", "--json"))
+    assert found["host_nbytes"] == 2 * 512 * 1024 * 2
+    assert found["tokens_per_s"] > 0
+
+
+def test_an_impossible_budget_prints_its_arithmetic(plan: Callable[..., Result]) -> None:
+    message = refused(plan("--device-budget", "1KiB"))
+    assert re.match(r"error: device budget 1\.0KiB \(1024 bytes\) < .* = .*", message)
+
+
+def save_to(place: str) -> Callable[[Path], tuple[object, ...]]:
+    return lambda folder: ("--device-budget", "8MiB", "--save", folder / place)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (lambda _: ("--device-budget", "96MX"), "device_budget = '96MX'"),
+        (lambda _: ("--device-budget", "120%"), "up to 100 %"),
+        (lambda _: ("--device-budgte", "8MiB"), "--device-budget"),
+        (lambda _: ("--batch", 0), "--batch"),
+        (lambda folder: ("--profile", folder / "none.json"), "none.json: No such file"),
+        (lambda folder: ("--profile", folder / "config.json"), "config.json: not a profile"),
+        (save_to("not/there.json"), "there.json: No such file"),
+        (lambda folder: ("--device-budget", "8MiB", "--plot", folder / "a.nothing"), "name a .png file"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    plan: Callable[..., Result],
+    folder: Path,
+    flags: Callable[[Path], tuple[object, ...]],
+    expected: str,
+) -> None:
+    assert expected in refused(plan(*flags(folder)))
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"model_type": "nothing-like-it"}', "no json"])
+def test_a_folder_that_is_no_model(tmp_path: Path, machine: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    arguments = ["plan", str(tmp_path), "--profile", str(machine), "--device-budget", "8MiB"]
+    message = refused(CliRunner().invoke(app, arguments))
+    assert message.startswith("error: ")
+    assert str(tmp_path) in message
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    message = refused(CliRunner().invoke(app, ["plan", str(tmp_path / "none"), "--device-budget", "8MiB"]))
+    assert str(tmp_path / "none") in message

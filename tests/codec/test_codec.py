@@ -1,0 +1,323 @@
+"""The reference codec: exact on every bit pattern, of the documented form and size, and safe with damaged bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patterns import KINDS, PATTERNS, SIZES, flat, gaussian, noise, spread
+from weightstream.codec import reference
+from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code, layout_of
+from weightstream.errors import StoreError
+
+DOCS = (Path(__file__).parents[2] / "docs/codec.md").read_text(encoding="utf-8")
+GOLDEN = re.findall(
+    r"^(hashed|peaked) (\w+) bits=(\d) escapes=(\d+) nbytes=(\d+)\n"
+    r"  sha256  (\w{64})\n  head    (\w{128})\n  symbols (\w{64})\n  tail    (\w{64})$",
+    DOCS,
+    re.M,
+)
+GUARD = 77
+kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
+
+
+def documented() -> dict[str, Callable[..., Any]]:
+    """The functions that docs/codec.md defines."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", DOCS, re.M | re.S):
+        exec(block, names)
+    return names
+
+
+def decoded(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What the reference writes, and nothing beside it."""
+    whole = torch.full((layout.raw_nbytes + 128,), GUARD, dtype=torch.uint8)
+    reference.decode(coded, layout, whole[64:-64])
+    assert (whole[:64] == GUARD).all()
+    assert (whole[-64:] == GUARD).all()
+    return whole[64:-64]
+
+
+def assert_exact(data: torch.Tensor, dtype: str, bits: int) -> Layout:
+    layout, coded = reference.encode(data, dtype, bits)
+    assert layout.raw_nbytes == data.numel()
+    assert coded.numel() == layout.nbytes
+    assert torch.equal(decoded(coded, layout), data)
+    assert not coded[layout.escapes_at + layout.num_escapes :].any()
+    assert layout_of(dtype, layout.count, layout.record(), layout.nbytes) == layout
+    return layout
+
+
+@kinds
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_bit_comes_back(dtype: str, bits: int, pattern: str) -> None:
+    assert_exact(PATTERNS[pattern](dtype), dtype, bits)
+
+
+@kinds
+@pytest.mark.parametrize("count", SIZES)
+def test_any_number_of_weights(dtype: str, bits: int, count: int) -> None:
+    assert_exact(gaussian(dtype, count), dtype, bits)
+    assert_exact(noise(dtype, count), dtype, bits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    count=st.integers(1, 13_000),
+    centre=st.floats(0, 1),
+    width=st.sampled_from([0.0, 0.4, 1.0, 2.0, 6.0, 40.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_distribution(kind: tuple[str, int], count: int, centre: float, width: float, seed: int) -> None:
+    assert_exact(spread(kind[0], count, centre, width, seed), *kind)
+
+
+@kinds
+def test_encoding_is_deterministic(dtype: str, bits: int) -> None:
+    data = gaussian(dtype, 9000)
+    (layout, coded), (again, coded_again) = (reference.encode(data.clone(), dtype, bits) for _ in range(2))
+    assert layout == again
+    assert torch.equal(coded, coded_again)
+
+
+MOST_BITS = {
+    ("bfloat16", 3): 11.4,
+    ("bfloat16", 4): 12.1,
+    ("float16", 3): 14.4,
+    ("float16", 4): 15.1,
+    ("float8_e4m3fn", 3): 7.4,
+}
+
+
+@kinds
+@pytest.mark.parametrize("scale", [1.0, 1.2, 1.41, 1.7, 64.0])
+def test_gaussian_weights_take_few_bits(dtype: str, bits: int, scale: float) -> None:
+    layout = assert_exact(gaussian(dtype, 512 * 1024, scale), dtype, bits)
+    assert 8 * layout.nbytes / layout.count < MOST_BITS[dtype, bits]
+
+
+# The format, as docs/codec.md tells it.
+
+
+@kinds
+@pytest.mark.parametrize("pattern", ["random bits", "wide"])
+def test_the_decoder_in_the_documentation(dtype: str, bits: int, pattern: str) -> None:
+    data = PATTERNS[pattern](dtype)
+    layout, coded = reference.encode(data, dtype, bits)
+    values = documented()["decode"](bytes(coded.tolist()), dtype, bits, layout.count, layout.num_escapes)
+    assert torch.equal(flat(torch.tensor(values), dtype), data)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "bits", "escapes", "nbytes", "sha256", "head", "symbols", "tail"),
+    GOLDEN,
+    ids=[f"{name}-{dtype}-{bits}" for name, dtype, bits, *_ in GOLDEN],
+)
+def test_golden_vectors(
+    name: str, dtype: str, bits: str, escapes: str, nbytes: str, sha256: str, head: str, symbols: str, tail: str
+) -> None:
+    pattern = documented()[name]
+    data = flat(torch.tensor([pattern(dtype, i) for i in range(5000)]), dtype)
+    layout, coded = reference.encode(data, dtype, int(bits))
+    content = bytes(coded.tolist())
+    symbols_at = 512 * layout.element.raw_bits
+    assert (layout.num_escapes, len(content)) == (int(escapes), int(nbytes))
+    assert content[:64].hex() == head
+    assert content[symbols_at : symbols_at + 32].hex() == symbols
+    assert content[layout.starts_at : layout.starts_at + 32].hex() == tail
+    assert hashlib.sha256(content).hexdigest() == sha256
+
+
+def test_there_is_a_golden_vector_of_every_kind() -> None:
+    found = sorted((name, dtype, int(bits)) for name, dtype, bits, *_ in GOLDEN)
+    assert found == sorted((name, *kind) for kind in KINDS for name in ("hashed", "peaked"))
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "count", "num_escapes", "expected"),
+    [
+        # (tiles, tile_nbytes, starts_at, bases_at, escapes_at, nbytes)
+        ("bfloat16", 3, 0, 0, (0, 5632, 0, 4, 4, 512)),
+        ("bfloat16", 3, 1, 1, (1, 5632, 5632, 5640, 5641, 6144)),
+        ("bfloat16", 4, 4096, 0, (1, 6144, 6144, 6152, 6153, 6656)),
+        ("bfloat16", 3, 4097, 503, (2, 5632, 11264, 11276, 11278, 12288)),
+        ("bfloat16", 3, 4097, 1010, (2, 5632, 11264, 11276, 11278, 12288)),
+        ("bfloat16", 3, 4097, 1011, (2, 5632, 11264, 11276, 11278, 12800)),
+        ("float16", 3, 4096, 0, (1, 7168, 7168, 7176, 7177, 7680)),
+        ("float16", 4, 4096, 0, (1, 7680, 7680, 7688, 7689, 8192)),
+        ("float8_e4m3fn", 3, 8192, 5, (2, 3584, 7168, 7180, 7182, 7680)),
+        (
+            "bfloat16",
+            3,
+            2**40,
+            2**31,
+            (2**28, 5632, 5632 << 28, (5632 << 28) + 2**30 + 4, 5637 * 2**28 + 4, 5645 * 2**28 + 512),
+        ),
+    ],
+)
+def test_layouts(dtype: str, bits: int, count: int, num_escapes: int, expected: tuple[int, ...]) -> None:
+    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)
+    places = (layout.starts_at, layout.bases_at, layout.escapes_at)
+    assert (layout.num_tiles, layout.tile_nbytes, *places, layout.nbytes) == expected
+    assert layout.raw_nbytes == count * ELEMENTS[dtype].nbytes
+
+
+def test_what_can_be_coded() -> None:
+    dtypes = [*ELEMENTS, "float32", "float8_e5m2", "int8", ""]
+    found = [(dtype, bits) for dtype in dtypes for bits in range(-1, 9) if can_code(dtype, bits)]
+    assert found == [("bfloat16", 3), ("bfloat16", 4), ("float16", 3), ("float16", 4), ("float8_e4m3fn", 3)]
+    assert set(BITS) == {bits for _, bits in found}
+
+
+GOOD: dict[str, Any] = {"dtype": "bfloat16", "count": 5000, "record": {"bits": 3, "escapes": 39}, "nbytes": 11776}
+
+
+def test_a_true_record_is_taken() -> None:
+    assert layout_of(**GOOD) == Layout(dtype="bfloat16", bits=3, count=5000, num_escapes=39)
+
+
+def record(bits: object = 3, escapes: object = 39) -> dict[str, Any]:
+    return {"record": {"bits": bits, "escapes": escapes}}
+
+
+@pytest.mark.parametrize(
+    ("lie", "text"),
+    [
+        (record(bits=2), "coded in '2' bits of bfloat16: this version knows (3, 4)"),
+        (record(bits=5), "coded in '5' bits of bfloat16"),
+        (record(bits=0), "coded in '0' bits"),
+        (record(bits=-3), "coded in '-3' bits"),
+        (record(bits=3.0), "coded in '3.0' bits"),
+        (record(bits=True), "coded in 'True' bits"),
+        (record(bits="3"), "coded in '3' bits"),
+        (record(bits=None), "coded in 'None' bits"),
+        (record(bits="x" * 10_000), f"coded in '{'x' * 20}' bits"),
+        ({"record": {}}, "coded in 'None' bits"),
+        ({"dtype": "float32"}, "coded in '3' bits of float32"),
+        ({"dtype": "float8_e4m3fn", **record(bits=4)}, "coded in '4' bits of float8_e4m3fn"),
+        (record(escapes=-1), "'-1' escapes among 5000 weights"),
+        (record(escapes=5001), "'5001' escapes among 5000 weights"),
+        (record(escapes=2**64), "'18446744073709551616' escapes among 5000 weights"),
+        (record(escapes=39.0), "'39.0' escapes"),
+        (record(escapes=False), "'False' escapes"),
+        (record(escapes="39"), "'39' escapes"),
+        (record(escapes=None), "'None' escapes"),
+        ({"record": {"bits": 3}}, "'None' escapes"),
+        ({"count": 2**40, **record(escapes=2**32)}, "'4294967296' escapes among 1099511627776 weights"),
+        (record(escapes=600), "with 600 escapes take 12288 bytes, the file has 11776"),
+        (record(bits=4), "5000 weights of bfloat16 in 4 bits with 39 escapes take 12800 bytes, the file has 11776"),
+        (
+            {"dtype": "float16"},
+            "5000 weights of float16 in 3 bits with 39 escapes take 14848 bytes, the file has 11776",
+        ),
+        ({"count": 9000}, "9000 weights of bfloat16 in 3 bits with 39 escapes take 17408 bytes, the file has 11776"),
+        ({"nbytes": 11775}, "take 11776 bytes, the file has 11775"),
+        ({"nbytes": 12288}, "take 11776 bytes, the file has 12288"),
+        ({"nbytes": 0}, "take 11776 bytes, the file has 0"),
+    ],
+)
+def test_a_lie_is_refused(lie: dict[str, Any], text: str) -> None:
+    with pytest.raises(StoreError, match=re.escape(text)):
+        layout_of(**GOOD | lie)
+
+
+# Windows
+
+
+def best_window(counts: list[int], num_symbols: int) -> tuple[int, int]:
+    """Base and escapes, by trying all."""
+    places = range(len(counts) - num_symbols + 1)
+    base = min(places, key=lambda base: (-sum(counts[base : base + num_symbols]), base))
+    return base, sum(counts) - sum(counts[base : base + num_symbols])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.sampled_from([(16, 3), (32, 3), (32, 4), (256, 3), (256, 4)]),
+    most=st.integers(0, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_windows_are_the_least_that_leave_the_fewest(shape: tuple[int, int], most: int, seed: int) -> None:
+    counts = torch.randint(0, most + 1, (6, shape[0]), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    bases, escapes = reference.windows(counts, shape[1])
+    expected = [best_window(row, 2 ** shape[1] - 1) for row in counts.tolist()]
+    assert list(zip(bases.tolist(), escapes.tolist(), strict=True)) == expected
+
+
+@kinds
+def test_histograms_count_every_weight_once(dtype: str, bits: int) -> None:
+    element, data = ELEMENTS[dtype], spread(dtype, 9001, 0.3, 3.0, seed=bits)
+    values = data.view({1: torch.uint8, 2: torch.int16}[element.nbytes]).tolist()
+    exponents = [value >> element.mantissa_bits & 2**element.exponent_bits - 1 for value in values]
+    counts = reference.histograms(data, dtype).tolist()
+    tiles = [exponents[at : at + 4096] for at in (0, 4096, 8192)]
+    assert counts == [[tile.count(value) for value in range(2**element.exponent_bits)] for tile in tiles]
+
+
+# Damage
+
+
+@kinds
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, bits: int, seed: int) -> None:
+    data = spread(dtype, 9000, 0.5, 2.5, seed)
+    layout, coded = reference.encode(data, dtype, bits)
+    for begin, end in [(0, layout.starts_at), (layout.starts_at, layout.bases_at), (layout.bases_at, layout.nbytes)]:
+        damaged = coded.clone()
+        damaged[begin:end] = noise("float8_e4m3fn", end - begin, seed)
+        decoded(damaged, layout)  # indexes are checked: a read outside raises
+    planes = noise("float8_e4m3fn", layout.nbytes, seed)
+    assert not torch.equal(decoded(planes, layout), data)
+    decoded(torch.full_like(coded, 255), layout)
+
+
+@kinds
+def test_a_flipped_bit_changes_what_it_must(dtype: str, bits: int) -> None:
+    """Every bit of sign, mantissa and symbols counts: flipped, one weight changes, or those that share its escapes."""
+    data = spread(dtype, 4096, 0.5, 0.5, 0)  # nearly no escapes
+    layout, coded = reference.encode(data, dtype, bits)
+    source = torch.Generator().manual_seed(bits)
+    for place in torch.randint(0, 8 * layout.starts_at, (200,), generator=source).tolist():
+        damaged = coded.clone()
+        damaged[place // 8] ^= 1 << place % 8
+        assert not torch.equal(decoded(damaged, layout), data)
+
+
+def starts_of(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return coded[layout.starts_at : layout.bases_at].view(torch.int32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), kind=st.sampled_from(KINDS))
+def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> None:
+    """As docs/codec.md says: a start that leaves too little behind it reads as the last that does not."""
+    layout, coded = reference.encode(spread(kind[0], 8192, 0.5, 3.0, 1), *kind)
+    total = layout.num_escapes - int(starts_of(coded, layout)[1])  # of the second tile
+    assert 0 < total < layout.num_escapes < 8192
+    sound = max(0, min(start, layout.num_escapes - total))
+    starts_of(coded, layout)[1] = start
+    found = decoded(coded, layout)
+    starts_of(coded, layout)[1] = sound
+    assert torch.equal(found, decoded(coded, layout))
+
+
+@kinds
+def test_more_escape_symbols_than_escapes_read_none(dtype: str, bits: int) -> None:
+    layout, coded = reference.encode(spread(dtype, 4096, 0.5, 3.0, 1), dtype, bits)
+    coded[512 * layout.element.raw_bits : layout.starts_at] = 255  # all are escape symbols
+    assert 0 < layout.num_escapes < 4096
+    found = decoded(coded, layout)
+    coded[layout.escapes_at :] = 0
+    assert torch.equal(found, decoded(coded, layout))

@@ -1,0 +1,258 @@
+"""The profile: measured once per machine, device and software, kept in a file, and never a reason to fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightstream.errors import ConfigError
+from weightstream.measure import bench, machine, profile
+from weightstream.plan.manifest import Profile
+from weightstream.runtime import cuda
+from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+MEASURED = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9)
+FACTS = cuda.Facts(name="A GPU", uuid="u-1", pci="0000:01:00.0", capability="9.0", driver="13.0", total_nbytes=80 << 30)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weightstream" / "profiles"
+
+
+@pytest.fixture
+def backend() -> Iterator[CpuBackend]:
+    found = CpuBackend()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+    """Measuring takes no time, and every time it is measured counts here."""
+    found: list[Profile] = []
+
+    def measure(_: object) -> tuple[Profile, bool]:
+        found.append(replace(MEASURED, copy_latency_s=len(found) * 1e-6))
+        return found[-1], True
+
+    monkeypatch.setattr(bench, "measure", measure)
+    return found
+
+
+def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytest.LogCaptureFixture) -> None:
+    before, state = set(threading.enumerate()), torch.get_rng_state()
+    found, _ = bench.measure(backend)
+    assert set(threading.enumerate()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    assert not caplog.records
+    assert found.machine == machine.processor()
+    bounds = {
+        "link_bytes_per_s": (1e8, 1e12),
+        "device_bytes_per_s": (1e8, 1e12),
+        "half_flops_per_s": (1e8, 1e15),
+        "single_flops_per_s": (1e8, 1e15),
+        "attention_flops_per_s": (1e8, 1e15),
+        "decode3_bytes_per_s": (1e6, 1e13),
+        "decode4_bytes_per_s": (1e6, 1e13),
+        "copy_latency_s": (0, 1e-2),
+        "handover_s": (0, 1e-1),
+        "op_s": (1e-8, 1e-3),
+        "op_launch_s": (1e-7, 1e-2),
+        "device_nbytes": (1 << 28, 1 << 50),
+    }
+    for name, (least, most) in bounds.items():
+        assert least <= getattr(found, name) <= most, name
+    changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(CPU_PROFILE, field.name)}
+    assert changed | {"handover_s"} == bounds.keys() | {"machine"}
+
+
+def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
+    class Count(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num += not func.is_view and func is not torch.ops.aten._unsafe_view.default
+            return func(*args, **(kwargs or {}))
+
+    block = bench._Block().to_empty(device="cpu").bfloat16()
+    x, turn, past = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((1, 1, 64), (1, 1, 1, 16), (1, 4, 15, 16)))
+    with torch.no_grad(), Count() as count:
+        block(x, turn, past)
+    assert count.num == bench._Block.num_kernels
+
+
+def test_it_is_measured_once(backend: CpuBackend, measured: list[Profile], cache: Path) -> None:
+    assert profile.load(CPU) is None
+    first = profile.profile_for(backend)
+    assert profile.profile_for(backend) == first == measured[0]
+    assert len(measured) == 1
+    assert profile.profile_for(backend, anew=True) == measured[1] != first
+    assert profile.load(CPU) == measured[1]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_what_was_measured_is_logged(
+    backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "weightstream"):
+        profile.profile_for(backend)
+    assert "measured in" in caplog.text
+    assert "link_bytes_per_s=7000000000.0" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["driver", "device", "uuid", "capability", "torch", "cuda", "machine", "cores"])
+def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
+    monkeypatch.setattr(machine, "driver_version", lambda: "580.95.05")
+    profile.save(GPU, MEASURED)
+    assert profile.load(GPU) == MEASURED
+    match what:
+        case "driver":
+            monkeypatch.setattr(machine, "driver_version", lambda: "590.1.0")
+        case "torch":
+            monkeypatch.setattr(torch, "__version__", "9.9.9")
+        case "cuda":
+            monkeypatch.setattr(torch.version, "cuda", "99.9")
+        case "machine":
+            monkeypatch.setattr(machine, "machine_id", lambda: "another")
+        case "cores":
+            monkeypatch.setattr("os.cpu_count", lambda: 999)
+        case _:
+            other = {"device": "name"}.get(what, what)
+            monkeypatch.setattr(cuda, "facts", lambda _: replace(FACTS, **{other: "another"}))
+    assert profile.load(GPU) is None
+
+
+def test_other_threads_are_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile.save(CPU, MEASURED)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
+    assert profile.load(CPU) is None
+
+
+def broken(text: str, what: str) -> str:
+    entry = json.loads(text)
+    match what:
+        case "empty":
+            return ""
+        case "cut short":
+            return text[: len(text) // 2]
+        case "no object":
+            return "[1, 2]"
+        case "a rate of zero":
+            entry["link_bytes_per_s"] = 0
+        case "not a number":
+            entry["handover_s"] = math.nan
+        case "another format":
+            entry = {"profile": entry}
+    return json.dumps(entry)
+
+
+@pytest.mark.parametrize(
+    "what", ["empty", "cut short", "no object", "a rate of zero", "not a number", "another format"]
+)
+def test_a_broken_file_is_said_once_and_written_again(
+    what: str, backend: CpuBackend, measured: list[Profile], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile.save(CPU, MEASURED)
+    (path,) = cache.iterdir()
+    path.write_text(broken(path.read_text(), what))
+    assert profile.profile_for(backend) == measured[0]
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert "\n" not in record.getMessage()
+    caplog.clear()
+    assert profile.profile_for(backend) == measured[0]
+    assert len(measured) == 1
+    assert not caplog.records
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    backend: CpuBackend, measured: list[Profile], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file in the place of the folder")
+    with caplog.at_level(logging.INFO, "weightstream"):
+        assert profile.profile_for(backend) == measured[0]
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
+    assert "measures again" in caplog.text
+
+
+def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile.save(CPU, MEASURED)
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        profile.save(CPU, replace(MEASURED, link_bytes_per_s=1e9))
+    assert profile.load(CPU) == MEASURED
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> dict[str, float]:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(bench._Bench, "attention", fail)
+    monkeypatch.setattr(bench._Bench, "products", lambda _: {"half_flops_per_s": 3e9})
+    found = profile.profile_for(backend)
+    assert found.half_flops_per_s == 3e9
+    assert found.attention_flops_per_s == CPU_PROFILE.attention_flops_per_s
+    assert found.link_bytes_per_s != CPU_PROFILE.link_bytes_per_s
+    (record,) = caplog.records
+    assert "none left" in record.getMessage()
+    assert profile.load(CPU) is None
+
+
+def test_without_any_measurement_the_backend_says_what_to_assume(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a clock that stands still")
+
+    monkeypatch.setattr(bench, "measure", fail)
+    assert profile.profile_for(backend) is backend.profile
+    assert "clock that stands still" in caplog.text
+
+
+def test_a_profile_is_json_both_ways() -> None:
+    found = replace(MEASURED, unit_s=(0.1, 0.2), handover_s=1 / 3)
+    assert profile.from_json(profile.to_json(found)) == found
+    assert profile.from_json('{"link_bytes_per_s": 5e9}') == Profile(link_bytes_per_s=5e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"link_gbps": 3}', "link_gbps"),
+        ('{"link_bytes_per_s": 0}', "link_bytes_per_s is 0"),
+        ('{"handover_s": -1}', "handover_s is -1"),
+        ('{"disk_bytes_per_s": Infinity}', "disk_bytes_per_s is inf"),
+        ('{"op_s": NaN}', "op_s is nan"),
+        ('{"unit_s": [0.1, -2]}', "unit_s is -2"),
+        ('{"op_s": "soon"}', "op_s"),
+        ("[]", "object"),
+        ("{", "JSON"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="not a profile") as error:
+        profile.from_json(text)
+    assert said in str(error.value)

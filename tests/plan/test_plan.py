@@ -1,0 +1,269 @@
+"""The plan as a value: JSON both ways, equality, the printed lines, and the bytes that it promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_schedule import GRAIN, equal_plan, lazy_fills, plan_of, unit_of
+
+from weightstream.errors import PlanError
+from weightstream.plan.amounts import human, milliseconds, per_second, rate
+from weightstream.plan.check import prove
+from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+from weightstream.plan.plan import Plan
+from weightstream.plan.work import Workload
+
+MIB = 1 << 20
+
+
+@st.composite
+def plans(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Plan:
+    """Any model with ties, odd names, views, enclosing units, repeated positions; any residents; any ring."""
+    sizes = draw(st.lists(st.integers(0, 5000), min_size=1, max_size=8))
+    groups = {f"group {i}": nbytes for i, nbytes in enumerate(sizes)}
+    units = []
+    for index in range(draw(st.integers(1, 6))):
+        aliases = draw(st.lists(st.sampled_from(sorted(groups)), max_size=4))
+        tensors = tuple(
+            TensorSpec(
+                name=f"{draw(st.text(max_size=5))}.{index}.{j}",
+                shape=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+                stride=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+                dtype=draw(st.sampled_from(["bfloat16", "float8_e4m3fn", "int64"])),
+                alias=alias,
+                nbytes=groups[alias],
+                offset=draw(st.integers(0, 64)),
+            )
+            for j, alias in enumerate(aliases)
+        )
+        layer = draw(st.none() | st.integers(0, 99))
+        units.append(UnitSpec(name=draw(st.text(max_size=8)), tensors=tensors, layer=layer))
+    manifest = Manifest(units=tuple(units), order=tuple(draw(st.lists(st.integers(0, len(units) - 1), max_size=9))))
+    resident = frozenset(draw(st.sets(st.sampled_from(sorted(manifest.aliases) or ["none"])))) & manifest.aliases.keys()
+    slots = [sum(-(-n // GRAIN) * GRAIN for a, n in u.aliases().items() if a not in resident) for u in units]
+    ring = max(slots) + draw(st.integers(0, 8)) * GRAIN
+    plan = Plan.build(manifest, frozenset(resident), ring)
+    budget = draw(st.none() | st.integers(plan.device_nbytes, 1 << 50))
+    streamed = sorted(manifest.aliases.keys() - resident)
+    disk = frozenset(draw(st.sets(st.sampled_from(streamed)))) if streamed else frozenset()
+    return replace(plan, budget=budget, step_s=draw(st.floats(0, 1e6)), disk=disk)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans())
+def test_json_gives_the_same_plan_back(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.summary() == plan.summary()
+    assert Plan.from_json(plan.to_json().encode()) == plan
+    prove(again)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans())
+def test_a_step_moves_the_bytes_that_the_plan_says(plan: Plan) -> None:
+    """A ring that fetches at each position what is not there moves as much, tensor by tensor, without padding."""
+
+    def own_nbytes(unit: int) -> int:
+        return sum(n for a, n in plan.manifest.units[unit].aliases().items() if a not in plan.resident)
+
+    assert plan.step_nbytes == sum(own_nbytes(unit) for unit in lazy_fills(plan))
+    assert plan.unit_nbytes == tuple(own_nbytes(unit) for unit in range(len(plan.manifest.units)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans())
+def test_tensors_of_a_unit_are_aligned_and_apart(plan: Plan) -> None:
+    for index, unit in enumerate(plan.manifest.units):
+        taken: set[int] = set()
+        streamed = plan.streamed(index)
+        assert streamed.keys() == {a for a, n in unit.aliases().items() if n and a not in plan.resident}
+        for alias, offset in streamed.items():
+            assert offset % GRAIN == 0
+            grains = range(offset // GRAIN, -(-(offset + plan.manifest.aliases[alias]) // GRAIN))
+            assert not taken.intersection(grains)
+            taken.update(grains)
+        assert len(taken) * GRAIN == plan.extents[index].nbytes
+        assert plan.streams(index) == bool(taken)
+
+
+def test_bytes_on_host_and_device_add_up() -> None:
+    manifest = Manifest(units=(unit_of(0, 1000, 512), unit_of(1, 2000)), order=(0, 1))
+    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 2048)
+    assert plan.resident_nbytes == 1000
+    assert plan.host_nbytes == 2512
+    assert plan.ring_nbytes == 2048
+    assert plan.device_nbytes == 3048
+    assert plan.unit_nbytes == (512, 2000)
+    assert plan.step_nbytes == 2512
+
+
+def broken(change: Callable[[dict[str, Any]], object]) -> str:
+    plan: dict[str, Any] = json.loads(equal_plan(3, 2).to_json())
+    change(plan)
+    return json.dumps(plan)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        "{}",
+        "3",
+        '"plan"',
+        b"\xff\xfe",
+        "[" * 100_000,
+        broken(lambda p: p.pop("manifest")),
+        broken(lambda p: p.pop("after")),
+        broken(lambda p: p.update(ring_nbytes="many")),
+        broken(lambda p: p.update(ring_nbytes=1.5)),
+        broken(lambda p: p.update(first=[None])),
+        broken(lambda p: p.update(extents=[[0, 512]])),
+        broken(lambda p: p.update(resident=[1])),
+        broken(lambda p: p["extents"][0].pop("offset")),
+        broken(lambda p: p["manifest"].update(order=[3])),
+        broken(lambda p: p["manifest"].update(order=[-1])),
+        broken(lambda p: p["manifest"]["units"][0].update(tensors={})),
+        broken(lambda p: p["manifest"]["units"][0]["tensors"][0].pop("alias")),
+        broken(lambda p: p["manifest"]["units"][0]["tensors"][0].update(alias="blocks.1.0", nbytes=7)),
+    ],
+    ids=lambda text: repr(text)[:24],
+)
+def test_bad_json_is_refused(text: str | bytes) -> None:
+    with pytest.raises(PlanError, match="not a plan: "):
+        Plan.from_json(text)
+
+
+def test_json_holds_nothing_that_is_derived() -> None:
+    plan = equal_plan(3, 2)
+    assert plan.step_nbytes > 0  # the cached value must not enter the text, nor the comparison
+    assert plan == equal_plan(3, 2)
+    assert json.loads(plan.to_json()).keys() == set(Plan.__dataclass_fields__)
+
+
+def test_plans_are_frozen() -> None:
+    plan = equal_plan(3, 2)
+    for value, name in [
+        (plan, "budget"),
+        (plan, "after"),
+        (plan.manifest, "order"),
+        (plan.manifest.units[0], "tensors"),
+        (plan.manifest.units[0].tensors[0], "nbytes"),
+        (plan.extents[0], "offset"),
+    ]:
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, name, None)
+
+
+def test_plans_compare_by_value_and_can_be_keys() -> None:
+    plan = equal_plan(4, 2)
+    assert {plan: 1}[equal_plan(4, 2)] == 1
+    others = [
+        equal_plan(4, 1),
+        equal_plan(5, 2),
+        replace(plan, budget=1 << 30),
+        replace(plan, step_s=1.0),
+        replace(plan, resident=frozenset({"blocks.0.0"})),
+        plan.reordered((3, 2, 1, 0)),
+    ]
+    assert len({plan, *others}) == 7
+
+
+def test_manifests_are_checked() -> None:
+    twice = UnitSpec(name="b", tensors=(replace(unit_of(0, 512).tensors[0], nbytes=513),))
+    with pytest.raises(ValueError, match=r"alias group 'blocks\.0\.0' has two sizes: 512, 513"):
+        Manifest(units=(unit_of(0, 512), twice))
+    with pytest.raises(ValueError, match=r"order names units \[2, -1\] of 2"):
+        Manifest(units=(unit_of(0, 512), unit_of(1, 512)), order=(0, 2, 1, -1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_reordering_keeps_homes_and_ring(data: st.DataObject) -> None:
+    plan = data.draw(plans())
+    order = tuple(data.draw(st.lists(st.integers(0, len(plan.manifest.units) - 1), max_size=9)))
+    other = plan.reordered(order)
+    assert other.manifest == replace(plan.manifest, order=order)
+    assert (other.resident, other.budget, other.step_s) == (plan.resident, plan.budget, plan.step_s)
+    assert other.device_nbytes <= plan.device_nbytes
+    prove(other)
+
+
+def test_reordering_there_and_back_is_the_same_plan() -> None:
+    """The ring's bytes are allocated once: an order that would do with fewer must not take them away."""
+    plan = plan_of([3 * GRAIN, 2 * GRAIN, 2 * GRAIN], (0, 1, 2), 4 * GRAIN)
+    assert plan.ring_nbytes == 4 * GRAIN
+    other = plan.reordered((1, 0, 2))
+    assert other.ring_nbytes == plan.ring_nbytes
+    assert other.reordered((0, 1, 2)) == plan
+
+
+def test_the_summary_says_when_everything_fits() -> None:
+    manifest = Manifest(units=(unit_of(0, MIB),), order=(0,))
+    plan = Plan.build(manifest, frozenset(manifest.aliases), 0)
+    assert plan.summary() == "everything fits: 1.0MiB resident, nothing streams"
+
+
+def test_bytes_for_a_person() -> None:
+    assert [human(n) for n in (0, 512, 1024, 96 * MIB, 5 << 30, 2.0**40)] == [
+        "0B",
+        "512B",
+        "1.0KiB",
+        "96.0MiB",
+        "5.0GiB",
+        "1.0TiB",
+    ]
+
+
+def test_rates_and_seconds_for_a_person() -> None:
+    assert [per_second(55.2e9), per_second(684e12, "FLOP")] == ["55.2 GB/s", "684.0 TFLOP/s"]
+    assert [milliseconds(s) for s in (0, 12e-6, 0.0125, 13.91)] == ["0.0 ms", "12 us", "12.5 ms", "13.9 s"]
+    assert [rate(n) for n in (0.01234, 4.567, 78.94, 1234.5)] == ["0.0123", "4.57", "78.9", "1,234"]
+
+
+def from_disk() -> Plan:
+    """Four blocks of 1 and 2 MiB: the larger tensors of the last three are on disk, and block 0 is read twice."""
+    manifest = Manifest(units=tuple(unit_of(i, MIB, 2 * MIB) for i in range(4)), order=(0, 1, 2, 3, 0))
+    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 6 * MIB)
+    return replace(plan, disk=frozenset(f"blocks.{i}.1" for i in (1, 2, 3)), step_s=0.0125)
+
+
+def test_a_plan_is_printed_as_its_summary_and_what_is_predicted() -> None:
+    lines = str(from_disk()).splitlines()
+    assert lines == [from_disk().summary(), "predicted: 12.5 ms per step"]
+    assert lines[0].endswith(", 6.0MiB of it from disk")
+    assert "disk" not in str(replace(from_disk(), disk=frozenset()))
+    busy = replace(from_disk(), copy_s=0.012, compute_s=0.001, disk_s=0.002, workload=Workload(batch=2))
+    assert str(busy).splitlines()[1:] == [
+        "predicted: 12.5 ms per step, 160 tokens/s (batch 2, tokens 1, context 4096)",
+        "limit: link, busy 12.0 ms of a step; compute 1.0 ms, disk 2.0 ms",
+    ]
+
+
+def test_bytes_on_disk_are_not_on_the_host() -> None:
+    plan = from_disk()
+    assert plan.disk_nbytes == 6 * MIB
+    assert plan.offloaded_nbytes == 11 * MIB
+    assert plan.host_nbytes == 5 * MIB
+    assert plan.unit_disk_nbytes == (0, 2 * MIB, 2 * MIB, 2 * MIB)
+
+
+def test_another_order_keeps_what_is_on_disk() -> None:
+    plan = from_disk()
+    again = plan.reordered((3, 1, 0, 2))
+    assert (again.disk, again.step_s, again.ring_nbytes) == (plan.disk, plan.step_s, plan.ring_nbytes)
+    prove(again)
+    text = json.loads(plan.to_json())
+    assert text["disk"] == ["blocks.1.1", "blocks.2.1", "blocks.3.1"]
+    del text["disk"]
+    assert Plan.from_json(json.dumps(text)) == replace(plan, disk=frozenset()), "a plan written before there was one"

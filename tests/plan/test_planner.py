@@ -1,0 +1,533 @@
+"""The planner: budgets, what is read from host memory, the disk, prospects; and what its plans reach by simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+from test_placement import LINK_BOUND, SMALL_MODELS, budgets
+from test_placement import model as model_of
+
+from weightstream.config import ConfigWarning, OffloadConfig
+from weightstream.errors import PlanError
+from weightstream.plan import cost, placement
+from weightstream.plan.amounts import human
+from weightstream.plan.check import prove
+from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
+from weightstream.plan.placement import place, place_layers
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Demand, Machine, Planner, Weights
+from weightstream.plan.prospect import Prospect
+from weightstream.plan.work import Op, Workload, unit_seconds
+
+GIB = 1 << 30
+MIB = 1 << 20
+H200 = Profile(
+    machine="H200",
+    link_bytes_per_s=55.4e9,
+    copy_latency_s=3e-6,
+    device_bytes_per_s=3.7e12,
+    half_flops_per_s=684e12,
+    op_s=2e-6,
+    op_launch_s=14.5e-6,
+    overhead_s=60e-6,
+    handover_s=6e-6,
+    workspace_nbytes=64 * MIB,
+    device_nbytes=140 * GIB,
+)
+Grain = Literal["block", "half", "matrix"]
+GRAINS: tuple[Grain, ...] = ("block", "half", "matrix")
+SMALL = {"layers": 8, "hidden": 1024, "inner": 4096, "kv": 256, "vocab": 16384}
+WIDE = SMALL | {"layers": 12, "vocab": 131072}  # a table and a head of 256 MiB each, blocks of 29
+EIGHT = {"layers": 32, "hidden": 4096, "inner": 14336, "kv": 1024, "vocab": 128256}
+THIRTY_TWO = {"layers": 64, "hidden": 5120, "inner": 27648, "kv": 1024, "vocab": 152064}
+TABLE, HEAD = "embed.weight", "head.weight"
+DECODE, BATCH, PREFILL = Workload(), Workload(batch=32), Workload(tokens=8192, context=8192)
+
+
+# -- decoders in three grains, with the work of a step ------------------------------------------------------------
+
+
+def weight(name: str, *shape: int) -> TensorSpec:
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorSpec(name=name, shape=shape, stride=stride, dtype="bfloat16", alias=name, nbytes=2 * math.prod(shape))
+
+
+@cache
+def decoder(grain: Grain, layers: int, hidden: int, inner: int, kv: int, vocab: int) -> Manifest:
+    units = [UnitSpec(name="embed", tensors=(weight(TABLE, vocab, hidden),))]
+    for layer in range(layers):
+        rows = {"q": hidden, "k": kv, "v": kv, "o": hidden}
+        attention = [weight(f"{layer}.norm1", hidden), *(weight(f"{layer}.{n}", r, hidden) for n, r in rows.items())]
+        mlp = [weight(f"{layer}.norm2", hidden), *(weight(f"{layer}.{n}", inner, hidden) for n in ("gate", "up"))]
+        mlp.append(weight(f"{layer}.down", hidden, inner))
+        cut = {"block": [attention + mlp], "half": [attention, mlp], "matrix": [[t] for t in attention + mlp]}[grain]
+        units += [UnitSpec(name=f"{layer}/{part[0].name}", tensors=tuple(part), layer=layer) for part in cut]
+    units.append(UnitSpec(name="norm", tensors=(weight("norm", hidden),)))
+    units.append(UnitSpec(name="head", tensors=(weight(HEAD, vocab, hidden),)))
+    return Manifest(units=tuple(units), order=tuple(range(len(units))))
+
+
+def ops_of(tensor: TensorSpec, workload: Workload) -> tuple[Op, ...]:
+    rows = workload.batch * (1 if tensor.name == HEAD else workload.tokens)
+    if tensor.name == TABLE:
+        return (Op(nbytes=4 * rows * tensor.shape[1]),)
+    if len(tensor.shape) == 1:
+        return (Op(nbytes=4 * rows * tensor.shape[0]),) * 2
+    return (Op(rate="half", flops=tensor.nbytes * rows, nbytes=tensor.nbytes + 2 * rows * sum(tensor.shape)),)
+
+
+def demand(manifest: Manifest, workload: Workload, **nbytes: int) -> Demand:
+    work = {unit.name: tuple(op for t in unit.tensors for op in ops_of(t, workload)) for unit in manifest.units}
+    return Demand(workload=workload, work=work, **nbytes)
+
+
+def machine(**changed: Any) -> Machine:
+    free = {"free_nbytes": 130 * GIB, "total_nbytes": 140 * GIB, "host_free_nbytes": 99 * GIB}
+    return Machine(**{"profile": H200, "on_cpu": False, "host_total_nbytes": 128 * GIB, **free, **changed})
+
+
+def prospect(
+    shape: Mapping[str, int],
+    workload: Workload | None = DECODE,
+    *,
+    on: Machine | None = None,
+    weights: Mapping[str, Any] | None = None,
+    grains: tuple[Grain, ...] = GRAINS,
+    **settings: Any,
+) -> Prospect:
+    """The decoder of that shape in these grains; `settings` configure."""
+    manifests = tuple(decoder(grain, **shape) for grain in grains)
+    names = {alias: (alias,) for alias in manifests[0].aliases}
+    known = Weights(names=names, **{"by_row": frozenset({TABLE}), "movable": frozenset(names), **(weights or {})})
+    nbytes = {
+        "activation_nbytes": settings.pop("activation_nbytes", 0),
+        "cache_nbytes": settings.pop("cache_nbytes", 0),
+    }
+    base = Planner(config=OffloadConfig.from_kwargs(**settings), machine=on or machine(), weights=known)
+    demands = (None if workload is None else demand(m, workload, **nbytes) for m in manifests)
+    return Prospect(grains=manifests, planners=tuple(replace(base, demand=found) for found in demands))
+
+
+def plan_of(shape: Mapping[str, int], workload: Workload | None = DECODE, **settings: Any) -> Plan:
+    _, plan = prospect(shape, workload, **settings).plan()
+    prove(plan)
+    return plan
+
+
+# -- how much memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"device_budget": 100 * MIB}, 100 * MIB),
+        ({"device_budget": "100MiB"}, 100 * MIB),
+        ({"device_budget": "50%"}, 70 * GIB),
+        ({"max_memory": {0: "100MiB", "cpu": "30GiB"}}, 100 * MIB),
+        ({"max_memory": {0: "50%"}}, 70 * GIB),
+        ({"max_memory": {"cpu": "30GiB"}}, 130 * GIB - 64 * MIB - 130 * GIB // 50),
+    ],
+)
+def test_a_budget_as_it_is_given(settings: Mapping[str, Any], wanted: int) -> None:
+    assert prospect(SMALL, **settings).planners[0].budget == wanted
+
+
+def test_without_a_budget_it_is_what_a_step_leaves_free() -> None:
+    found = prospect(SMALL, activation_nbytes=3 * GIB, cache_nbytes=5 * GIB).planners[0]
+    assert found.budget == (130 - 3 - 5) * GIB - 64 * MIB - 130 * GIB // 50
+    little = replace(found, machine=machine(free_nbytes=10 * GIB))
+    assert little.budget == (10 - 3 - 5) * GIB - 64 * MIB - 256 * MIB  # the least that is left to the allocator
+    none = replace(found, machine=machine(free_nbytes=8 * GIB))
+    assert none.budget == 0
+
+
+def test_without_a_budget_and_a_demand_it_is_the_old_share() -> None:
+    assert prospect(SMALL, None).planners[0].budget == int(130 * GIB * 0.9) - GIB
+    assert prospect(SMALL, None, on=machine(free_nbytes=GIB)).planners[0].budget == 0
+
+
+def test_on_the_cpu_it_is_what_is_free() -> None:
+    found = prospect(SMALL, activation_nbytes=3 * GIB, on=machine(on_cpu=True, free_nbytes=7 * GIB)).planners[0]
+    assert found.budget == 7 * GIB
+
+
+def test_classic_settings_have_no_budget_of_their_own() -> None:
+    assert prospect(SMALL, offload_group_size=2).planners[0].budget is None
+    assert prospect(SMALL, cpu_offload_gb=0.1).planners[0].budget is None
+
+
+def test_a_plan_carries_its_workload_and_what_it_takes() -> None:
+    plan = plan_of(SMALL, BATCH, device_budget=100 * MIB, activation_nbytes=7, cache_nbytes=9)
+    assert (plan.workload, plan.activation_nbytes, plan.cache_nbytes, plan.machine) == (BATCH, 7, 9, "H200")
+    assert plan.device_nbytes <= 100 * MIB
+    bare = plan_of(SMALL, None, device_budget=100 * MIB)
+    assert (bare.workload, bare.activation_nbytes, bare.cache_nbytes) == (None, 0, 0)
+
+
+def test_a_shortage_is_told_with_its_sum() -> None:
+    found = prospect(SMALL, device_budget=100 * MIB, activation_nbytes=GIB, cache_nbytes=2 * GIB)
+    _, plan = found.plan()
+    needed = plan.device_nbytes + 3 * GIB + 64 * MIB
+
+    def shortage(**changed: Any) -> str | None:
+        on = machine(**changed)
+        return replace(found, planners=tuple(replace(p, machine=on) for p in found.planners)).shortage(plan)
+
+    assert shortage(free_nbytes=needed) is None
+    told = shortage(free_nbytes=needed - 1)
+    assert told is not None
+    for nbytes in (plan.device_nbytes, GIB, 2 * GIB, 64 * MIB, needed):
+        assert human(nbytes) in told
+    assert "lower device_budget, batch or context" in told
+    assert shortage(free_nbytes=needed - 1, on_cpu=True) is None
+    assert shortage(free_nbytes=0) is None  # a GPU of which nothing is known
+
+
+# -- the seconds of units -----------------------------------------------------------------------------------------
+
+
+def test_units_take_what_was_measured_else_their_work() -> None:
+    planner = prospect(SMALL, device_budget=100 * MIB, grains=("block",)).planners[0]
+    manifest, work = decoder("block", **SMALL), demand(decoder("block", **SMALL), DECODE).work
+    measured = {manifest.units[2].name: 0.25}
+    profile = replace(planner, unit_s=measured).profile(manifest)
+    for index, unit in enumerate(manifest.units):
+        ops = work[unit.name]
+        wanted = 0.25 if index == 2 else max(unit_seconds(ops, H200)[:2])
+        assert profile.compute_s(index, unit) == wanted
+
+
+# -- what kernels read from host memory ---------------------------------------------------------------------------
+
+
+def test_the_table_is_read_in_place_where_something_must_stream() -> None:
+    nbytes = decoder("block", **SMALL).nbytes
+    table = decoder("block", **SMALL).aliases[TABLE]
+    assert plan_of(SMALL, device_budget=nbytes).mapped == frozenset()
+    assert plan_of(SMALL, device_budget=nbytes // 2).mapped == {TABLE}
+    less = plan_of(SMALL, device_budget=nbytes - table)
+    assert (less.mapped, less.step_nbytes) == ({TABLE}, 0)
+
+
+@pytest.mark.parametrize(
+    "never",
+    [
+        {"weights": {"can_map": lambda: False}},
+        {"on": machine(maps_host_memory=lambda: False)},
+        {"on": machine(on_cpu=True)},
+        {"weights": {"by_row": frozenset()}, "workload": replace(BATCH, batch=65)},
+        {"workload": None, "weights": {"by_row": frozenset()}},
+    ],
+)
+@pytest.mark.parametrize("percent", [50, 90])
+def test_what_is_never_read_in_place(never: Mapping[str, Any], percent: int) -> None:
+    budget = decoder("block", **WIDE).nbytes * percent // 100
+    assert plan_of(WIDE, **{"device_budget": budget, **never}).mapped == frozenset()
+
+
+def test_a_small_table_streams() -> None:
+    shape = SMALL | {"vocab": 256}
+    assert plan_of(shape, device_budget=decoder("block", **shape).nbytes // 2).mapped == frozenset()
+
+
+def test_a_head_that_the_ring_cannot_hold_is_read_in_place() -> None:
+    manifest = decoder("matrix", **WIDE)
+    budget = manifest.aliases[HEAD] - MIB
+    plan = plan_of(WIDE, device_budget=budget)
+    assert plan.mapped == {TABLE, HEAD}
+    assert plan.device_nbytes <= budget
+    read_s = manifest.aliases[HEAD] / 0.9 / H200.link_bytes_per_s
+    assert plan.copy_s == pytest.approx(read_s + plan.step_nbytes / H200.link_bytes_per_s, rel=0.02)
+    assert plan.step_s >= plan.copy_s
+    with pytest.raises(PlanError, match="the ring must hold the largest unit, head"):
+        plan_of(WIDE, replace(DECODE, batch=65), device_budget=budget)
+
+
+def test_a_refusal_asks_for_no_more_than_the_least_that_works() -> None:
+    """The table is the largest unit, and need not be on the device."""
+    manifest = decoder("matrix", **WIDE).without(frozenset({HEAD}))
+
+    def plan(budget: int) -> Plan:
+        return prospect(WIDE, grains=("matrix",), device_budget=budget).planners[0](manifest)
+
+    with pytest.raises(PlanError) as error:
+        plan(MIB)
+    least = int(re.findall(r"\((\d+) bytes\)", str(error.value))[1])
+    assert least < manifest.aliases[TABLE]
+    assert plan(least).device_nbytes <= least
+    with pytest.raises(PlanError):
+        plan(least - 512)
+
+
+def test_a_head_in_place_is_a_matter_of_time() -> None:
+    """Between what the ring must hold and plenty, the plan is the faster of both."""
+    both = set()
+    for percent in (35, 40, 50, 60, 80):
+        budget = decoder("block", **WIDE).nbytes * percent // 100
+        plan = plan_of(WIDE, device_budget=budget, grains=("block",))
+        manifest, planner = decoder("block", **WIDE), prospect(WIDE, grains=("block",)).planners[0]
+        profile = planner.profile(manifest)
+        streams = place(manifest.without(frozenset({TABLE})), budget=budget, profile=planner.profile(manifest)).step_s
+        bare = place(manifest.without(frozenset({TABLE, HEAD})), budget=budget, profile=profile)
+        reads = bare.step_s + manifest.aliases[HEAD] / 0.9 / H200.link_bytes_per_s
+        assert plan.step_s == pytest.approx(min(streams, reads))
+        assert (HEAD in plan.mapped) == (reads < streams)
+        both.add(HEAD in plan.mapped)
+    assert both == {True, False}
+
+
+def test_only_a_unit_that_stands_out_is_lone() -> None:
+    """A head of four times the next unit and no more goes through the ring."""
+    shape = SMALL | {"vocab": 4 * 29 * MIB // (2 * 1024), "layers": 4}
+    manifest = decoder("block", **shape)
+    assert manifest.aliases[HEAD] <= 4 * manifest.units[1].nbytes
+    assert HEAD not in plan_of(shape, device_budget=manifest.aliases[HEAD] + MIB, grains=("block",)).mapped
+
+
+def test_named_weights_are_read_in_place_whatever_fits() -> None:
+    nbytes = decoder("block", **SMALL).nbytes
+    for budget in (nbytes, nbytes // 2):
+        plan = plan_of(SMALL, device_budget=budget, zero_copy_params=["3.q"])
+        assert plan.mapped >= {"3.q"}
+    assert plan_of(SMALL, on=machine(on_cpu=True), device_budget=nbytes // 2, zero_copy_params=["3.q"]).mapped == {
+        "3.q"
+    }
+    refused = {"can_map": lambda: False}
+    assert plan_of(SMALL, weights=refused, device_budget=nbytes // 2, zero_copy_params=["3.q"]).mapped == frozenset()
+
+
+def test_named_weights_are_read_over_the_link() -> None:
+    nbytes = decoder("block", **SMALL).nbytes
+    plan = plan_of(SMALL, device_budget=nbytes, zero_copy_params=["3.q"], grains=("block",))
+    read_s = 2 * 1024 * 1024 / 0.9 / H200.link_bytes_per_s
+    assert plan.step_s == pytest.approx(plan_of(SMALL, device_budget=nbytes, grains=("block",)).step_s + read_s)
+    assert plan.copy_s == pytest.approx(read_s)
+
+
+def test_uva_maps_what_it_places_beside_what_is_named() -> None:
+    placed = plan_of(SMALL, cpu_offload_gb=0.01, cpu_offload_params=["gate"]).mapped
+    assert {alias.partition(".")[2] for alias in placed} == {"gate"}
+    both = plan_of(SMALL, cpu_offload_gb=0.01, cpu_offload_params=["gate"], zero_copy_params=["7.down"]).mapped
+    assert both == placed | {"7.down"}
+
+
+@pytest.mark.parametrize("settings", [{"offload_group_size": 4}, {"cpu_offload_gb": 0.01}])
+def test_a_budget_that_classic_settings_ignore_changes_nothing(settings: Mapping[str, Any]) -> None:
+    for named in ({}, {"zero_copy_params": ["3.q"]}):
+        plain = plan_of(SMALL, **settings, **named)
+        with pytest.warns(ConfigWarning, match="device_budget"):
+            assert plan_of(SMALL, **settings, **named, device_budget=100 * MIB) == plain
+
+
+# -- the host and the disk ----------------------------------------------------------------------------------------
+
+
+def test_what_the_host_has_no_room_for_is_on_disk() -> None:
+    device, host = 60 * MIB, 64 * MIB
+    plan = plan_of(SMALL, device_budget=device, host_budget=host)
+    assert plan.disk
+    assert plan.host_nbytes <= host
+    assert not plan.disk & (plan.mapped | plan.resident)
+    assert plan.disk_s == pytest.approx(plan.step_disk_nbytes / H200.disk_bytes_per_s)
+    assert plan.limit == "disk"
+    assert plan_of(SMALL, device_budget=device, host_budget=GIB).disk == frozenset()
+
+
+def test_the_disk_is_measured_where_it_matters() -> None:
+    asked = 0
+
+    def measured() -> float:
+        nonlocal asked
+        asked += 1
+        return 1e9
+
+    on = machine(disk_bytes_per_s=measured)
+    plan_of(SMALL, on=on, device_budget=60 * MIB, host_budget=GIB)
+    assert asked == 0
+    slow = plan_of(SMALL, on=on, device_budget=60 * MIB, host_budget=64 * MIB)
+    assert asked > 0
+    assert slow.disk_s == pytest.approx(slow.step_disk_nbytes / 1e9)
+
+
+def test_without_a_host_budget_it_is_what_is_free() -> None:
+    device = 60 * MIB
+    assert plan_of(SMALL, device_budget=device).disk == frozenset()
+    little = machine(host_free_nbytes=64 * MIB)
+    assert plan_of(SMALL, device_budget=device, on=little).host_nbytes <= 64 * MIB
+    on_cpu = machine(on_cpu=True, host_free_nbytes=64 * MIB + device)
+    plan = plan_of(SMALL, device_budget=device, on=on_cpu)
+    assert plan.disk
+    assert plan.host_nbytes + plan.device_nbytes <= 64 * MIB + device
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"host_budget": MIB}, ["Raise host_budget, name an offload_folder to keep the rest on disk, or raise device"]),
+        ({"host_budget": MIB, "offload_folder": "."}, ["Raise host_budget, or raise device_budget."]),
+        (
+            {"on": machine(host_free_nbytes=MIB)},
+            ["Raise host_budget (the default, 80 % of what this process may still"],
+        ),
+        ({"max_memory": {0: 60 * MIB, "cpu": MIB}, "device_budget": None}, ["host budget 1.0MiB"]),
+    ],
+)
+def test_too_little_host_memory_says_what_to_do(settings: Mapping[str, Any], told: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_of(SMALL, weights={"movable": frozenset()}, **{"device_budget": 60 * MIB, **settings})
+    for part in told:
+        assert part in str(error.value)
+
+
+# -- prospects ----------------------------------------------------------------------------------------------------
+
+
+def test_the_faster_grain_is_chosen() -> None:
+    for percent in (15, 40, 70, 95, 100):
+        found = prospect(SMALL, device_budget=decoder("block", **SMALL).nbytes * percent // 100)
+        index, plan = found.plan()
+        steps = [planner(manifest).step_s for manifest, planner in zip(found.grains, found.planners, strict=True)]
+        assert plan.step_s == min(steps)
+        assert plan.manifest == found.grains[index]
+
+
+def test_a_budget_that_no_grain_fits_tells_of_the_finest() -> None:
+    with pytest.raises(PlanError) as error:
+        prospect(SMALL, BATCH, device_budget=3 * MIB).plan()
+    text = str(error.value)
+    with pytest.raises(PlanError) as of_finest:
+        prospect(SMALL, BATCH, device_budget=3 * MIB, grains=("matrix",)).plan()
+    assert text == str(of_finest.value)
+    assert "device budget 3.0MiB (3145728 bytes) < " in text
+    assert f"ring {human(decoder('matrix', **SMALL).aliases[HEAD])} " in text
+    assert "Raise the budget" in text
+
+
+def test_a_sweep_plans_each_budget() -> None:
+    nbytes = decoder("block", **SMALL).nbytes
+    wanted = [MIB, *(nbytes * percent // 100 for percent in range(20, 101, 10))]
+    found = prospect(SMALL)
+    swept = dict(found.sweep(wanted))
+    assert list(swept) == wanted
+    assert swept[MIB] is None
+    plans = [plan for plan in swept.values() if plan is not None]
+    assert len(plans) == 9
+    for plan in plans:
+        assert plan == plan_of(SMALL, device_budget=plan.budget)
+    for less, more in itertools.pairwise(plans):
+        assert more.step_s <= 1.01 * less.step_s
+
+
+def test_another_device_budget_leaves_the_host_its_own() -> None:
+    given = prospect(SMALL, max_memory={0: 100 * MIB, "cpu": 64 * MIB})
+    _, plan = given.within(60 * MIB).plan()
+    assert plan.budget == 60 * MIB
+    assert plan == plan_of(SMALL, device_budget=60 * MIB, host_budget=64 * MIB)
+
+
+def test_enough_is_less_memory_in_the_same_time() -> None:
+    found = prospect(SMALL, PREFILL, device_budget=decoder("block", **SMALL).nbytes * 95 // 100)
+    _, plan = found.plan()
+    assert plan.limit == "compute"
+    less = found.enough(plan)
+    assert less is not None
+    assert less.budget is not None
+    assert less.device_nbytes < plan.device_nbytes
+    assert less.device_nbytes <= less.budget < (plan.budget or 0)
+    index = next(i for i, grain in enumerate(found.grains) if grain == less.manifest)
+    profile = found.planners[index].profile(less.manifest)
+    assert cost.simulate_s(less, profile) <= plan.step_s * 1.001
+
+
+def test_a_step_that_copies_longest_has_no_enough() -> None:
+    found = prospect(SMALL, DECODE, device_budget=decoder("block", **SMALL).nbytes // 2)
+    _, plan = found.plan()
+    assert plan.limit == "link"
+    assert found.enough(plan) is None
+
+
+# -- what the plans reach -----------------------------------------------------------------------------------------
+
+
+def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, int]:
+    """Seconds and bytes of the best of all choices, each simulated."""
+    choices = placement._choices(manifest, placement.always_resident(manifest), budget)
+    slots = ((r, ring, slot) for r, ring, unit_nbytes in choices for slot in (0, unit_nbytes))
+    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, budget=budget) for r, ring, slot in slots)
+    found = [(cost.simulate_s(plan, profile), plan.device_nbytes) for plan in plans]
+    least = min(step_s for step_s, _ in found)
+    return least, min(nbytes for step_s, nbytes in found if step_s <= least + 1e-9)
+
+
+@pytest.mark.parametrize("compute_s", [0.0, 0.7, 2.0])
+def test_no_choice_that_is_left_out_is_better(compute_s: float) -> None:
+    """The bound that the search stops at: also for steps that read some units twice, or not at all."""
+    manifests = [
+        *SMALL_MODELS[12:],
+        *(model_of(*[sizes] * n) for sizes, n in [((2048, 1024, 512), 5), ((1536, 1024), 7)]),
+        replace(model_of(*[(1024, 512)] * 4), order=(0, 1, 2, 3, 2, 1)),
+        replace(model_of(*[(1024, 512)] * 5), order=(0, 2, 4)),
+    ]
+    profile = replace(LINK_BOUND, overhead_s=compute_s, copy_latency_s=0.1, handover_s=0.3)
+    for manifest in manifests:
+        for budget in budgets(manifest):
+            if manifest.nbytes <= budget:
+                continue
+            try:
+                plan = place(manifest, budget=budget, profile=profile)
+            except PlanError:
+                continue
+            step_s, nbytes = unpruned(manifest, budget, profile)
+            assert plan.step_s == pytest.approx(step_s, abs=1e-9), (manifest.order, budget)
+            assert plan.device_nbytes == nbytes, (manifest.order, budget)
+
+
+CLASSIC = [(g, n, k) for g in (1, 2, 3, 4, 8) for n in (1, 2) for k in (1, 2, 3) if n <= g]
+CLASSIC += [(6, 3, 2), (8, 4, 2), (16, 1, 1)]
+
+
+def classic(found: Prospect) -> Iterator[tuple[int, float, tuple[int, int, int]]]:
+    """Device bytes and seconds of thirty settings, with blocks as units."""
+    manifest, profile = found.grains[0], found.planners[0].profile(found.grains[0])
+    for size, num, step in CLASSIC:
+        plan = place_layers(manifest, group_size=size, num_in_group=num, prefetch_step=step, profile=profile)
+        yield plan.device_nbytes, plan.step_s, (size, num, step)
+
+
+@pytest.mark.parametrize(
+    ("shape", "workload", "percents"),
+    [
+        (EIGHT, DECODE, (10, 25, 50, 75, 85, 88, 93, 95, 99)),
+        (EIGHT, BATCH, (25, 75)),
+        (EIGHT, PREFILL, (10, 50, 95)),
+        (THIRTY_TWO, DECODE, (10, 75, 90)),
+        (THIRTY_TWO, PREFILL, (25,)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Workload) else "",
+)
+def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_classic_settings(
+    shape: Mapping[str, int], workload: Workload, percents: tuple[int, ...]
+) -> None:
+    """The bound counts every weight that has to cross the link: all that the budget leaves out, tables read in place
+    apart, and those that give up their place to the ring."""
+    found = prospect(shape, workload)
+    settings = list(classic(found))
+    assert len(settings) == 30
+    for percent in percents:
+        budget = found.grains[0].nbytes * percent // 100
+        index, plan = found.within(budget).plan()
+        assert plan.device_nbytes <= budget
+        profile = found.planners[index].profile(plan.manifest)
+        read = sum(plan.manifest.aliases[alias] for alias in plan.mapped & {TABLE})
+        compute_s = sum(profile.compute_s(u, unit) for u, unit in enumerate(plan.manifest.units))
+        copy_s = (plan.manifest.nbytes - read - budget + plan.ring_nbytes) / H200.link_bytes_per_s
+        assert plan.step_s <= 1.03 * max(compute_s, copy_s), f"{percent} %: {plan.summary()}"
+        fitting = [(step_s, flags) for nbytes, step_s, flags in settings if nbytes <= budget]
+        assert all(plan.step_s <= step_s for step_s, _ in fitting), f"{percent} %: {min(fitting)} < {plan.step_s}"

@@ -1,0 +1,522 @@
+"""The planner with codes: what it codes, what that takes, and what it gains, on made-up sizes of the coded forms."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from test_placement import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
+from test_planner import (
+    DECODE,
+    EIGHT,
+    GIB,
+    H200,
+    HEAD,
+    MIB,
+    SMALL,
+    TABLE,
+    WIDE,
+    Machine,
+    Plan,
+    Workload,
+    decoder,
+    machine,
+    prospect,
+    unpruned,
+)
+
+from weightstream.errors import PlanError
+from weightstream.plan import cost
+from weightstream.plan.check import prove, violations
+from weightstream.plan.codes import decoding_less
+from weightstream.plan.manifest import Manifest
+from weightstream.plan.placement import place
+from weightstream.plan.plan import buffer_nbytes
+from weightstream.plan.planner import Planner, Weights
+from weightstream.plan.prospect import Prospect
+from weightstream.plan.refine import Times, refine
+
+SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
+SHARES = {3: 0.7, 4: 0.7505}
+LARGE = machine(host_free_nbytes=500 * GIB, host_total_nbytes=512 * GIB)
+Sizes = Mapping[str, Mapping[int, int]]
+Shape = Mapping[str, int]
+
+
+def sizes_of(manifest: Manifest, noise: float = 0.0) -> dict[str, dict[int, int]]:
+    """Bytes in each code of all but the table, in whole 512 bytes; with noise no two are quite alike."""
+    chance = random.Random(0)
+    found: dict[str, dict[int, int]] = {}
+    for alias, nbytes in manifest.aliases.items():
+        if alias != TABLE:
+            more = 1 + noise * chance.random()
+            found[alias] = {bits: -(-int(nbytes * share * more) // 512) * 512 for bits, share in SHARES.items()}
+    return found
+
+
+@cache
+def known(layers: int, hidden: int, inner: int, kv: int, vocab: int, noise: float) -> Sizes:
+    return sizes_of(decoder("block", layers, hidden, inner, kv, vocab), noise)
+
+
+def ahead(shape: Shape, workload: Workload | None = DECODE, *, noise: float = 0.0, **settings: Any) -> Prospect:
+    codes = known(**shape, noise=noise)
+    weights = {"codes": lambda: codes} | settings.pop("weights", {})
+    return prospect(shape, workload, weights=weights, **settings)
+
+
+def plan_of(shape: Shape, workload: Workload | None = DECODE, **settings: Any) -> Plan:
+    plan = ahead(shape, workload, **settings).plan()[1]
+    assert_sound(plan)
+    return plan
+
+
+def assert_sound(plan: Plan) -> None:
+    """It is proved, comes back from JSON, and everything coded lies in the buffer, apart from each other."""
+    prove(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.device_nbytes == plan.resident_nbytes + plan.ring_nbytes + plan.buffer_nbytes
+    assert plan.manifest.plain().decoded_nbytes == plan.manifest.decoded_nbytes == plan.manifest.plain().nbytes
+    for index, unit in enumerate(plan.manifest.units):
+        offsets, end = plan.decoded(index), 0
+        assert offsets.keys() == unit.coded().keys()
+        assert plan.opens(index) == bool(offsets or plan.streamed(index))
+        for alias, offset in offsets.items():
+            assert offset >= end
+            assert offset % 512 == 0
+            end = offset + plan.manifest.spans[alias]
+        assert end <= plan.buffer_nbytes
+
+
+def bits_of(plan: Plan) -> set[int]:
+    return {bits for bits, _ in plan.manifest.codes.values()}
+
+
+# -- what it gains ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.004])
+@pytest.mark.parametrize("percent", [6, 15, 30])
+def test_a_step_that_streams_nearly_all_takes_the_coded_bytes_time(percent: int, noise: float) -> None:
+    budget = decoder("block", **EIGHT).nbytes * percent // 100
+    raw, plan = (plan_of(EIGHT, noise=noise, device_budget=budget, codec=codec) for codec in ("none", "auto"))
+    assert (raw.limit, plan.limit) == ("link", "link")
+    assert raw.manifest.codes == {}
+    assert bits_of(plan) == {3}
+    assert plan.step_s < 0.72 * raw.step_s
+    assert plan.device_nbytes <= budget
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.004])
+def test_more_memory_is_never_slower(noise: float) -> None:
+    whole = decoder("block", **EIGHT)
+    plans = [plan_of(EIGHT, noise=noise, device_budget=whole.nbytes * k // 12) for k in range(1, 13)]
+    for less, more in itertools.pairwise(plans):
+        assert more.step_s <= 1.01 * less.step_s
+        assert more.device_nbytes <= (more.budget or 0)
+    assert plans[-1].step_s < plans[0].step_s / 30
+    assert plans[-1].manifest.codes == {}, "all of it fits as it is"
+    assert all(plan.manifest.codes for plan in plans[:-1])
+
+
+@pytest.mark.parametrize("percent", [76, 80, 85, 90])
+def test_what_fits_coded_does_not_stream(percent: int) -> None:
+    """Of the bytes that are left, weights that need no decoding are made: the more memory, the less is decoded."""
+    whole = decoder("block", **EIGHT)
+    plan = plan_of(EIGHT, noise=0.004, device_budget=whole.nbytes * percent // 100)
+    assert plan.step_nbytes == 0
+    assert plan.offloaded_nbytes == plan.mapped_nbytes == whole.aliases[TABLE]
+    assert plan.manifest.codes
+    assert plan.device_nbytes > 0.99 * (plan.budget or 0)
+    assert HEAD not in plan.manifest.codes, "its buffer would be larger than what it saves"
+    raw = plan_of(EIGHT, noise=0.004, device_budget=plan.budget, codec="none")
+    assert plan.step_s < 0.7 * raw.step_s
+
+
+def test_a_model_of_1_4_times_the_memory_is_resident() -> None:
+    whole = decoder("block", **SEVENTY)
+    plan = plan_of(SEVENTY, on=LARGE, device_budget=100 * GIB)
+    assert whole.nbytes > 1.3 * 100 * GIB
+    assert plan.step_nbytes == 0
+    assert plan.step_s < 0.25 * plan_of(SEVENTY, on=LARGE, device_budget=100 * GIB, codec="none").step_s
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.004])
+def test_70b_in_80_gib_is_three_times_as_fast(noise: float) -> None:
+    raw, plan = (
+        plan_of(SEVENTY, noise=noise, on=LARGE, device_budget=80 * GIB, codec=codec) for codec in ("none", "auto")
+    )
+    assert 3 * plan.step_s < raw.step_s
+
+
+def test_where_compute_is_the_limit_nothing_is_coded() -> None:
+    for budget in (2 * GIB, 8 * GIB):
+        plan = plan_of(EIGHT, Workload(tokens=16384, context=16384), device_budget=budget)
+        assert plan.manifest.codes == {}
+        assert plan.limit == "compute"
+        assert plan.step_s < 1.003 * plan.compute_s
+
+
+def test_decoding_is_part_of_compute() -> None:
+    found = ahead(EIGHT, device_budget=8 * GIB)
+    index, plan = found.plan()
+    profile, plain = (found.planners[index].profile(m) for m in (plan.manifest, plan.manifest.plain()))
+    decode_s = sum(plan.manifest.spans[alias] for alias in plan.manifest.codes) / H200.decode3_bytes_per_s
+    assert plan.decode_s == pytest.approx(decode_s)
+    assert sum(profile.unit_s) == pytest.approx(sum(plain.unit_s) + decode_s)
+    assert plan.step_s == pytest.approx(cost.simulate_s(plan, profile))
+    assert found.planners[index].priced(plan).step_s == pytest.approx(plan.step_s)
+    after = [share * s for share, s in zip(profile.after_share, profile.unit_s, strict=True)]
+    assert after == pytest.approx([share * s for share, s in zip(plain.after_share, plain.unit_s, strict=True)])
+
+
+def test_a_device_that_decodes_slowly_codes_nothing() -> None:
+    slow = machine(profile=replace(H200, decode3_bytes_per_s=1.0, decode4_bytes_per_s=1.0))
+    assert plan_of(SMALL, on=slow, device_budget=60 * MIB) == plan_of(SMALL, device_budget=60 * MIB, codec="none")
+
+
+def test_the_faster_code_where_its_bytes_fit() -> None:
+    """The 4-bit code decodes faster: it is taken as soon as there is room for it."""
+    whole = decoder("block", **EIGHT)
+    found = [bits_of(plan_of(EIGHT, noise=0.004, device_budget=whole.nbytes * p // 100)) for p in (30, 80, 90)]
+    assert found == [{3}, {4}, {4}]
+    even = machine(profile=replace(H200, decode4_bytes_per_s=1.01 * H200.decode3_bytes_per_s))
+    plan = plan_of(EIGHT, noise=0.004, on=even, device_budget=whole.nbytes * 90 // 100)
+    assert bits_of(plan) == {3}, "what it saves is worth no bytes"
+
+
+# -- where it may ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"codec": "none"},
+        {"weights": {"codes": dict}},
+        {"on": machine(can_decode=lambda: False)},
+        {"on": machine(on_cpu=True)},
+        {"cpu_offload_gb": 0.05},
+        {"offload_group_size": 2},
+    ],
+)
+def test_without_codes_plans_are_what_they_were(settings: Mapping[str, Any]) -> None:
+    """On the CPU, and under the classic settings, no code is used that is not asked for."""
+    given = {"device_budget": 60 * MIB} if not settings.keys() & {"cpu_offload_gb", "offload_group_size"} else {}
+    plain = {name: value for name, value in settings.items() if name not in ("codec", "weights")}
+    expected = prospect(SMALL, **given, **plain, codec="none").plan()[1]
+    assert plan_of(SMALL, **given, **settings) == expected
+
+
+def test_sizes_are_asked_for_where_they_matter_alone() -> None:
+    asked = 0
+
+    def codes() -> Sizes:
+        nonlocal asked
+        asked += 1
+        return known(**SMALL, noise=0.0)
+
+    whole = decoder("block", **SMALL).nbytes
+    for settings in ({"device_budget": whole}, {"device_budget": MIB * 60, "codec": "none"}):
+        plan_of(SMALL, weights={"codes": codes}, **settings)
+    assert asked == 0
+    plan_of(SMALL, weights={"codes": codes}, device_budget=60 * MIB)
+    assert asked > 0
+
+
+@pytest.mark.parametrize("on", [machine(), machine(on_cpu=True, free_nbytes=4 * GIB)])
+@pytest.mark.parametrize(("codec", "bits"), [("3bit", 3), ("4bit", 4)])
+@pytest.mark.parametrize("percent", [30, 100, 200])
+def test_a_code_that_is_asked_for_is_used_everywhere(on: Machine, codec: str, bits: int, percent: int) -> None:
+    whole = decoder("block", **SMALL)
+    plan = plan_of(SMALL, on=on, device_budget=whole.nbytes * percent // 100, codec=codec)
+    assert bits_of(plan) == {bits}
+    plain = whole.aliases.keys() - plan.manifest.codes.keys() - plan.mapped
+    assert plain - {TABLE} == {alias for alias in plain if whole.aliases[alias] <= 2 * SMALL["hidden"]}
+    assert (plan.offloaded_nbytes == 0) == (percent > 30)
+
+
+def test_classic_settings_code_what_streams() -> None:
+    raw, plan = (plan_of(SMALL, offload_group_size=2, codec=codec) for codec in ("none", "3bit"))
+    streamed = raw.manifest.aliases.keys() - raw.resident
+    assert plan.manifest.aliases.keys() - plan.resident == streamed
+    assert plan.manifest.codes.keys() == {alias for alias in streamed if "norm" not in alias}
+    assert plan.step_nbytes == pytest.approx(0.7 * raw.step_nbytes, rel=1e-3)
+
+
+def test_weights_that_gain_nothing_stay_as_they_are() -> None:
+    codes = {a: {b: n if "gate" in a else m for b, m in c.items()} for (a, n), c in _with_nbytes(SMALL)}
+    plan = plan_of(SMALL, weights={"codes": lambda: codes}, device_budget=60 * MIB)
+    assert plan.manifest.codes
+    assert not any("gate" in alias for alias in plan.manifest.codes)
+
+
+def _with_nbytes(shape: Shape) -> list[tuple[tuple[str, int], Mapping[int, int]]]:
+    aliases = decoder("block", **shape).aliases
+    return [((alias, aliases[alias]), codes) for alias, codes in known(**shape, noise=0.0).items()]
+
+
+def test_what_kernels_read_is_not_coded() -> None:
+    plan = plan_of(SMALL, device_budget=60 * MIB, zero_copy_params=["3.q"])
+    assert "3.q" in plan.mapped
+    assert plan.manifest.codes
+    assert not plan.manifest.codes.keys() & plan.mapped
+
+
+def test_weights_of_units_that_enclose_others_are_not_coded() -> None:
+    whole = decoder("block", **SMALL)
+    units = tuple(replace(u, enclosing=u.layer == 3) for u in whole.units)
+    found = ahead(SMALL, None, device_budget=100 * MIB, grains=("block",)).planners[0]
+    plan = found(replace(whole, units=units))
+    prove(plan)
+    assert plan.manifest.codes
+    assert not any(alias.startswith("3.") for alias in plan.manifest.codes)
+
+
+# -- a head, which sets the size of the buffer ---------------------------------------------------------------------
+
+
+def test_a_head_that_fits_nowhere_is_read_in_place_and_plain() -> None:
+    head = decoder("matrix", **WIDE).aliases[HEAD]
+    plan = plan_of(WIDE, device_budget=head - MIB)
+    assert plan.mapped == {TABLE, HEAD}
+    assert plan.manifest.codes
+    assert plan.buffer_nbytes < head / 8
+
+
+@pytest.mark.parametrize("percent", [40, 50, 55])
+def test_the_buffer_is_no_larger_for_a_head(percent: int) -> None:
+    whole = decoder("block", **WIDE)
+    plan = plan_of(WIDE, device_budget=whole.nbytes * percent // 100)
+    assert HEAD in plan.resident - plan.manifest.codes.keys()
+    assert 0 < plan.buffer_nbytes <= whole.units[1].nbytes
+
+
+@pytest.mark.parametrize("can_map", [True, False])
+def test_a_unit_that_is_nearly_all_of_the_model_stays_plain(can_map: bool) -> None:
+    """To decode it takes more memory than to hold it."""
+    shape = SMALL | {"layers": 1, "vocab": 131072}
+    plan = plan_of(shape, weights={"can_map": lambda: can_map}, device_budget=500 * MIB)
+    assert HEAD not in plan.manifest.codes
+    one = decoder("block", **shape).without(
+        frozenset({TABLE, *(f"0.{part}" for part in ("q", "k", "v", "o", "norm1"))})
+    )
+    planner = ahead(shape, None, weights={"can_map": lambda: can_map}, device_budget=260 * MIB).planners[0]
+    assert planner(one).manifest.codes == {}
+
+
+def test_the_buffer_is_as_large_as_pays() -> None:
+    """Of units in three sizes: a few of the second are not worth a buffer that holds one of them, many are."""
+    aliases = known(**SMALL, noise=0.0)
+    whole = decoder("matrix", **SMALL)
+    few = whole.without(frozenset(a for a in whole.aliases if "gate" in a or "up" in a or "down" in a) - {"0.gate"})
+    on = machine(profile=replace(H200, overhead_s=0.0))
+    planner = ahead(SMALL, None, on=on, grains=("matrix",), device_budget=24 * MIB).planners[0]
+    found = planner(few.without(frozenset({TABLE, HEAD}))).manifest.codes
+    assert found.keys() == {alias for alias in aliases if alias in few.aliases and alias[2:] in ("q", "o", "k", "v")}
+
+
+def test_a_budget_that_the_buffer_breaks_is_refused_with_its_sum() -> None:
+    with pytest.raises(PlanError, match=r"ring \S+ \+ decode buffer \S+ = \S+ \(\d+ bytes\)") as error:
+        plan_of(SMALL, on=machine(on_cpu=True), device_budget=40 * MIB, codec="3bit")
+    needed = int(str(error.value).split("(")[2].split()[0])
+    assert plan_of(SMALL, on=machine(on_cpu=True), device_budget=needed, codec="3bit").device_nbytes <= needed
+
+
+# -- the host and the disk ----------------------------------------------------------------------------------------
+
+
+def test_coded_weights_take_less_of_the_host() -> None:
+    """With nothing that may be on disk, a budget that the plain weights break is kept."""
+    kept = {"movable": frozenset[str]()}
+    budget = 200 * MIB
+    plan = plan_of(SMALL, weights=kept, device_budget=100 * MIB, host_budget=budget)
+    assert plan.host_nbytes <= budget
+    assert plan.manifest.codes
+    with pytest.raises(PlanError, match="host budget"):
+        plan_of(SMALL, weights=kept, device_budget=100 * MIB, host_budget=budget, codec="none")
+
+
+def test_what_is_coded_in_memory_cannot_be_on_disk() -> None:
+    """What is in a file in plain form is read from there in that form, or not at all."""
+    settings = {"device_budget": 60 * MIB, "host_budget": 100 * MIB}
+    plan = plan_of(SMALL, **settings)
+    assert plan.disk
+    assert not plan.disk & plan.manifest.codes.keys()
+
+
+def test_what_is_coded_in_a_file_is_on_disk_in_that_form() -> None:
+    every = frozenset(known(**SMALL, noise=0.0))
+    one_code = {alias: {3: codes[3]} for alias, codes in known(**SMALL, noise=0.0).items()}
+    weights = {"coded_in_files": every, "codes": lambda: one_code}
+    settings = {"device_budget": 60 * MIB, "host_budget": 100 * MIB, "weights": weights}
+    plan = plan_of(SMALL, **settings)
+    assert plan.disk
+    assert plan.disk <= plan.manifest.codes.keys()
+    assert plan.host_nbytes <= 100 * MIB
+    assert plan.disk_s < plan_of(SMALL, **{**settings, "weights": {}}).disk_s
+    assert bits_of(plan_of(SMALL, **settings, codec="4bit")) == {3}, "there is no other form"
+    with pytest.raises(PlanError, match="must be in host memory"):
+        plan_of(SMALL, **settings, codec="none")
+
+
+# -- all small models ----------------------------------------------------------------------------------------------
+
+CODED_MODELS = [
+    replace(
+        model,
+        units=tuple(replace(u, tensors=tuple(replace(t, nbytes=8 * t.nbytes) for t in u.tensors)) for u in model.units),
+    )
+    for model in SMALL_MODELS
+]
+
+
+def coded(manifest: Manifest, *, uneven: bool) -> Manifest:
+    """All that may be, in about three quarters of the bytes; every other one a little more, or not."""
+    aliases = sorted(manifest.aliases.keys() - kept_anyway(manifest))
+    more = itertools.cycle((0, 512) if uneven else (0,))
+    return manifest.coded({a: (3, manifest.aliases[a] * 3 // 4 // 512 * 512 + next(more)) for a in aliases})
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("compute_s", [0.0, 4.0])
+def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
+    """Each plan is proved, and none of the choices that the search leaves out is faster."""
+    profile = replace(LINK_BOUND, overhead_s=compute_s, decode3_bytes_per_s=1e30)
+    num = 0
+    for plain in CODED_MODELS:
+        manifest = coded(plain, uneven=uneven)
+        buffer = buffer_nbytes(manifest)
+        for budget in list(budgets(plain))[::3]:
+            try:
+                plan = place(manifest, budget=budget, profile=profile)
+            except PlanError:
+                assert budget < manifest.nbytes + buffer
+                continue
+            assert_sound(plan)
+            if plan.offloaded_nbytes:
+                best_s, _ = unpruned(manifest, budget - buffer, profile)
+                assert plan.step_s == pytest.approx(best_s, abs=1e-9)
+                num += 1
+    assert num > 200
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_room_that_is_left_goes_to_faster_forms(uneven: bool) -> None:
+    """Whatever there is room for, in every small model: never over the budget, never slower than without."""
+    profile = replace(LINK_BOUND, decode3_bytes_per_s=1000.0, decode4_bytes_per_s=1400.0)
+    for plain in CODED_MODELS:
+        manifest = coded(plain, uneven=uneven)
+        sizes = {a: {3: n, 4: n + (plain.aliases[a] - n) // 1024 * 512} for a, (_, n) in manifest.codes.items()}
+        least = manifest.nbytes + buffer_nbytes(manifest)
+        seconds = []
+        for budget in range(least, plain.nbytes + buffer_nbytes(manifest) + 512, 512):
+            first = place(manifest, budget=budget, profile=profile)
+            plan = cost.predicted(decoding_less(first, sizes, profile), profile)
+            assert_sound(plan)
+            assert plan.offloaded_nbytes == 0
+            assert plan.decode_s <= first.decode_s
+            seconds.append(plan.decode_s)
+        assert seconds[-1] == 0
+        assert seconds[0] > 0 or not manifest.codes or not manifest.order
+
+
+# -- manifests and proofs ------------------------------------------------------------------------------------------
+
+
+def test_a_coded_manifest_is_the_plain_one_again() -> None:
+    whole = decoder("half", **SMALL)
+    codes = {alias: (4, sizes[4]) for alias, sizes in known(**SMALL, noise=0.0).items()}
+    manifest = whole.coded(codes)
+    assert manifest.plain() == whole
+    assert manifest.codes == codes
+    assert manifest.spans == whole.aliases
+    assert manifest.aliases == whole.aliases | {alias: nbytes for alias, (_, nbytes) in codes.items()}
+    assert whole.coded({}) is whole is whole.plain()
+
+
+def test_an_alias_group_has_one_form() -> None:
+    whole = decoder("matrix", **SMALL)
+    tensor = whole.units[3].tensors[0]
+    other = replace(tensor, bits=3, decoded_nbytes=2 * tensor.nbytes)
+    with pytest.raises(ValueError, match=r"has two codes: \(0, 0\), \(3, 8\d+\)|has two codes"):
+        Manifest(units=(*whole.units, replace(whole.units[3], tensors=(other,))))
+
+
+def test_a_plan_that_breaks_a_rule_of_codes_is_found() -> None:
+    plan = plan_of(SMALL, device_budget=100 * MIB, grains=("block",))
+    layer = next(index for index, unit in enumerate(plan.manifest.units) if unit.coded())
+
+    def changed(**changes: Any) -> list[str]:
+        units = list(plan.manifest.units)
+        tensors = tuple(replace(t, **changes.get("tensor", {})) if t.bits else t for t in units[layer].tensors)
+        units[layer] = replace(units[layer], tensors=tensors, enclosing=changes.get("enclosing", False))
+        return list(violations(replace(plan, manifest=replace(plan.manifest, units=tuple(units)))))
+
+    assert changed() == []
+    assert any("coded in no code" in text for text in changed(tensor={"bits": 5}))
+    assert any("coded in no code" in text for text in changed(tensor={"decoded_nbytes": 0}))
+    assert any("they share the buffer" in text for text in changed(enclosing=True))
+    assert any("device bytes" in text for text in changed(tensor={"decoded_nbytes": GIB}))
+    mapped = replace(plan, mapped=frozenset(plan.manifest.units[layer].coded()))
+    assert any("coded and zero-copy" in text for text in violations(replace(mapped, resident=frozenset())))
+
+
+def test_another_order_keeps_what_is_coded() -> None:
+    plan = plan_of(SMALL, device_budget=100 * MIB)
+    other = plan.reordered(tuple(reversed(plan.manifest.order)))
+    prove(other)
+    assert other.manifest.codes == plan.manifest.codes
+    assert other.device_nbytes <= plan.device_nbytes
+
+
+def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
+    """So a refined planner may code anew."""
+    found = ahead(SMALL, device_budget=100 * MIB, grains=("block",))
+    planner: Planner = found.planners[0]
+    plan = planner(found.grains[0])
+    assert plan.manifest.codes
+    assert planner(plan.manifest) == plan
+    assert Weights(names={}).codes() == {}
+
+
+@pytest.mark.parametrize("budget", [6 * GIB, 13 * GIB])
+def test_measured_seconds_hold_decoding_once(budget: int) -> None:
+    """A plan that takes what was predicted, refined, is predicted to take the same, and is the best there is."""
+    found = ahead(EIGHT, device_budget=budget, grains=("block",), weights={"can_map": lambda: False})
+    planner, plan = found.planners[0], found.plan()[1]
+    assert plan.manifest.codes
+    assert (plan.step_nbytes > 0) == (budget == 6 * GIB)
+    computes = cost.unit_s(plan, planner.profile(plan.manifest))
+    opened = [unit for unit in plan.manifest.order if plan.opens(unit)]
+    copies = {u: (n, H200.copy_s(n)) for u, n in enumerate(plan.unit_nbytes) if n}
+    first = opened[0]
+    spans = {u: sum(computes[u:v]) for u, v in itertools.pairwise([*opened, len(computes)])}
+    spans[opened[-1]] += sum(computes[:first])
+    refined = refine(planner, plan, Times(step_s=plan.step_s, computes=spans, copies=copies))
+    assert refined.plan.step_s == pytest.approx(plan.step_s, rel=0.02)
+    assert refined.plan.compute_s == pytest.approx(sum(computes), rel=1e-6)
+    assert refined.better is None
+
+
+# -- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_a_coded_plan_says_so() -> None:
+    plan = plan_of(EIGHT, noise=0.004, device_budget=6 * GIB)
+    summary = plan.summary()
+    assert " decode buffer" in summary
+    assert "(3-bit code of 15.0GiB)" in summary
+    text = str(plan)
+    assert "coded: 9.1GiB in place of 13.0GiB, in the 3-bit code; decoding takes 11.6 ms of a step's compute" in text
+
+
+def test_a_model_that_fits_coded_says_so() -> None:
+    plan = plan_of(EIGHT, device_budget=13 * GIB, weights={"can_map": lambda: False})
+    assert plan.offloaded_nbytes == 0
+    assert plan.summary().startswith("everything fits: 12.")
+    assert "(4-bit code of 15.0GiB) resident + 416.0MiB decode buffer, nothing streams" in plan.summary()

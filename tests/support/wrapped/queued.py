@@ -1,0 +1,61 @@
+"""The queued CPU: kernels run on a thread of their own, as on a GPU. Knows no model and no schedule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from weightstream.plan.manifest import Profile
+from weightstream.runtime.backend import Event, Side
+from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend, CpuStamp
+from weightstream.runtime.streams import Worker
+
+
+class QueueBackend(CpuBackend):
+    """The CPU backend with compute on a queue of its own, so that both hazards are real: a kernel that runs before
+    its fill, and a fill that runs before the last kernel. The caller is ahead of both queues.
+
+    An error that reaches compute (a copy that failed before an event that it waited for, or a kernel that raised) is
+    raised by the next `synchronize()`, once.
+    """
+
+    def __init__(self, profile: Profile = CPU_PROFILE) -> None:
+        super().__init__(profile)
+        self._kernels = Worker("weightstream-compute")
+        self._errors: list[BaseException] = []
+        self._stop = weakref.finalize(self, self._kernels.stop)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self._kernels.submit(lambda: self._run(kernel))
+
+    def record(self, side: Side, event: Event) -> None:
+        event.point = (self._copies if side is Side.COPY else self._kernels).point()
+
+    def wait(self, side: Side, event: Event) -> None:
+        if side is Side.COPY:
+            super().wait(side, event)
+        elif (point := event.point) is not None:  # the point of this moment: recording again does not move it
+            self.launch(point.wait)
+
+    def stamp(self, side: Side) -> CpuStamp:
+        stamp = CpuStamp()
+        (self._copies if side is Side.COPY else self._kernels).submit(stamp.reach)
+        return stamp
+
+    def synchronize(self) -> None:
+        if self._stop.alive:
+            self._kernels.join()
+        super().synchronize()
+        errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        self._stop()  # before the copies: a kernel may wait for one
+        super().close()
+
+    def _run(self, kernel: Callable[[], None]) -> None:
+        try:
+            kernel()
+        except BaseException as error:  # raised by synchronize, whatever it is
+            self._errors.append(error)
