@@ -159,7 +159,9 @@ def write_one_element_of_data(parameter: nn.Parameter) -> None:
 
 def write_to_numpy(parameter: nn.Parameter) -> None:
     """An array of a view raises no version, and is gone before the next step."""
-    parameter.detach().view(-1).view(torch.uint8).numpy()[::2] ^= 1
+    words = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
+    array = parameter.detach().view(words).numpy()
+    array ^= 1
 
 
 UPDATES = (

@@ -215,8 +215,16 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     gc.collect()  # what a cycle of objects holds is nobody's any more
     own = {id(tensor) for group in by_alias.values() for tensor in (group.home, *(m.tensor for m in group.members))}
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
-    suspects &= {storage._cdata for tensor in tensors if (storage := storage_of(tensor)) is not None}
+    suspects &= {_memory_of(tensor) for tensor in tensors}
     return [m.names[0] for alias, group in by_alias.items() if storages[alias] in suspects for m in group.members]
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells a storage from others. Its address is not asked for: those of fake tensors have none, and warn."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifest:
