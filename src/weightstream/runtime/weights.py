@@ -222,7 +222,7 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
 def _memory_of(tensor: torch.Tensor) -> int | None:
     """What tells a storage from others. Its address is not asked for: those of fake tensors have none, and warn."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
 
