@@ -139,7 +139,7 @@ def test_no_kernel_sees_other_bytes(place: str, seed: int, nested: bool, monkeyp
 
 # Each takes one piece of order out of the source, or moves it to where it orders nothing.
 AHEAD = "self.units[index].decode()"
-WAIT = "        if self.plan.streams(unit.index):\n            self.engine.wait(unit.index)\n"
+WAIT = "        if unit.streams:\n            self.engine.wait(unit.index)\n"
 DECODE = "        self.decode(unit.index)\n"
 MUTATIONS = {
     "decoding is queued before the fill is waited for": [(WAIT + DECODE, DECODE + WAIT)],
@@ -147,7 +147,7 @@ MUTATIONS = {
     "decoding runs ahead of the queue": [
         ("self._backend.launch(self.units[index].decode)", "self.units[index].decode()")
     ],
-    "a unit is let go before it is decoded": [(WAIT + DECODE, WAIT + "        self._release(unit)\n" + DECODE)],
+    "a unit is let go before it is decoded": [(WAIT + DECODE, WAIT + "        self.let_go(unit.index)\n" + DECODE)],
     "a fill that decoding reads is not waited for": [(WAIT + DECODE, DECODE)],
 }
 

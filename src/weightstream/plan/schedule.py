@@ -124,6 +124,8 @@ class Cursor:
 
     def reach(self, unit: int) -> Sequence[int]:
         """Move to the unit's next position, if there is one; returns the fills of those that were skipped."""
+        if self.position < len(self.order) and self.order[self.position] == unit:
+            return ()
         found = self._next(unit)
         return () if found is None else self._skip_to(found)
 

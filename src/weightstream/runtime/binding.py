@@ -24,7 +24,7 @@ Outputs get memory of their own. Views kept elsewhere cannot be mended: the unit
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -38,7 +38,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.backend import Backend, Side, owners
 from weightstream.runtime.engine import Counters, Engine, State
-from weightstream.runtime.faces import Face, UnitFaces
+from weightstream.runtime.faces import Face, UnitFaces, noticed
 from weightstream.runtime.homes import Homes, UnitCopies
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.timeline import Timeline
@@ -63,11 +63,12 @@ class Bound:
     """A unit bound to memory.
 
     `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
-    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its decoded weights
-    are in use at fixed addresses; `borrowed` are views of memory that it has until it closes.
+    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its
+    decoded weights are in use at fixed addresses; `borrowed` are views of memory that it has until it closes.
     """
 
     index: int
+    streams: bool
     faces: UnitFaces
     storages: tuple[tuple[torch.UntypedStorage, int], ...]
     coded: frozenset[str]
@@ -77,9 +78,12 @@ class Bound:
     in_buffer: int = 0
     borrowed: UnitFaces | None = None
 
-    def is_shown(self, num_showing: int) -> bool:
-        """Whether more tensors than these of the model show the bytes."""
-        return sum(owners(storage) - least for storage, least in self.storages) > num_showing
+    def num_views(self) -> int:
+        """How many tensors of the model, and of whoever else, show the bytes."""
+        found = 0
+        for storage, least in self.storages:
+            found += owners(storage) - least
+        return found
 
 
 class Binding:
@@ -104,37 +108,34 @@ class Binding:
         self._step_end = backend.event()
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
+        self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
+        for face in self.faces:
+            face.guard()
         self.engine = Engine(plan, backend, self._copies, counters, timeline)
         self.engine.prime()
         self.rest()
-
-    def faces(self) -> Iterable[Face]:
-        """Every streamed tensor object of every unit; a tied one once per unit."""
-        return (face for unit in self.units for face in unit.faces.faces)
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     @_unseen
     def wake(self) -> None:
-        """See updates that were made since `rest`."""
+        """See updates that were made since the last step."""
         self._homes.unguard()
         self._backend.wait(Side.COMPUTE, self._step_end)
-        faces = list(self.faces())
-        for face in faces:
-            face.unwatch()
         self._leave_written()
-        self._stale([face for unit in self.units for face in unit.faces.updated()])
-        for unit in self.units:
-            self._leave(self._homes.leave_files(unit.faces.coded_written()))
-        self.engine.forget(unit.index for unit in self.units if unit.faces.home_was_written())
+        found = noticed(self.faces)
+        self._stale([face for face in found if face.adopt() or face.changed()])
+        # the plain bytes of these may have been written to, and no version would tell
+        self._leave(self._homes.leave_files({f.member.spec.alias for f in found if f.member.lent and f.source.layout}))
+        self.engine.forget(face.unit for face in found)
+        for face in found:
+            face.member.touched = False
 
     @_unseen
     def rest(self) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._backend.record(Side.COMPUTE, self._step_end)
         self._homes.guard()
-        for face in self.faces():
-            face.watch()
 
     # -- units of eager steps --------------------------------------------------------------------------------------
 
@@ -160,25 +161,25 @@ class Binding:
 
     def _bring(self, unit: Bound, is_inside: bool) -> None:
         # a unit that ran before this one may have updated what was filled ahead
-        self._stale(unit.faces.updated())
+        if found := noticed(unit.faces.faces):
+            self._stale([face for face in found if face.adopt() or face.changed()])
         if is_inside and self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
         else:
             self._wait(unit)
 
-    def _forget_opening(self, unit: Bound) -> None:
-        unit.opened -= 1
-        place = max(place for place, other in enumerate(self.open_units) if other is unit)
-        del self.open_units[place]
-
     def _wait(self, unit: Bound) -> None:
-        if self.plan.streams(unit.index):
+        if unit.streams:
             self.engine.wait(unit.index)
         self.decode(unit.index)
 
-    def _release(self, unit: Bound) -> None:
-        if self.plan.streams(unit.index):
-            self.engine.release(unit.index)
+    def _forget_opening(self, unit: Bound) -> None:
+        unit.opened -= 1
+        if self.open_units[-1] is unit:
+            self.open_units.pop()
+            return
+        place = max(place for place, other in enumerate(self.open_units) if other is unit)
+        del self.open_units[place]  # threads of one forward close in any order
 
     @_unseen
     def close(self, index: int, output: object, *, training: bool, watched: bool) -> bool:
@@ -191,26 +192,27 @@ class Binding:
             self._forget_opening(unit)
             return False
         shown = unit.borrowed or unit.faces
+        has_views = False
         try:
-            updated = shown.to_home(training)
-            if updated:
+            if updated := shown.to_home(training):
                 self.updated |= {face.member.names[0] for face in updated}
                 self._stale(updated)
             # before the release: the copies are to be read before the next fill
-            return (unit.borrowed is not None or unit.is_shown(0)) and self._own_outputs(output, shown)
+            has_views = unit.borrowed is not None or unit.num_views() > 0
+            return has_views and self._own_outputs(output, shown)
         finally:
-            if unit.borrowed is None and not watched:
+            if has_views and unit.borrowed is None and not watched:
                 self.look_for_kept(unit)
             self._forget_opening(unit)
             if unit.borrowed is None:
-                self._release(unit)
+                self.let_go(index)
             unit.borrowed = None
 
-    def look_for_kept(self, unit: Bound, num_showing: int = 0) -> None:
-        """Report the unit if a view of its bytes is held by others than its tensors, of which so many show them."""
-        if unit.index not in self.kept and unit.is_shown(num_showing):
+    def look_for_kept(self, unit: Bound) -> None:
+        """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
+        if unit.index not in self.kept and unit.num_views():
             gc.collect()  # a cycle of objects may hold a view that cannot be reached any more
-            if unit.is_shown(num_showing):
+            if unit.num_views():
                 self.kept.add(unit.index)
 
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
@@ -238,9 +240,9 @@ class Binding:
     def moving(self) -> list[str]:
         """Tensors without a fixed address: several units hold them, each in its own extent."""
         places: dict[int, set[int]] = {}
-        for face in self.faces():
+        for face in self.faces:
             places.setdefault(id(face.member.tensor), set()).add(face.ring.data_ptr())
-        return sorted({f.member.names[0] for f in self.faces() if len(places[id(f.member.tensor)]) > 1})
+        return sorted({f.member.names[0] for f in self.faces if len(places[id(f.member.tensor)]) > 1})
 
     @_unseen
     def fix(self) -> None:
@@ -252,10 +254,11 @@ class Binding:
     def unfix(self) -> None:
         """Show the homes again; raises if a weight was updated meanwhile, for the update is lost."""
         self.abandon()
-        updated = sorted({face.member.names[0] for face in self.faces() if face.changed() or not face.in_ring()})
-        for face in self.faces():
+        updated = sorted({face.member.names[0] for face in self.faces if face.changed() or not face.in_ring()})
+        for face in self.faces:
             face.show(face.home)
             face.agree()
+            face.guard()
         self.rest()
         if updated:
             self.engine.forget(self.engine.held())
@@ -280,7 +283,7 @@ class Binding:
 
     def hold(self, index: int) -> None:
         """Order compute after the unit's fill; its addresses are fixed."""
-        if not self.plan.streams(index):
+        if not self.units[index].streams:
             return
         self.engine.begin_if_behind(index)
         if self.engine.is_blocked(index):
@@ -297,13 +300,13 @@ class Binding:
 
     def let_go(self, index: int) -> None:
         """The unit's last kernel is queued."""
-        if self.plan.streams(index):
+        if self.units[index].streams:
             self.engine.release(index)
 
     def own_outputs(self, index: int, output: object) -> None:
         """Give outputs of the unit that are views of its weights memory of their own: the next fill overwrites it."""
         unit = self.units[index]
-        if unit.is_shown(len(unit.faces.faces)):
+        if unit.num_views() > len(unit.faces.faces):
             self._own_outputs(output, unit.faces)
 
     def abandon(self) -> None:
@@ -315,12 +318,13 @@ class Binding:
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
         self._homes.unguard()
-        for face in self.faces():
+        for face in self.faces:
             face.free()
         self.engine.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), (empty, empty)
         self.units.clear()
+        self.faces.clear()
 
     # -- making units ------------------------------------------------------------------------------------------------
 
@@ -336,6 +340,7 @@ class Binding:
         storages = {face.ring.untyped_storage().data_ptr(): face.ring.untyped_storage() for face in faces.faces}
         return Bound(
             index=index,
+            streams=plan.streams(index),
             faces=faces,
             storages=tuple((storage, owners(storage)) for storage in storages.values()),
             coded=coded,
@@ -346,20 +351,18 @@ class Binding:
     def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitFaces:
         """The views of a unit: of its bytes of the ring, and of the buffer that its coded weights are decoded into."""
         faces: list[Face] = []
-        homes = []
         mine = {spec.name for spec in self.plan.manifest.units[index].tensors}
         in_buffer = self.plan.decoded(index)
         places = {alias: (streamed, at) for alias, at in self.plan.streamed(index).items() if alias not in in_buffer}
         places |= {alias: (decoded, at) for alias, at in in_buffer.items()}
         for alias, (memory, offset) in places.items():
             home = self._homes.homes[alias]
-            homes.append(home)
             alone = len(home.group.members) == 1
             for member in home.group.members:
                 if member.spec.name in mine:
                     ring, shown = member.view(memory, offset), member.view(home.group.home, 0)
-                    faces.append(Face(member=member, source=home, home=shown, ring=ring, alone=alone))
-        return UnitFaces(faces, homes)
+                    faces.append(Face(member=member, source=home, unit=index, home=shown, ring=ring, alone=alone))
+        return UnitFaces(faces)
 
     def _decoding(self, index: int) -> Callable[[], None]:
         """What decodes the coded weights of a unit; those that are coded no more are copied as they are."""
@@ -417,9 +420,9 @@ class Binding:
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
         left = self._homes.leave_written()
-        for face in self.faces() if left else ():
+        for face in self.faces if left else ():
             if face.member.spec.alias in left and not face.changed():
-                face.lend()
+                face.member.lent = True  # for good, as nobody can tell when whoever holds the memory writes to it
         self._leave(left)
 
     def _stale(self, updated: list[Face]) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Protocol
 
 from weightstream.errors import InvariantError
@@ -36,16 +35,14 @@ class State(Enum):
     IN_USE = "in use"  # between wait and release
     DRAINING = "draining"  # released; the bytes are still whole until another unit is filled over them
 
+    next: tuple[State, ...]  # on the member, as to hash one is a call in Python
 
-_NEXT = MappingProxyType(
-    {
-        State.EMPTY: {State.FILLING},
-        State.FILLING: {State.READY, State.EMPTY},
-        State.READY: {State.IN_USE, State.EMPTY},
-        State.IN_USE: {State.DRAINING},
-        State.DRAINING: {State.READY, State.EMPTY},
-    }
-)
+
+State.EMPTY.next = (State.FILLING,)
+State.FILLING.next = (State.READY, State.EMPTY)
+State.READY.next = (State.IN_USE, State.EMPTY)
+State.IN_USE.next = (State.DRAINING,)
+State.DRAINING.next = (State.READY, State.EMPTY)
 
 
 class Fence:
@@ -62,7 +59,7 @@ class Fence:
         self.uses = 0
 
     def move(self, state: State) -> None:
-        if state not in _NEXT[self.state]:
+        if state not in self.state.next:
             raise InvariantError(f"a fence cannot go from {self.state.value} to {state.value}")
         self.state = state
 
@@ -138,7 +135,8 @@ class Engine:
 
     def wait(self, unit: int) -> None:
         """Make compute wait until the unit is in its extent; fill it now if nobody has."""
-        self._fill_due(self._cursor.reach(unit))
+        if due := self._cursor.reach(unit):
+            self._fill_due(due)
         fence = self.fences[unit]
         self.timeline.arrives(unit)
         if fence.state is State.EMPTY:
@@ -170,7 +168,8 @@ class Engine:
         self.timeline.releases(unit)
         fence.last_read = fence.drained
         fence.move(State.DRAINING)
-        self._fill_due(self._cursor.release(unit))
+        if due := self._cursor.release(unit):
+            self._fill_due(due)
 
     def abandon(self) -> None:
         """Release what an error kept from being released."""

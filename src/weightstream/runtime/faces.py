@@ -3,14 +3,16 @@
 Whoever reads, saves or updates a weight between steps sees the true bytes. Two kinds of change must not be missed: an
 update of the home after the ring was filled ahead (it would compute with stale bytes), and an update of the ring
 inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter, and data
-that is assigned shows by its address. Memory that was handed out (`.data`, numpy) raises no version, so between steps
-a streamed tensor is guarded: it remembers that, and from then on counts as updated before every step. Of a view
+that is assigned shows by its address. Memory that was handed out (`.data`, numpy) raises no version, so a tensor that
+shows its home is guarded: it remembers that, and from then on counts as updated before every step. Of a view
 (`w.detach()`) nobody knows whether numpy took it out in turn: the tensor counts as updated once, before the next step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,68 +28,55 @@ from weightstream.runtime.weights import Member, span
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class Face:
-    """One tensor object of a unit: both views, and its version when they last agreed. `source` is its home's."""
+    """One tensor object of a unit: both views, where they are, and its version when they last agreed.
+
+    What runs for every tensor at every step compares plain fields: a call costs as much as all of the rest.
+    """
 
     member: Member
     source: Home
+    unit: int
     home: torch.Tensor
     ring: torch.Tensor
     alone: bool  # no other tensor views the bytes
     tensor: torch.Tensor = field(init=False)
-    version: int = 0
+    on_access: Callable[[Access], None] = field(init=False)
+    home_at: int = field(init=False)
+    ring_at: tuple[int, tuple[int, ...]] = field(init=False)
+    version: int = field(init=False)
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
-    resting: bool = False  # outside of steps
     compared: bool = False  # the forward's writes that raise no version were looked for
 
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
+        self.version = self.tensor._version
+        self.on_access = partial(_before, self.member, self.source)  # a guard holds no views
+        self._locate()
+
+    def _locate(self) -> None:
+        self.home_at = self.home.data_ptr()
+        self.ring_at = self.ring.data_ptr(), self.ring.stride()
 
     def show(self, view: torch.Tensor) -> None:
         self.member.show(view)
 
-    def watch(self) -> None:
-        """Outside of steps: notice who takes the memory out."""
-        self.resting, self.member.touched = True, False
-        self.guard()
-
-    def unwatch(self) -> None:
-        self.resting = False
-        self.guard()
+    def guard(self) -> None:
+        """The home is shown: notice who takes the memory out, and decode it first where it holds nothing yet."""
+        parameter.guard(self.tensor, self.member.kind, self.on_access)
 
     def free(self) -> None:
         """Be a plain tensor, whatever is in the memory."""
         parameter.unguard(self.tensor, self.member.kind)
 
-    def guard(self) -> None:
-        """The home is shown: decode it before it is read, where it holds nothing yet."""
-        if self.resting or self.source.is_undecoded:
-            parameter.guard(self.tensor, self.member.kind, self._before)
-        elif type(self.tensor) is not self.member.kind:
-            self.free()
-
-    def _before(self, access: Access) -> None:
-        self.member.touched |= access in (Access.WRITE, Access.VIEW)
-        self.member.lent |= access is Access.TAKE
-        if self.source.is_undecoded:
-            self.source.check()
-            self.guard()
-
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
         return self.tensor._version != self.version
 
-    def shows(self, view: torch.Tensor) -> bool:
-        """Whether it is this view, and no data that somebody assigned."""
-        return (self.tensor.data_ptr(), self.tensor.stride()) == (view.data_ptr(), view.stride())
-
     def in_ring(self) -> bool:
-        return self.shows(self.ring)
-
-    def lend(self) -> None:
-        """Somebody holds the memory: for good, as nobody can tell when they write to it."""
-        self.member.lent = True
+        """Whether it shows its bytes of the ring, and no data that somebody assigned."""
+        return (self.tensor.data_ptr(), self.tensor.stride()) == self.ring_at
 
     def agree(self) -> None:
         self.version = self.tensor._version
@@ -114,15 +103,17 @@ class Face:
         self.home = self.home.as_strided(data.shape, data.stride())
         self.ring = self.ring.as_strided(data.shape, data.stride())
         self.member.stride = data.stride()
+        self._locate()
         self.home.copy_(source)
         self.show(self.home)
         return True
 
     def take_update(self, training: bool) -> bool:
         """At the end of a forward: write what it changed in the ring to the home; whether it did."""
-        if not self.in_ring():  # it shows data that was assigned inside; or the home, and so true bytes
-            return self.adopt() or self.changed()
-        if self.changed() or (self.member.role is not Role.PARAMETER and self._was_written(training)):
+        if (self.tensor.data_ptr(), self.tensor.stride()) != self.ring_at:
+            return self.adopt() or self.changed()  # it shows data that was assigned inside; or the home: true bytes
+        is_parameter = self.member.role is Role.PARAMETER
+        if self.tensor._version != self.version or (not is_parameter and self._was_written(training)):
             self.source.check()
             self.home.copy_(self.ring)
             return True
@@ -145,20 +136,24 @@ class Face:
         )
 
 
+def _before(member: Member, home: Home, access: Access) -> None:
+    """Somebody is about to use the memory of a tensor that shows its home."""
+    member.touched |= access in (Access.WRITE, Access.VIEW)
+    member.lent |= access is Access.TAKE
+    if home.is_undecoded:
+        home.check()
+
+
 class UnitFaces:
     """The faces of one unit's streamed tensors."""
 
-    def __init__(self, faces: list[Face], homes: list[Home]) -> None:
+    def __init__(self, faces: list[Face]) -> None:
         self.faces = faces
-        self._homes = homes
         self._shells: list[Shell] = list({id(shell): shell for f in faces for shell in f.member.shells}.values())
-        for face in faces:
-            face.agree()
 
     def to_ring(self) -> None:
         for face in self.faces:
-            if type(face.tensor) is not face.member.kind:
-                face.free()
+            parameter.unguard(face.tensor, face.member.kind)
             _DATA.__set__(face.tensor, face.ring)
         for shell in self._shells:
             shell.follow()
@@ -174,16 +169,14 @@ class UnitFaces:
             for shell in self._shells:
                 shell.follow()
 
-    def updated(self) -> list[Face]:
-        """Those whose homes were updated since the versions agreed; assigned data is taken over."""
-        found = [face for face in self.faces if face.member.touched or face.changed() or not face.shows(face.home)]
-        return [face for face in found if face.adopt() or face.changed()]
 
-    def home_was_written(self) -> bool:
-        """Whether somebody may have written to the homes unseen."""
-        return any(face.member.lent or face.member.touched for face in self.faces)
-
-    def coded_written(self) -> set[str]:
-        """Alias groups that are coded, and of which somebody may have changed the plain bytes."""
-        lent = {face.source.group.alias for face in self.faces if face.member.lent}
-        return {home.group.alias for home in self._homes if home.layout is not None and home.group.alias in lent}
+def noticed(faces: Iterable[Face]) -> list[Face]:
+    """Those whose homes may have been written to since the versions agreed, or show data that somebody assigned."""
+    return [
+        face
+        for face in faces
+        if face.member.touched
+        or face.member.lent
+        or face.tensor._version != face.version
+        or face.tensor.data_ptr() != face.home_at
+    ]

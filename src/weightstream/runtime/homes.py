@@ -345,7 +345,8 @@ class Homes:
 
     def leave_written(self) -> set[str]:
         """The same for whatever was written to in this process, by whom and how ever: the kernel knows."""
-        return self.leave_files(written({a: h.source.place for a, h in self.homes.items() if h.source.reads_file}))
+        sources = ((alias, home.source) for alias, home in self.homes.items())
+        return self.leave_files(written({a: s.place for a, s in sources if s.place is not None and s.reads_file}))
 
     def read(self, alias: str, member: Member) -> torch.Tensor:
         """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""

@@ -381,7 +381,7 @@ class Streamer:
     def _watched(self) -> Iterator[None]:
         """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
         binding, lessons = self._binding, self._lessons
-        streamed = {id(face.member.tensor): face for face in binding.faces()}
+        streamed = {id(face.member.tensor): face for face in binding.faces}
         shown: dict[int, torch.Tensor] = {}
 
         def on_read(tensor: torch.Tensor) -> None:
@@ -501,7 +501,7 @@ class Streamer:
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
-            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces()):
+            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
                 self._graphs.clear()
                 self._homes.sources_changed = False
             self._binding.engine.prime()  # now, as a capture by hand may be under way later
