@@ -328,7 +328,7 @@ def test_the_plan_is_held_against_what_was_measured(
 ) -> None:
     module = layers()
     streamer = opened(module, Slow(CpuBackend()))
-    streamer._refinement._num_moves = 2
+    streamer._installed.refinement._num_moves = 2
     planned_s, homes = streamer.plan.step_s, streamer.plan.resident
     assert planned_s < COPY_S
     with caplog.at_level(logging.INFO, logger="weightstream"):
@@ -409,7 +409,7 @@ def test_one_kind_of_steps_is_looked_at_once(
     opened: Callable[..., weightstream.Streamer], always_better: list[Times]
 ) -> None:
     module = layers()
-    opened(module)._refinement._num_moves = 2
+    opened(module)._installed.refinement._num_moves = 2
     assert_steps(module, 40)
     assert len(always_better) == 1
 

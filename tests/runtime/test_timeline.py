@@ -319,7 +319,7 @@ def test_a_slow_copy_is_a_wait_for_its_unit(monkeypatch: pytest.MonkeyPatch) -> 
     with opened(monkeypatch, backend, module) as streamer:
         want = [plain(torch.full((2, WIDTH), float(i))) for i in range(6)]
         backend.slow = {module[3].weight.data_ptr()}
-        streamer._refinement._num_moves = 2  # else the slow unit is made resident
+        streamer._installed.refinement._num_moves = 2  # else the slow unit is made resident
         assert all(torch.equal(module(torch.full((2, WIDTH), float(i))), y) for i, y in enumerate(want))
         stats = settled(streamer)
         units = {unit.name: unit for unit in stats.units}

@@ -122,10 +122,6 @@ class Manifest:
         """Of each unit, the coded alias groups -> their bytes in plain form."""
         return tuple({t.alias: t.decoded_nbytes for t in unit.tensors if t.bits} for unit in self.units)
 
-    @cached_property
-    def coded_aliases(self) -> frozenset[str]:
-        return frozenset(self.codes)
-
     def coded(self, codes: Mapping[str, tuple[int, int]]) -> Manifest:
         """The same with these alias groups coded, in so many bits, that take so many bytes, and all others plain."""
         if codes == self.codes:

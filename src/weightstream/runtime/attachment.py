@@ -11,35 +11,40 @@ from torch import nn
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
-from weightstream.runtime.learning import reading_module
 from weightstream.runtime.leaves import Role, leaves_of
+from weightstream.runtime.watch import reading_module
 from weightstream.runtime.weights import UnitModule
 
-Run = Callable[..., Any]  # (forward, args, kwargs) -> output
+Run = Callable[..., Any]  # (forward, args, kwargs) -> output; of a unit its index comes first
 
 
 class Attachment:
     """Stands around the forwards of a model and of its units, from `attach` to `detach`."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitModule], session: ops.Session) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[UnitModule], streamer: ops.Units, run_step: Run, run_unit: Run
+    ) -> None:
         self.model = model
-        self.session = session  # by which compiled code finds the streamer
         self.units = tuple(units)
+        self.session = ops.Session(streamer)  # by which compiled code finds the streamer
+        self._streamer = streamer
+        self._run_step = run_step
+        self._run_unit = run_unit
         self._undo: list[Callable[[], None]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._known: frozenset[int] = frozenset()
 
-    def attach(self, plan: Plan, run_step: Run, run_unit: Callable[..., Any], streamer: object) -> None:
-        """Run `run_step` in place of the model's forward and `run_unit` in place of every unit that opens."""
+    def attach(self, plan: Plan) -> None:
+        """Run `run_step` in place of the model's forward, and `run_unit` in place of every unit's that opens."""
         opened = [index for index in range(len(self.units)) if plan.opens(index)]
         self.session.streams, self.session.traced = bool(opened), False
         for index in opened:
             for module in (self.units[index].module, *self.units[index].also):
-                self._undo.append(guards.surround(module, partial(run_unit, index), self.session, index))
-        self._undo.append(guards.surround(self.model, run_step, self.session))
+                self._undo.append(guards.surround(module, partial(self._run_unit, index), self.session, index))
+        self._undo.append(guards.surround(self.model, self._run_step, self.session))
         self._undo.append(guards.refuse_moves(self.model))
         self._known = self._tensor_ids()
-        setattr(self.model, guards.ATTRIBUTE, streamer)
+        setattr(self.model, guards.ATTRIBUTE, self._streamer)
         self._undo.append(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
 
     def detach(self) -> None:

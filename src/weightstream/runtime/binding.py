@@ -400,9 +400,7 @@ class Binding:
             for alias, offset in (plan.streamed(index) | decoded).items():
                 home, target = self._homes.homes[alias], buffer if alias in decoded else memory
                 self._homes.plain_into(home, target[offset : offset + home.group.nbytes])
-            self.engine.counters.fills += 1
-            self.engine.counters.unplanned_fills += 1
-            self.engine.counters.filled_nbytes += plan.unit_nbytes[index]
+            self.engine.counters.count(plan.unit_nbytes[index], planned=False)
             return self._unit_faces(index, memory, buffer)
 
     # -- updates -----------------------------------------------------------------------------------------------------

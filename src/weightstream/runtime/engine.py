@@ -79,6 +79,12 @@ class Counters:
     filled_nbytes: int = 0
     unplanned_fills: int = 0
 
+    def count(self, nbytes: int, *, planned: bool) -> None:
+        """A fill was made."""
+        self.fills += 1
+        self.filled_nbytes += nbytes
+        self.unplanned_fills += not planned
+
 
 class Copies(Protocol):
     """What a fill of each unit moves."""
@@ -257,6 +263,4 @@ class Engine:
         self._backend.record(Side.COPY, fence.filled)
         fence.in_flight = True
         fence.move(State.FILLING)
-        self.counters.fills += 1
-        self.counters.unplanned_fills += not planned
-        self.counters.filled_nbytes += self.plan.unit_nbytes[unit]
+        self.counters.count(self.plan.unit_nbytes[unit], planned=planned)

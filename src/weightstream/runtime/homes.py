@@ -95,11 +95,6 @@ class Homes:
         return frozenset(a for a, h in self.homes.items() if h.source.is_in_file or h.has_file)
 
     @property
-    def came_from_host(self) -> bool:
-        """Whether bringing everything home takes no device memory."""
-        return all(home.origin.type == "cpu" for home in self.homes.values())
-
-    @property
     def files(self) -> tuple[FileMapping, ...]:
         """The files that weights are in."""
         return tuple(memory for memory in self._memories if isinstance(memory, FileMapping))
@@ -112,6 +107,9 @@ class Homes:
         On an error all goes back to the plan before, and if that fails too to where it came from. Raises `StoreError`
         before anything moves where weights cannot be on disk, and `CodeOverflow` once all are in place.
         """
+        if self.plan is not None and _places(plan) == _places(self.plan):  # the same, maybe in another order
+            self.plan = plan
+            return
         goal, self._moves.too_large = Goal(plan), {}
         self._see_writes()
         self._refuse(goal)
@@ -137,8 +135,8 @@ class Homes:
         Without `decode`, what a file holds coded and nobody has read may stay so: it is to be settled again.
         Raises `StoreError` where a file with weights cannot be read any more, once all others are back.
         """
-        self.plan, errors = None, []
         self.unguard()
+        self.plan, errors = None, []
         for home in self.homes.values():
             if isinstance(home.source, ZeroCopy):
                 home.show(home.source.host)
@@ -326,7 +324,7 @@ class Homes:
         found: list[Copy] = []
         for alias, offset in plan.streamed(unit).items():
             home, start = self.homes[alias], plan.extents[unit].offset + offset
-            if home.layout is None and alias in plan.manifest.coded_aliases:
+            if home.layout is None and alias in plan.manifest.codes:
                 continue  # it was written to, and its plain bytes do not fit here
             for copy in home.source.copies(ring[start : start + plan.manifest.aliases[alias]], self._backend):
                 if found and (joined := found[-1].joined(copy)):
@@ -372,7 +370,9 @@ class Homes:
                 parameter.unguard(member.tensor, member.kind)
 
     def _read_only(self) -> list[Home]:
-        return [h for h in self.homes.values() if isinstance(h.source, ZeroCopy) and h.source.is_read_only]
+        mapped = () if self.plan is None else self.plan.mapped
+        homes = (self.homes[alias] for alias in mapped)
+        return [h for h in homes if isinstance(h.source, ZeroCopy) and h.source.is_read_only]
 
     def _make_writable(self, home: Home, access: Access) -> None:
         if access is Access.READ:
@@ -382,6 +382,11 @@ class Homes:
                 parameter.unguard(member.tensor, member.kind)
             self._moves.make_writable(home)
             self.sources_changed = True
+
+
+def _places(plan: Plan) -> tuple[object, ...]:
+    """What tells where weights are in force of a plan, and in what form."""
+    return plan.resident, plan.mapped, plan.disk, plan.manifest.units
 
 
 class UnitCopies:

@@ -1,76 +1,142 @@
-"""What the first step teaches: weights that are read outside of their unit's forward. Knows no plan and no device.
+"""What steps teach: the order of the units, weights that are read outside of them, measured times. Changes the plan.
 
-A parent may read a child's weight without calling the child, so that no unit opens. During the first step a dispatch
-mode sees every operator with its arguments; whoever reads a streamed tensor that is not open is remembered.
+The first step is watched, and those that follow until one reads no weight outside of its unit.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightstream.runtime.leaves import plain_tensors
-from weightstream.runtime.values import tensors_in
+from weightstream.errors import OffloadError, PlanError, StoreError
+from weightstream.plan.plan import Plan
+from weightstream.runtime.installation import Installation
+from weightstream.runtime.mode import Mode
+from weightstream.runtime.watch import ReadWatch
 
-
-class ReadWatch(TorchDispatchMode):
-    """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects; and `on_early()` if it
-    computes with these and other `weights` alone: a compiler would be free to run it before the weights are there.
-
-    A dispatch mode and not a function mode: that would turn PyTorch's fused paths off and change bits.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(
-        self,
-        watched: Iterable[torch.Tensor],
-        weights: Iterable[torch.Tensor],
-        on_read: Callable[[torch.Tensor], None],
-        on_early: Callable[[], None],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = {id(t) for t in watched}
-        self._weights = {id(t): t for t in weights}  # and views of them, kept so that ids stay theirs
-        self._streamed = set(self._watched)
-        self._on_read = on_read
-        self._on_early = on_early
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
-            return func(*args, **(kwargs or {}))
-        read = list(plain_tensors(tensors_in((args, kwargs))))
-        for tensor in read:
-            if id(tensor) in self._watched:
-                self._on_read(tensor)
-        output = func(*args, **(kwargs or {}))
-        if any(id(t) in self._streamed for t in read) and all(id(t) in self._weights for t in read):
-            if not func.is_view:
-                self._on_early()
-            else:
-                views = {id(t): t for t in plain_tensors(tensors_in(output))}
-                self._weights |= views
-                self._streamed |= views.keys()
-        return output
+logger = logging.getLogger("weightstream")
 
 
-def reading_module(known: dict[int, str]) -> str | None:
-    """The name of the innermost of the known modules whose method is on this thread's stack; None if none is."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in known:
-            return known[id(owner)]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+class Learning:
+    """The units of the step under way and of the one before, and what was asked for because of them."""
+
+    def __init__(self, installed: Installation) -> None:
+        self.watching = True  # the next step is watched
+        self.outside: dict[str, set[str]] = {}  # reading module -> alias groups read outside of their units
+        self.sequence: list[int] = []
+        self._installed = installed
+        self._before: tuple[int, ...] | None = None
+        self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
+        self._has_told = False  # that reads outside of units are slow
+
+    @property
+    def read_outside(self) -> list[str]:
+        """Alias groups that the last watched step read outside of their units."""
+        return sorted({alias for aliases in self.outside.values() for alias in aliases})
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
+        binding, modules = self._installed.binding, self._installed.modules
+        streamed = {id(face.tensor): face for face in binding.faces}
+        shown: dict[int, torch.Tensor] = {}
+
+        def on_read(tensor: torch.Tensor) -> None:
+            face = streamed[id(tensor)]
+            if id(tensor) in shown or binding.is_shown_by_open_unit(tensor):
+                return
+            alias = face.member.spec.alias
+            self.outside.setdefault(modules.reader(), set()).add(alias)
+            shown[id(tensor)] = face.home
+            face.show(self._installed.homes.read(alias, face.member))
+            self._installed.counters.count(face.home.nbytes, planned=False)
+
+        def on_early() -> None:
+            for unit in binding.open_units[-1:]:
+                modules.hide(unit.index)
+
+        self.outside = {}
+        try:
+            with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
+                yield
+        finally:
+            for key in shown:
+                streamed[key].show(shown[key])
+
+    def learn(self, *, watched: bool) -> None:
+        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""
+        binding, plan = self._installed.binding, self._installed.plan
+        order = self._new_order(plan)
+        if watched:
+            self.watching = bool(self.outside)
+            for unit in binding.units:
+                binding.look_for_kept(unit)
+        if self._installed.graphs:  # they hold the addresses of this plan
+            return
+        if not (wanted := self._to_keep()) <= self._asked:
+            self._asked |= wanted
+            self._keep(order)
+        elif order is not None and not self.outside:
+            logger.debug("units run in another order than planned: %s", order)
+            self._try_switch(plan.reordered(order))
+        elif not self.watching:
+            self._refine(plan)
+
+    def _new_order(self, plan: Plan) -> tuple[int, ...] | None:
+        """The order of the step that ended, if it is to be taken over: it is the first, or the second of its kind."""
+        sequence, before = tuple(self.sequence), self._before
+        self._before = sequence
+        planned = tuple(unit for unit in plan.manifest.order if plan.opens(unit))
+        return sequence if sequence != planned and before in (None, sequence) else None
+
+    def _to_keep(self) -> frozenset[str]:
+        """Alias groups that steps showed to need bytes of their own."""
+        streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
+        return frozenset(self.read_outside).union(*streamed)
+
+    def _keep(self, order: tuple[int, ...] | None) -> None:
+        """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""
+        installed = self._installed
+        units = ", ".join(installed.modules.units[unit].name for unit in sorted(installed.binding.kept))
+        if self.outside:
+            logger.info("weights read outside of their module's forward: %s", self.outside)
+        reason: Exception | None = None
+        try:
+            plan = installed.refinement.replan(installed.manifest(), self._asked)
+            reason = self._try_switch(plan.reordered(order) if order is not None else plan)
+        except PlanError as error:
+            reason = error
+            if self.outside and not self._has_told:
+                names = ", ".join(self.read_outside)
+                logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
+                self._has_told = True
+        if units:
+            logger.warning(
+                "a view of the weights of %s outlived its forward: it shows other weights from the next fill on. %s",
+                units,
+                "The unit has memory of its own from now on; make the view again"
+                if reason is None
+                else f"The unit cannot have memory of its own: {reason}",
+            )
+
+    def _refine(self, plan: Plan) -> None:
+        installed = self._installed
+        found = installed.refinement.refine(plan, installed.counters.steps, installed.timeline)
+        if found is not None:
+            installed.binding.plan, better = found
+            if better is not None:
+                self._try_switch(better)
+
+    def _try_switch(self, plan: Plan) -> Exception | None:
+        """Switch, if that can be; else the plan in force stays. Returns why it did."""
+        try:
+            self._installed.switch(plan)
+        except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
+            if self._installed.gate.mode is Mode.REMOVED:
+                raise
+            logger.warning("the plan stays as it is: %s", error)
+            return error
+        return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from weightstream.errors import PlanError
+from weightstream.errors import InvariantError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
@@ -45,11 +45,12 @@ class Refinement:
 
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""
-        if isinstance(self._planner, Planner):
-            known = dict(self._planner.weights.codes())
-            known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
-            weights = replace(self._planner.weights, codes=partial(dict, known))
-            self._planner = replace(self._planner, weights=weights)
+        if not isinstance(self._planner, Planner):
+            raise InvariantError(f"coded weights take more than the plan that was given says: {sizes}")
+        known = dict(self._planner.weights.codes())
+        known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
+        weights = replace(self._planner.weights, codes=partial(dict, known))
+        self._planner = replace(self._planner, weights=weights)
 
     def refine(self, plan: Plan, num_steps: int, timeline: Timeline) -> tuple[Plan, Plan | None] | None:
         """The plan in force as measured times predict it, and a better one to move to; None where nothing is new."""
@@ -61,7 +62,7 @@ class Refinement:
         refined: Refined = refine(self._planner, plan, _times(measured))
         self._kind = measured.kind
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
-        coded = refined.plan.manifest.coded_aliases  # of a code that moves, what it costs to encode is not known
+        coded = refined.plan.manifest.codes  # of a code that moves, what it costs to encode is not known
         if refined.better is None or self._num_moves >= _MOVES or coded:
             logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
             return refined.plan, None

@@ -1,19 +1,10 @@
-"""The streamer: a model whose weights stream. Lets steps in one at a time, learns from them, changes its plan.
+"""The streamer: a model whose weights stream. Lets steps in one at a time, and opens and closes their units.
 
 A unit is open while its module's forward runs; a step is a forward of the whole model.
-
-[Note: a change of plan]
-The order that a step taught, weights that were read outside of their unit, measured times: all change the plan through
-`switch`. It happens between steps, with the device idle. The modules are detached and the ring is let go; then homes
-move, those alone whose place or code changes, a ring is made, and units are bound to it. On an error the same way
-leads back to the plan that was in force. The addresses of weights change with the plan, and graphs and compiled code
-hold addresses. So what `compile` made is made again, graphs of `capture` are forgotten (`replay` asks for a new
-capture), and where others hold addresses, an engine or code that they compiled themselves, `switch` refuses.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,31 +15,25 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weightstream.errors import InvariantError, OffloadError, PlanError, StoreError, WeightstreamError
-from weightstream.plan.check import prove
+from weightstream.errors import OffloadError
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
-from weightstream.runtime import guards, ops
+from weightstream.runtime import guards
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.compiled import Compiled
-from weightstream.runtime.engine import Counters
-from weightstream.runtime.graphs import CAPTURED, Graphs
+from weightstream.runtime.graphs import CAPTURED
 from weightstream.runtime.homes import Homes
-from weightstream.runtime.learned import Lessons
-from weightstream.runtime.learning import ReadWatch
+from weightstream.runtime.installation import Installation
+from weightstream.runtime.learning import Learning
 from weightstream.runtime.marks import kind_of
-from weightstream.runtime.mode import Gate, Mode
-from weightstream.runtime.moves import CodeOverflow
-from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.mode import Mode
 from weightstream.runtime.stats import Stats
-from weightstream.runtime.timeline import Timeline, is_profiled, profiled
+from weightstream.runtime.timeline import is_profiled, profiled
 from weightstream.runtime.values import moved
-from weightstream.runtime.weights import UnitModule, manifest
+from weightstream.runtime.weights import UnitModule
 from weightstream.trace import Trace
-
-logger = logging.getLogger("weightstream")
 
 
 class Streamer:
@@ -65,29 +50,13 @@ class Streamer:
         on_close: Callable[[], None] = lambda: None,
         plan: Plan | None = None,
     ) -> None:
-        self._modules = Attachment(model, units, ops.Session(self))
-        self._homes = homes
-        self._backend = backend
-        self._refinement = Refinement(planner)
-        self._on_close = on_close
-        self._gate = Gate()
-        self._lessons = Lessons()
+        self._modules = Attachment(model, units, self, self._run_step, self._run_unit)
         self._compiled = Compiled(model, blocks)
-        self._graphs = Graphs(backend, lambda: self._binding)
-        self._binding: Binding
-        try:
-            try:
-                self._bind(plan or self._refinement.plan(self._manifest()), Counters(), Timeline(backend))
-            except StoreError:
-                if homes.can_map:
-                    raise
-                self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
-                self._bind(self._refinement.plan(self._manifest()), Counters(), Timeline(backend))
-        except BaseException:
-            self._detach()
-            self._homes.restore()
-            self._close()
-            raise
+        self._installed = Installation(self._modules, self._compiled, homes, backend, planner, on_close)
+        self._learning = Learning(self._installed)
+        self._gate, self._graphs = self._installed.gate, self._installed.graphs
+        self._homes, self._backend = homes, backend
+        self._installed.start(plan)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
 
@@ -97,6 +66,10 @@ class Streamer:
         return self._binding.plan
 
     @property
+    def _binding(self) -> Binding:
+        return self._installed.binding
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._backend.device
@@ -104,7 +77,7 @@ class Streamer:
     @property
     def learned(self) -> bool:
         """Whether a step has taught the order of the weights."""
-        return not self._lessons.watching
+        return not self._learning.watching
 
     @property
     def read_in_place(self) -> tuple[int, ...]:
@@ -168,11 +141,7 @@ class Streamer:
             if self._gate.mode is Mode.HELD:
                 self.unfix()
             if self._gate.mode is not Mode.REMOVED:
-                try:
-                    self._detach()
-                    self._homes.restore()
-                finally:
-                    self._close()
+                self._installed.remove()
 
     def __enter__(self) -> Streamer:
         return self
@@ -185,17 +154,6 @@ class Streamer:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model is a plain model: its streamer is None
 
-    def _close(self) -> None:
-        self._gate.change(Mode.REMOVED)
-        self._graphs.clear()
-        self._modules.session.close()
-        if hasattr(self, "_binding"):
-            self._binding.engine.timeline.close()
-        self._backend.close()
-        self._on_close()
-
-    # -- plans -------------------------------------------------------------------------------------------------------
-
     def switch(self, plan: Plan) -> None:
         """Put another plan of the same units in force, between steps; what does not change its place is not moved.
 
@@ -206,72 +164,7 @@ class Streamer:
             OffloadError: the addresses of weights are held, by an engine or by code that was compiled elsewhere.
             StoreError, torch.OutOfMemoryError: weights cannot be moved. On every error the plan in force stays.
         """
-        prove(plan)
-        if [unit.name for unit in plan.manifest.units][: len(self._modules.units)] != [
-            u.name for u in self._modules.units
-        ]:
-            raise InvariantError("the plan is of other units than the model is attached with")
-        with self._gate.turn, self._gate.lock, torch.inference_mode(False), torch.no_grad():
-            if reason := self._why_not_switched():
-                raise OffloadError(f"the plan cannot change now: {reason}")
-            before, engine = self.plan, self._binding.engine
-            self._detach()
-            try:
-                self._bind(plan, engine.counters, engine.timeline)
-            except BaseException:
-                self._detach()
-                self._bind_again(before, engine.counters, engine.timeline)
-                raise
-
-    def _why_not_switched(self) -> str | None:
-        if self._gate.mode is Mode.HELD:
-            return "the engine that drives the layers holds the addresses of their weights"
-        if self._gate.mode is not Mode.IDLE:
-            return f"the streamer is {self._gate.mode.value}"
-        if self._modules.session.traced and not self._compiled.is_wanted:
-            return "code that torch.compile made of this model holds the addresses of its weights"
-        return None
-
-    def _bind(self, plan: Plan, counters: Counters, timeline: Timeline) -> None:
-        """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
-        try:
-            plan = self._settled(plan)
-            memory = self._backend.alloc(plan.ring_nbytes), self._backend.alloc(plan.buffer_nbytes)
-            self._binding = Binding(plan, memory, self._homes, self._backend, counters, timeline)
-            self._graphs.clear()  # they read other addresses
-            self._modules.attach(plan, self._run_step, self._run_unit, self)
-        except torch.OutOfMemoryError as error:
-            error.add_note(f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it")
-            raise
-
-    def _settled(self, plan: Plan) -> Plan:
-        """The plan that homes have settled to: where a coded weight is larger than estimated, it is made again."""
-        while True:
-            try:
-                self._homes.settle(plan)
-                return plan
-            except CodeOverflow as error:
-                logger.info("%s", error)
-                self._refinement.learn_sizes(error.sizes)
-                plan = self._refinement.plan(plan.manifest.plain())
-
-    def _bind_again(self, plan: Plan, counters: Counters, timeline: Timeline) -> None:
-        """Back to the plan that was in force; where that fails too the model is set free."""
-        try:
-            self._bind(plan, counters, timeline)
-        except BaseException:
-            self._detach()
-            self._homes.restore()
-            self._close()
-            raise
-
-    def _detach(self) -> None:
-        """The modules are plain again and the ring is let go; weights stay where they are."""
-        self._backend.synchronize()
-        self._compiled.drop()
-        self._modules.detach()
-        if hasattr(self, "_binding"):
-            self._binding.close_all()
+        self._installed.switch(plan)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -288,25 +181,25 @@ class Streamer:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
             self._modules.refuse_foreign()
-            mode = Mode.LEARNING if self._lessons.watching else Mode.EAGER
+            mode = Mode.LEARNING if self._learning.watching else Mode.EAGER
             with self._binding.engine.timeline.step(kind_of(args, kwargs)), self._gate.entered(mode):
                 output = self._run_eager(forward, args, kwargs)
             with torch.inference_mode(False), torch.no_grad():
-                self._learn(mode)
+                self._learning.learn(watched=mode is Mode.LEARNING)
             return output
 
     def _run_eager(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._lessons.sequence.clear()
+        self._learning.sequence.clear()
         try:
             with self._gate.lock:
                 self._binding.wake()
                 self._binding.engine.begin_step()
             self._binding.engine.counters.steps += 1
-            with self._watched() if self._gate.mode is Mode.LEARNING else nullcontext():
+            with self._learning.watched() if self._gate.mode is Mode.LEARNING else nullcontext():
                 return forward(*args, **kwargs)
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
-                self._lessons.watching = True  # a weight may have been read outside of its unit: the next step sees it
+                self._learning.watching = True  # a weight may have been read outside of its unit: the next step sees it
             if self._modules.was_replaced():
                 raise OffloadError(
                     "parameters or modules of the model were replaced while it is offloaded: call remove(), "
@@ -359,7 +252,7 @@ class Streamer:
     def _open(self, unit: int) -> None:
         with self._gate.lock:
             self._binding.open(unit)
-            self._lessons.sequence.append(unit)
+            self._learning.sequence.append(unit)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
         binding = self._binding
@@ -374,100 +267,6 @@ class Streamer:
         if self._backend.device.type == "cpu":
             return args, kwargs
         return moved(args, self._backend.device), moved(kwargs, self._backend.device)
-
-    # -- learning ------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
-        binding, lessons = self._binding, self._lessons
-        streamed = {id(face.member.tensor): face for face in binding.faces}
-        shown: dict[int, torch.Tensor] = {}
-
-        def on_read(tensor: torch.Tensor) -> None:
-            face = streamed[id(tensor)]
-            if id(tensor) in shown or binding.is_shown_by_open_unit(tensor):
-                return
-            alias, counters = face.member.spec.alias, binding.engine.counters
-            lessons.outside.setdefault(self._modules.reader(), set()).add(alias)
-            shown[id(tensor)] = face.home
-            face.show(self._homes.read(alias, face.member))
-            counters.fills += 1
-            counters.unplanned_fills += 1
-            counters.filled_nbytes += face.home.nbytes
-
-        def on_early() -> None:
-            for unit in binding.open_units[-1:]:
-                self._modules.hide(unit.index)
-
-        lessons.outside = {}
-        try:
-            watched = [face.member.tensor for face in streamed.values()]
-            with ReadWatch(watched, self._modules.tensors(), on_read, on_early):
-                yield
-        finally:
-            for key in shown:
-                streamed[key].show(shown[key])
-
-    def _learn(self, mode: Mode) -> None:
-        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""
-        lessons, binding = self._lessons, self._binding
-        order = lessons.new_order(self.plan)
-        if mode is Mode.LEARNING:
-            lessons.watching = bool(lessons.outside)
-            for unit in binding.units:
-                binding.look_for_kept(unit)
-        if self._graphs:  # they hold the addresses of this plan
-            return
-        if kept := self._to_keep():
-            self._keep(kept, order)
-        elif order is not None and not lessons.outside:
-            logger.debug("units run in another order than planned: %s", order)
-            self._try_switch(self.plan.reordered(order))
-        elif not lessons.watching and (found := self._refined()) is not None:
-            binding.plan, better = found
-            if better is not None:
-                self._try_switch(better)
-
-    def _refined(self) -> tuple[Plan, Plan | None] | None:
-        engine = self._binding.engine
-        return self._refinement.refine(self.plan, engine.counters.steps, engine.timeline)
-
-    def _to_keep(self) -> frozenset[str]:
-        """Alias groups that steps showed to need bytes of their own, and that were not asked for before."""
-        streamed = (self.plan.manifest.units[unit].aliases() for unit in self._binding.kept)
-        wanted = self._lessons.read_outside | {alias for aliases in streamed for alias in aliases}
-        return frozenset() if wanted <= self._lessons.asked else self._lessons.ask(wanted)
-
-    def _keep(self, kept: frozenset[str], order: tuple[int, ...] | None) -> None:
-        """Plan again with these on the device for good. Where they do not fit, reads are served one by one."""
-        lessons, units = self._lessons, [self._modules.units[unit].name for unit in sorted(self._binding.kept)]
-        if units:
-            logger.warning(
-                "a view of the weights of %s outlived its forward: it shows other weights from the next fill on. "
-                "weightstream gives the unit memory of its own from now on; make the view again",
-                ", ".join(units),
-            )
-        try:
-            plan = self._refinement.replan(self._manifest(), kept)
-        except PlanError as error:
-            if lessons.outside and not lessons.has_told:
-                names = ", ".join(sorted(lessons.read_outside))
-                logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
-                lessons.has_told = True
-            return
-        if lessons.outside:
-            logger.info("weights read outside of their module's forward: %s", lessons.outside)
-        self._try_switch(plan.reordered(order) if order is not None else plan)
-
-    def _try_switch(self, plan: Plan) -> None:
-        """Switch, if that can be; else the plan in force stays."""
-        try:
-            self.switch(plan)
-        except (WeightstreamError, torch.OutOfMemoryError) as error:
-            if self._gate.mode is Mode.REMOVED:
-                raise
-            logger.warning("the plan stays as it is: %s", error)
 
     # -- fixed addresses -----------------------------------------------------------------------------------------------
 
@@ -493,7 +292,7 @@ class Streamer:
 
     def fix(self) -> None:
         """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
-        self._lessons.watching = False
+        self._learning.watching = False
         self._fix(Mode.HELD)
 
     def _fix(self, mode: Mode) -> None:
@@ -525,9 +324,9 @@ class Streamer:
             return "a step is under way"
         if self._backend.capturing():
             return "a capture is under way; enter step() before it"
-        if self._lessons.outside:
-            return f"{', '.join(sorted(self._lessons.read_outside))} are read outside of their module's forward"
-        if self._lessons.watching:
+        if self._learning.outside:
+            return f"{', '.join(self._learning.read_outside)} are read outside of their module's forward"
+        if self._learning.watching:
             return "the order of the weights is not known yet; call the model once first"
         if updated := sorted(self._binding.updated):
             return f"{', '.join(updated)} are updated by the model's own forward"
@@ -551,7 +350,7 @@ class Streamer:
 
     def _is_compiled(self) -> bool:
         """Whether this step runs compiled; says once why not."""
-        if not self._compiled.is_wanted or (self._lessons.watching and not self._lessons.outside):
+        if not self._compiled.is_wanted or (self._learning.watching and not self._learning.outside):
             return False
         reason = self.why_not_fixed()
         if reason is not None:
@@ -614,6 +413,3 @@ class Streamer:
         """Inside an engine's capture, before it ends: make the copies that are due, and join them."""
         with self._gate.lock:
             self._graphs.join()
-
-    def _manifest(self) -> Manifest:
-        return manifest(self._modules.units, {alias: home.group for alias, home in self._homes.homes.items()})

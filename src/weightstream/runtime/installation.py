@@ -1,0 +1,163 @@
+"""A plan in force on a model: homes are settled, units bound to memory, modules surrounded. Changes it for another.
+
+[Note: a change of plan]
+The order that a step taught, weights that were read outside of their unit, measured times: all change the plan through
+`switch`. It happens between steps, with the device idle. The modules are detached and the ring is let go; then homes
+move, those alone whose place or code changes, a ring is made, and units are bound to it. On an error the same way
+leads back to the plan that was in force. The addresses of weights change with the plan, and graphs and compiled code
+hold addresses. So what `compile` made is made again, graphs of `capture` are forgotten (`replay` asks for a new
+capture), and where others hold addresses, an engine or code that they compiled themselves, `switch` refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from weightstream.errors import InvariantError, OffloadError, StoreError
+from weightstream.plan.check import prove
+from weightstream.plan.manifest import Manifest
+from weightstream.plan.plan import Plan
+from weightstream.runtime.attachment import Attachment
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.binding import Binding
+from weightstream.runtime.compiled import Compiled
+from weightstream.runtime.engine import Counters
+from weightstream.runtime.graphs import Graphs
+from weightstream.runtime.homes import Homes
+from weightstream.runtime.mode import Gate, Mode
+from weightstream.runtime.moves import CodeOverflow
+from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.timeline import Timeline
+from weightstream.runtime.weights import manifest
+
+logger = logging.getLogger("weightstream")
+
+
+class Installation:
+    """One plan at a time, from `start` to `remove`. Not thread-safe but for `switch`."""
+
+    def __init__(
+        self,
+        modules: Attachment,
+        compiled: Compiled,
+        homes: Homes,
+        backend: Backend,
+        planner: Callable[[Manifest], Plan],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.binding: Binding
+        self.modules = modules
+        self.compiled = compiled
+        self.homes = homes
+        self.backend = backend
+        self.gate = Gate()
+        self.refinement = Refinement(planner)
+        self.graphs = Graphs(backend, lambda: self.binding)
+        self.counters = Counters()
+        self.timeline = Timeline(backend)
+        self._on_close = on_close
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.binding.plan
+
+    def manifest(self) -> Manifest:
+        """All units and weights, plain, in the order of the modules."""
+        return manifest(self.modules.units, {alias: home.group for alias, home in self.homes.homes.items()})
+
+    def start(self, plan: Plan | None) -> None:
+        """Put the first plan in force, or one that is made now. On an error the model is as it was."""
+        try:
+            try:
+                self._bind(plan or self.refinement.plan(self.manifest()))
+            except StoreError:
+                if self.homes.can_map:
+                    raise
+                self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
+                self._bind(self.refinement.plan(self.manifest()))
+        except BaseException:
+            self.remove()
+            raise
+
+    def switch(self, plan: Plan) -> None:
+        """Put another plan in force, [Note: a change of plan]; errors are those of `Streamer.switch`."""
+        prove(plan)
+        names = [unit.name for unit in self.modules.units]
+        if [unit.name for unit in plan.manifest.units][: len(names)] != names:
+            raise InvariantError("the plan is of other units than the model is attached with")
+        with self.gate.turn, self.gate.lock, torch.inference_mode(False), torch.no_grad():
+            if reason := self._why_not_switched():
+                raise OffloadError(f"the plan cannot change now: {reason}")
+            before = self.plan
+            self._detach()
+            try:
+                self._bind(plan)
+            except BaseException:
+                self._detach()
+                self._bind_again(before)
+                raise
+
+    def _why_not_switched(self) -> str | None:
+        if self.gate.mode is Mode.HELD:
+            return "the engine that drives the layers holds the addresses of their weights"
+        if self.gate.mode is not Mode.IDLE:
+            return f"the streamer is {self.gate.mode.value}"
+        if self.modules.session.traced and not self.compiled.is_wanted:
+            return "code that torch.compile made of this model holds the addresses of its weights"
+        return None
+
+    def _bind(self, plan: Plan) -> None:
+        """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
+        try:
+            plan = self._settled(plan)
+            memory = self.backend.alloc(plan.ring_nbytes), self.backend.alloc(plan.buffer_nbytes)
+            self.binding = Binding(plan, memory, self.homes, self.backend, self.counters, self.timeline)
+            self.graphs.clear()  # they read other addresses
+            self.modules.attach(plan)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it")
+            raise
+
+    def _settled(self, plan: Plan) -> Plan:
+        """The plan that homes have settled to: where a coded weight is larger than estimated, it is made again."""
+        while True:
+            try:
+                self.homes.settle(plan)
+                return plan
+            except CodeOverflow as error:
+                logger.info("%s", error)
+                self.refinement.learn_sizes(error.sizes)
+                plan = self.refinement.plan(plan.manifest.plain())
+
+    def _bind_again(self, plan: Plan) -> None:
+        """Back to the plan that was in force; where that fails too the model is set free."""
+        try:
+            self._bind(plan)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _detach(self) -> None:
+        """The modules are plain again and the ring is let go; weights stay where they are."""
+        self.backend.synchronize()
+        self.compiled.drop()
+        self.modules.detach()
+        if hasattr(self, "binding"):
+            self.binding.close_all()
+
+    def remove(self) -> None:
+        """The model is plain again, and every weight where it was."""
+        try:
+            self._detach()
+            self.homes.restore()
+        finally:
+            self.gate.change(Mode.REMOVED)
+            self.graphs.clear()
+            self.modules.session.close()
+            self.timeline.close()
+            self.backend.close()
+            self._on_close()
