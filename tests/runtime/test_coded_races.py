@@ -22,7 +22,7 @@ from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime import binding as binding_module
 from weightstream.runtime import graphs as graphs_module
-from weightstream.runtime import streamer as streamer_module
+from weightstream.runtime import installation as installation_module
 from weightstream.runtime.binding import Binding
 from wrapped import ClockBackend, Delay, Poison, QueueBackend
 
@@ -123,7 +123,7 @@ def use(monkeypatch: pytest.MonkeyPatch, binding_class: type[Any]) -> None:
                 self._backend.read(self._copies[unit])
             super().decode(unit)
 
-    monkeypatch.setattr(streamer_module, "Binding", Told)
+    monkeypatch.setattr(installation_module, "Binding", Told)
 
 
 @pytest.mark.parametrize("nested", [False, True])
