@@ -152,7 +152,7 @@ class Rig:
                 assert torch.equal(data[:NBYTES], wanted), alias
         for alias, home in self.homes.homes.items():
             plain = torch.empty(NBYTES, dtype=torch.uint8)
-            self.homes.plain_into(home, plain)
+            home.source.plain_into(plain)
             assert torch.equal(plain, self.expected[alias].view(-1).view(torch.uint8)), alias
 
     def assert_places(self, plan: Plan) -> None:

@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -38,11 +36,10 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.backend import Backend, Side, owners
 from weightstream.runtime.engine import Counters, Engine, State
-from weightstream.runtime.faces import Face, UnitFaces, noticed
+from weightstream.runtime.faces import Bound, Face, UnitFaces, noticed
 from weightstream.runtime.homes import Homes, UnitCopies
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.timeline import Timeline
-from weightstream.runtime.values import tensors_in
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -56,34 +53,6 @@ def _unseen(method: _Method) -> _Method:
             return method(*args, **kwargs)
 
     return cast(_Method, quietly)
-
-
-@dataclass(eq=False, slots=True)
-class Bound:
-    """A unit bound to memory.
-
-    `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
-    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its
-    decoded weights are in use at fixed addresses; `borrowed` are views of memory that it has until it closes.
-    """
-
-    index: int
-    streams: bool
-    faces: UnitFaces
-    storages: tuple[tuple[torch.UntypedStorage, int], ...]
-    coded: frozenset[str]
-    decode: Callable[[], None]
-    has_buffers: bool
-    opened: int = 0
-    in_buffer: int = 0
-    borrowed: UnitFaces | None = None
-
-    def num_views(self) -> int:
-        """How many tensors of the model, and of whoever else, show the bytes."""
-        found = 0
-        for storage, least in self.storages:
-            found += owners(storage) - least
-        return found
 
 
 class Binding:
@@ -199,7 +168,7 @@ class Binding:
                 self._stale(updated)
             # before the release: the copies are to be read before the next fill
             has_views = unit.borrowed is not None or unit.num_views() > 0
-            return has_views and self._own_outputs(output, shown)
+            return has_views and shown.own(output)
         finally:
             if has_views and unit.borrowed is None and not watched:
                 self.look_for_kept(unit)
@@ -224,16 +193,6 @@ class Binding:
             return True
         others = (o for o in self.open_units if o is not unit and o.borrowed is None)
         return bool(unit.coded) and any(other.coded for other in others)
-
-    def _own_outputs(self, output: object, shown: UnitFaces) -> bool:
-        """Give outputs that are views of these weights memory of their own; whether there were any."""
-        ours, found = {face.ring.untyped_storage().data_ptr() for face in shown.faces}, False
-        for tensor in tensors_in(output):
-            with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
-                if tensor.untyped_storage().data_ptr() in ours:
-                    tensor.data = tensor.data.clone()
-                    found = True
-        return found
 
     # -- units at fixed addresses ------------------------------------------------------------------------------------
 
@@ -307,7 +266,7 @@ class Binding:
         """Give outputs of the unit that are views of its weights memory of their own: the next fill overwrites it."""
         unit = self.units[index]
         if unit.num_views() > len(unit.faces.faces):
-            self._own_outputs(output, unit.faces)
+            unit.faces.own(output)
 
     def abandon(self) -> None:
         """Release what an error kept from being released."""
@@ -357,11 +316,10 @@ class Binding:
         places |= {alias: (decoded, at) for alias, at in in_buffer.items()}
         for alias, (memory, offset) in places.items():
             home = self._homes.homes[alias]
-            alone = len(home.group.members) == 1
             for member in home.group.members:
                 if member.spec.name in mine:
                     ring, shown = member.view(memory, offset), member.view(home.group.home, 0)
-                    faces.append(Face(member=member, source=home, unit=index, home=shown, ring=ring, alone=alone))
+                    faces.append(Face(member=member, source=home, unit=index, home=shown, ring=ring))
         return UnitFaces(faces)
 
     def _decoding(self, index: int) -> Callable[[], None]:
@@ -383,7 +341,7 @@ class Binding:
             if plain and self._backend.capturing():
                 raise OffloadError(f"{plain[0][0].group.alias} was updated since it was coded: offload the model again")
             for home, out in plain:
-                self._homes.plain_into(home, out)
+                home.source.plain_into(out)
             if run is not None:
                 run()
 
@@ -399,7 +357,7 @@ class Binding:
             buffer = self._backend.alloc(max(spans, default=0))
             for alias, offset in (plan.streamed(index) | decoded).items():
                 home, target = self._homes.homes[alias], buffer if alias in decoded else memory
-                self._homes.plain_into(home, target[offset : offset + home.group.nbytes])
+                home.source.plain_into(target[offset : offset + home.group.nbytes])
             self.engine.counters.count(plan.unit_nbytes[index], planned=False)
             return self._unit_faces(index, memory, buffer)
 

@@ -11,6 +11,7 @@ shows its home is guarded: it remembers that, and from then on counts as updated
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.errors import OffloadError
 from weightstream.runtime import parameter
+from weightstream.runtime.backend import owners
 from weightstream.runtime.leaves import Role, Shell
 from weightstream.runtime.moves import Home
 from weightstream.runtime.parameter import Access
+from weightstream.runtime.values import tensors_in
 from weightstream.runtime.weights import Member, span
 
 _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
@@ -40,7 +43,6 @@ class Face:
     unit: int
     home: torch.Tensor
     ring: torch.Tensor
-    alone: bool  # no other tensor views the bytes
     tensor: torch.Tensor = field(init=False)
     on_access: Callable[[Access], None] = field(init=False)
     home_at: int = field(init=False)
@@ -131,8 +133,9 @@ class Face:
 
     def _fits(self, data: torch.Tensor) -> bool:
         """Whether data of this layout can take the place: the same layout, or nobody else's bytes are among these."""
+        is_alone = len(self.source.group.members) == 1
         return data.stride() == self.home.stride() or (
-            self.alone and span(data.shape, data.stride()) * data.element_size() <= self.member.spec.nbytes
+            is_alone and span(data.shape, data.stride()) * data.element_size() <= self.member.spec.nbytes
         )
 
 
@@ -169,6 +172,16 @@ class UnitFaces:
             for shell in self._shells:
                 shell.follow()
 
+    def own(self, output: object) -> bool:
+        """Give outputs that are views of these weights memory of their own; whether there were any."""
+        ours, found = {face.ring.untyped_storage().data_ptr() for face in self.faces}, False
+        for tensor in tensors_in(output):
+            with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
+                if tensor.untyped_storage().data_ptr() in ours:
+                    tensor.data = tensor.data.clone()
+                    found = True
+        return found
+
 
 def noticed(faces: Iterable[Face]) -> list[Face]:
     """Those whose homes may have been written to since the versions agreed, or show data that somebody assigned."""
@@ -180,3 +193,31 @@ def noticed(faces: Iterable[Face]) -> list[Face]:
         or face.tensor._version != face.version
         or face.tensor.data_ptr() != face.home_at
     ]
+
+
+@dataclass(eq=False, slots=True)
+class Bound:
+    """A unit bound to memory.
+
+    `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
+    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its
+    decoded weights are in use at fixed addresses; `borrowed` are views of memory that it has until it closes.
+    """
+
+    index: int
+    streams: bool
+    faces: UnitFaces
+    storages: tuple[tuple[torch.UntypedStorage, int], ...]
+    coded: frozenset[str]
+    decode: Callable[[], None]
+    has_buffers: bool
+    opened: int = 0
+    in_buffer: int = 0
+    borrowed: UnitFaces | None = None
+
+    def num_views(self) -> int:
+        """How many tensors of the model, and of whoever else, show the bytes."""
+        found = 0
+        for storage, least in self.storages:
+            found += owners(storage) - least
+        return found

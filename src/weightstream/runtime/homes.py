@@ -9,7 +9,7 @@ on disk or in the page cache. Where bytes are, and how they are copied from ther
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -284,10 +284,6 @@ class Homes:
         is_paged = self._pages is not None and home.file is not None
         return home.tier is Tier.HOST and (isinstance(home.source, Pinned) or is_paged or not self._moves.pins)
 
-    def plain_into(self, home: Home, target: torch.Tensor) -> None:
-        """Copy the plain bytes of a group; what was not read yet is not decoded on the host for it."""
-        home.source.plain_into(target)
-
     def _hold_pages(self, plan: Plan) -> None:
         """Bring what stays in files into the page cache, in the order of need, and let copies start there."""
         if self._pages is None:
@@ -360,19 +356,18 @@ class Homes:
 
     def guard(self) -> None:
         """Between steps nobody writes to pages of a file, which the device may not: they get memory of their own."""
-        for home in self._read_only():
-            for member in home.group.members:
-                parameter.guard(member.tensor, member.kind, partial(self._make_writable, home))
+        for home, member in self._read_only():
+            parameter.guard(member.tensor, member.kind, partial(self._make_writable, home))
 
     def unguard(self) -> None:
-        for home in self._read_only():
-            for member in home.group.members:
-                parameter.unguard(member.tensor, member.kind)
+        for _, member in self._read_only():
+            parameter.unguard(member.tensor, member.kind)
 
-    def _read_only(self) -> list[Home]:
-        mapped = () if self.plan is None else self.plan.mapped
-        homes = (self.homes[alias] for alias in mapped)
-        return [h for h in homes if isinstance(h.source, ZeroCopy) and h.source.is_read_only]
+    def _read_only(self) -> Iterator[tuple[Home, Member]]:
+        for alias in () if self.plan is None else self.plan.mapped:
+            home = self.homes[alias]
+            if isinstance(home.source, ZeroCopy) and home.source.is_read_only:
+                yield from ((home, member) for member in home.group.members)
 
     def _make_writable(self, home: Home, access: Access) -> None:
         if access is Access.READ:

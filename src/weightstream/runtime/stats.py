@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from weightstream.runtime.installation import Installation
 from weightstream.runtime.timeline import UnitTimes
 
 
@@ -32,3 +33,18 @@ class Stats:
     predicted_step_s: float
     step_s: float | None
     units: tuple[UnitTimes, ...]
+
+
+def stats_of(installed: Installation) -> Stats:
+    """The statistics as of now."""
+    held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
+    held["device"] += sum(memory.numel() for memory in installed.binding.memory)
+    return Stats(
+        **asdict(installed.counters),
+        stall_s=installed.timeline.stall_s,
+        held_nbytes=held,
+        model_nbytes=plan.manifest.decoded_nbytes,
+        predicted_step_s=plan.step_s,
+        step_s=measured.step_s if measured else None,
+        units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ from weightstream.runtime.installation import Installation
 from weightstream.runtime.learning import Learning
 from weightstream.runtime.marks import kind_of
 from weightstream.runtime.mode import Mode
-from weightstream.runtime.stats import Stats
+from weightstream.runtime.stats import Stats, stats_of
 from weightstream.runtime.timeline import is_profiled, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
@@ -87,18 +86,7 @@ class Streamer:
 
     def stats(self) -> Stats:
         """Counters and bytes held, as of now. Cheap; does not wait for the device."""
-        held, engine = self._homes.held_nbytes(), self._binding.engine
-        held["device"] += sum(memory.numel() for memory in self._binding.memory)
-        measured = engine.timeline.measured()
-        return Stats(
-            **asdict(engine.counters),
-            stall_s=engine.timeline.stall_s,
-            held_nbytes=held,
-            model_nbytes=self.plan.manifest.decoded_nbytes,
-            predicted_step_s=self.plan.step_s,
-            step_s=measured.step_s if measured else None,
-            units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
-        )
+        return stats_of(self._installed)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -191,11 +179,9 @@ class Streamer:
     def _run_eager(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._learning.sequence.clear()
         try:
-            with self._gate.lock:
-                self._binding.wake()
+            with self._awake(), self._learning.watched() if self._gate.mode is Mode.LEARNING else nullcontext():
                 self._binding.engine.begin_step()
-            self._binding.engine.counters.steps += 1
-            with self._learning.watched() if self._gate.mode is Mode.LEARNING else nullcontext():
+                self._binding.engine.counters.steps += 1
                 return forward(*args, **kwargs)
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
@@ -206,6 +192,14 @@ class Streamer:
                     "change it, and offload again"
                 ) from error
             raise
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Inside, units may open; updates that were made outside are seen at the entry."""
+        try:
+            with self._gate.lock:
+                self._binding.wake()
+            yield
         finally:
             with self._gate.lock:
                 self._binding.rest()
@@ -220,19 +214,10 @@ class Streamer:
             if self._gate.is_fixed:
                 return self._run_opened(unit, forward, args, kwargs)
             args, kwargs = self._placed(args, kwargs)
-            with self._gate.entered(Mode.EAGER):  # a unit that is called alone is a step of its own
-                return self._run_alone(unit, forward, args, kwargs)
-
-    def _run_alone(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            with self._gate.lock:
-                self._binding.wake()
+            with self._gate.entered(Mode.EAGER), self._awake():  # a unit that is called alone is a step of its own
                 if self._binding.engine.is_behind(unit):
                     self._binding.engine.begin_step()
-            return self._run_opened(unit, forward, args, kwargs)
-        finally:
-            with self._gate.lock:
-                self._binding.rest()
+                return self._run_opened(unit, forward, args, kwargs)
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
