@@ -255,3 +255,58 @@ def test_public_names_are_sorted_and_said_once() -> None:
     )
     assert names == sorted(set(names))
     assert {"offload", "from_pretrained", "Plan", "Streamer", "OffloadConfig", "WeightstreamError"} <= set(names)
+
+
+# -- sizes: what a reader can hold -------------------------------------------------------------------------------------
+
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_FIELDS = 400, 50, 12
+KERNELS = {"codec/kernels.py"}  # written out for the compiler
+
+
+def code_lines(path: Path, node: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring, blank lines and comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    told = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno - 1
+    assert told is not None and node.end_lineno is not None
+    head = lines[node.lineno - 1 : node.body[0].lineno - 1] if ast.get_docstring(node) else []
+    body = lines[told : node.end_lineno]
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in head + body)
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    """Frozen dataclasses, and the settings, which pydantic freezes."""
+    frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return frozen or any(ast.unparse(base) in ("_Settings", "BaseModel") for base in node.bases)
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """What instances hold: fields of the class, and what methods assign to `self`."""
+    found = {s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+    found -= {
+        s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" in ast.unparse(s.annotation)
+    }
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            if isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                found.add(inner.attr)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_files_functions_and_classes_stay_small(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef) and relative(path) not in KERNELS:
+            assert code_lines(path, node) <= MOST_FUNCTION_LINES, node.name
+        if isinstance(node, ast.ClassDef) and not is_frozen(node):
+            assert len(fields(node)) <= MOST_FIELDS, (node.name, sorted(fields(node)))
+
+
+def test_sizes_are_counted() -> None:
+    source = "class A:\n    a: int\n    c: ClassVar[int] = 1\n    def f(self):\n        self.b = self.x = 1\n"
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.ClassDef)
+    assert fields(node) == {"a", "b", "x"}
+    engine = SOURCE / "runtime" / "engine.py"
+    fills = [n for n in ast.walk(tree(engine)) if isinstance(n, ast.FunctionDef) and n.name == "forget"]
+    assert code_lines(engine, fills[0]) == 4

@@ -107,11 +107,11 @@ class Homes:
         On an error all goes back to the plan before, and if that fails too to where it came from. Raises `StoreError`
         before anything moves where weights cannot be on disk, and `CodeOverflow` once all are in place.
         """
-        if self.plan is not None and _places(plan) == _places(self.plan):  # the same, maybe in another order
-            self.plan = plan
-            return
         goal, self._moves.too_large = Goal(plan), {}
         self._see_writes()
+        if self.plan is not None and goal.is_settled_by(self.plan):  # it has another order alone
+            self.plan = plan
+            return
         self._refuse(goal)
         try:
             self._place(goal)
@@ -377,11 +377,6 @@ class Homes:
                 parameter.unguard(member.tensor, member.kind)
             self._moves.make_writable(home)
             self.sources_changed = True
-
-
-def _places(plan: Plan) -> tuple[object, ...]:
-    """What tells where weights are in force of a plan, and in what form."""
-    return plan.resident, plan.mapped, plan.disk, plan.manifest.units
 
 
 class UnitCopies:

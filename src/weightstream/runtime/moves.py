@@ -160,6 +160,12 @@ class Goal:
         """Of the code of a group; 0: plain."""
         return self.coded[alias].bits if alias in self.coded else 0
 
+    def is_settled_by(self, other: Plan) -> bool:
+        """Whether another plan has all weights in the same places and forms."""
+        plan = self.plan
+        same_places = (plan.resident, plan.mapped, plan.disk) == (other.resident, other.mapped, other.disk)
+        return same_places and plan.manifest.units == other.manifest.units
+
 
 class Moves:
     """What moves homes on one backend."""
