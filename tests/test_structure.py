@@ -266,11 +266,10 @@ KERNELS = {"codec/kernels.py"}  # written out for the compiler
 def code_lines(path: Path, node: ast.FunctionDef) -> int:
     """Lines of a function without its docstring, blank lines and comments."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    told = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno - 1
-    assert told is not None and node.end_lineno is not None
-    head = lines[node.lineno - 1 : node.body[0].lineno - 1] if ast.get_docstring(node) else []
-    body = lines[told : node.end_lineno]
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in head + body)
+    told = node.body[0] if ast.get_docstring(node) else None
+    docstring = range(told.lineno, (told.end_lineno or 0) + 1) if told else range(0)
+    numbers = (n for n in range(node.lineno, (node.end_lineno or 0) + 1) if n not in docstring)
+    return sum(bool(lines[n - 1].strip()) and not lines[n - 1].strip().startswith("#") for n in numbers)
 
 
 def is_frozen(node: ast.ClassDef) -> bool:
@@ -281,15 +280,10 @@ def is_frozen(node: ast.ClassDef) -> bool:
 
 def fields(node: ast.ClassDef) -> set[str]:
     """What instances hold: fields of the class, and what methods assign to `self`."""
-    found = {s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
-    found -= {
-        s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" in ast.unparse(s.annotation)
-    }
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-            if isinstance(inner.value, ast.Name) and inner.value.id == "self":
-                found.add(inner.attr)
-    return found
+    named = [s for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" not in ast.unparse(s.annotation)]
+    assigned = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    found = {s.target.id for s in named if isinstance(s.target, ast.Name)}
+    return found | {n.attr for n in assigned if ast.unparse(n.value) == "self"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
