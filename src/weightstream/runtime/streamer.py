@@ -38,12 +38,11 @@ from weightstream.runtime.graphs import CAPTURED, Graphs
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.learned import Lessons
 from weightstream.runtime.learning import ReadWatch
-from weightstream.runtime.marks import kind_of
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.moves import CodeOverflow
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stats import Stats
-from weightstream.runtime.timeline import Timeline, is_profiled, profiled
+from weightstream.runtime.timeline import Timeline, is_profiled, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule, manifest
 from weightstream.trace import Trace
