@@ -5,37 +5,31 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import typer
 from annotated_types import Ge
-from pydantic.fields import FieldInfo
 
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import UnsupportedError
 
-_ON_REQUEST = ("batch", "context", "tokens")
-_CLASSIC = "Classic flags, instead of a budget"
-
-
-class Chosen(NamedTuple):
-    """The model that a command is about, and how to load it: settings, `device`, `dtype`, `trust_remote_code`."""
-
-    model: str
-    config: OffloadConfig
-    options: dict[str, Any]
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        """The keywords of `from_pretrained` and `plan_model` that this stands for."""
-        return {"config": self.config, **self.options}
-
-
-def switch(flag: str, text: str) -> Any:
-    """An option that is on or off and has no opposite."""
-    return typer.Option(flag, help=text)
+Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+_Dtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    typer.Option(help="Of the weights; auto is the checkpoint's own."),
+]
+_File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")]
+_LOADING = MappingProxyType(  # beside the settings: annotation and default
+    {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
+)
+_READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
 
 
 def require(package: str, extra: str, what: str) -> Any:
@@ -47,62 +41,42 @@ def require(package: str, extra: str, what: str) -> Any:
         raise UnsupportedError(f"{what} needs the package {error.name}: {remedy}") from error
 
 
-def takes_model(*on_request: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make `command(chosen, *, own options)` take MODEL and all settings; of `_ON_REQUEST`, those that are named."""
-    left_out = set(_ON_REQUEST) - set(on_request)
-    model, *loading = inspect.signature(_loading, eval_str=True).parameters.values()
-    shared = [*loading, *(setting for setting in _settings() if setting.name not in left_out)]
+def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make `command(model, loading, *, own options)` take MODEL and all settings but those `left_out`.
+
+    `loading` are the keywords of `from_pretrained` and `plan_model`: `config`, `device`, `dtype`, `trust_remote_code`.
+    """
+    settings = {name: kind for name, kind in _settings().items() if name not in left_out}
+    shared = {**_LOADING, "config": (_File, None), **{name: (kind, None) for name, kind in settings.items()}}
+    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=d, annotation=kind) for name, (kind, d) in shared.items()]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        signature = inspect.signature(command, eval_str=True)
+        model, _, *own = signature.parameters.values()
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
-            rest = {p.name: values.pop(p.name) for p in own}
-            command(_chosen(values), **rest)
+        def run(model: str, config: Path | None, **values: Any) -> None:
+            loading = {name: values.pop(name) for name in _LOADING}
+            given = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
+            loading["config"] = (
+                OffloadConfig.from_toml(config, **given) if config else OffloadConfig.from_kwargs(**given)
+            )
+            command(model, loading, **values)
 
-        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (model, *own, *shared)]
-        run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=[model, *own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 
     return decorate
 
 
-def _chosen(values: dict[str, Any]) -> Chosen:
-    model, file = values.pop("model"), values.pop("config")
-    options = {name: values.pop(name) for name in ("device", "dtype", "trust_remote_code")}
-    given = {name: value for name, value in values.items() if value not in (None, [])}
-    config = OffloadConfig.from_toml(file, **given) if file else OffloadConfig.from_kwargs(**given)
-    return Chosen(model, config, options)
-
-
-def _flag(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
-    """The option of a setting; None where it is not given. What is wrong with its value, the configuration says."""
-    kinds: dict[Any, Any] = {frozenset[str]: list[str], int | str | None: str}  # as typer can read them
-    least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
-    option = typer.Option(help=field.description, rich_help_panel=panel, min=least)
-    kind: Any = kinds.get(field.annotation, field.annotation)
-    kind = Annotated[kind | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-
-
-def _settings() -> Iterator[inspect.Parameter]:
-    """An option for each setting that has a description."""
-    classic = PrefetchOffloadConfig.model_fields | UVAOffloadConfig.model_fields
+def _settings() -> dict[str, Any]:
+    """The option of each setting that has a description, as an annotation; the configuration judges the value."""
+    classic, options = PrefetchOffloadConfig.model_fields | UVAOffloadConfig.model_fields, {}
     for name, field in (OffloadConfig.model_fields | classic).items():
         if field.description:
-            yield _flag(name, field, _CLASSIC if name in (*classic, "offload_backend") else None)
-
-
-def _loading(
-    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")],
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        typer.Option(help="Of the weights; auto is the checkpoint's own."),
-    ] = "auto",
-    trust_remote_code: Annotated[bool, switch("--trust-remote-code", "Run code that the checkpoint brings.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")] = None,
-) -> None:
-    """Never called: its signature is what every command shares beside the settings."""
+            least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+            panel = "Classic flags, instead of a budget" if name in {*classic, "offload_backend"} else None
+            option = typer.Option(help=field.description, rich_help_panel=panel, min=least)
+            options[name] = Annotated[_READ_AS.get(field.annotation, field.annotation) | None, option]
+    return options

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +11,8 @@ import typer
 from rich.text import Text
 
 from weightstream.cli import report
-from weightstream.cli.options import Chosen, require, switch, takes_model
-from weightstream.cli.screen import LABEL, new_figure, print_labelled, save_figure, screen, write
+from weightstream.cli.options import AsJson, Model, require, takes_model
+from weightstream.cli.screen import LABEL, figure, grid, print_labelled, screen, write
 from weightstream.plan.amounts import human, milliseconds, rate
 
 if TYPE_CHECKING:
@@ -28,32 +25,20 @@ _GIB = 2**30
 _BAR, _CODE = 18, 7  # columns of a table
 _BUDGETS = 20
 _LESS = 0.98  # a smaller budget that is worth a word
-_LOG = 20  # from this ratio on, step times are drawn on a logarithmic axis
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nothing here becomes garbage, and to look for it, now or when the process ends, takes a quarter of the time."""
-    gc.disable()
-    atexit.register(gc.freeze)
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@takes_model("batch", "context", "tokens")
-@_uncollected()
+@takes_model()
 def plan(
-    chosen: Chosen,
+    model: Model,
+    loading: dict[str, Any],
     *,
     profile: Annotated[
         Path | None, typer.Option(help="Predict for the machine in this file, from `weightstream doctor --save`.")
     ] = None,
-    sweep: Annotated[bool, switch("--sweep", "Also show the step time at other budgets.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
-    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
@@ -63,19 +48,18 @@ def plan(
         require("matplotlib", "plot", "--plot")
     from weightstream.front import prospect
 
-    options = {**chosen.loading, "profile": profile}
-    ahead = prospect(chosen.model, options.pop("config"), **options)
+    ahead = prospect(model, profile=profile, **loading)
     planned = ahead.plan()[1]
     plans = _swept(ahead, planned) if sweep or plot is not None else []
     if save is not None:
         write("--save", save, planned.to_json())
     if plot is not None:
-        draw(chosen.model, planned, plans, plot)
+        draw(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        typer.echo(json.dumps({"model": chosen.model, **facts(ahead, planned), **swept}))
+        typer.echo(json.dumps({"model": model, **facts(ahead, planned), **swept}))
         return
-    show(chosen.model, planned, advice(ahead, planned))
+    show(model, planned, advice(ahead, planned))
     if sweep:
         screen().print("\nstep time over budget", style="bold")
         screen().print(_sweep_table(planned, plans))
@@ -144,7 +128,7 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
     coded = any(plan.manifest.codes for plan in plans)
     headings = ("", "budget GiB", "resident GiB", "ring GiB", *["code"] * coded, "step ms", "tokens/s", "limit", "")
-    table, bar = report.grid(*headings, align_left=("", "limit")), _BAR - _CODE * coded
+    table, bar = grid(*headings, align_left=("", "limit")), _BAR - _CODE * coded
     slowest = max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
@@ -180,25 +164,16 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
 
 def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
     """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
-    budgets, steps = [_budget(plan) / _GIB for plan in plans], [plan.step_s for plan in plans]
-    image, axes = new_figure()
-    for name, times, style in (
-        ("predicted step", steps, {"color": "#1f4e9e", "marker": ".", "linewidth": 3}),
-        ("link busy", [plan.copy_s for plan in plans], {"color": "#f4a340", "linestyle": "--"}),
-        ("compute busy", [plan.compute_s for plan in plans], {"color": "#3a7d44", "linestyle": ":"}),
-    ):
-        axes.plot(budgets, [1e3 * s if s else float("nan") for s in times], label=name, **style)
-    name = f"this plan: {_budget(planned) / _GIB:.2f} GiB, {milliseconds(planned.step_s)}"
-    axes.plot(_budget(planned) / _GIB, 1e3 * planned.step_s, "o", color="#c1121f", markersize=9, label=name)
-    if max(steps) > _LOG * min(steps) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:,g}")
-    else:
-        axes.set_ylim(bottom=0)
-    title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
-    title += f", {planned.workload}" if planned.workload else ""
-    axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(image, path)
+    budgets = [_budget(plan) / _GIB for plan in plans]
+    with figure(path, height=4.5) as axes:
+        axes.plot(budgets, [1e3 * plan.step_s for plan in plans], ".-", linewidth=3, label="predicted step")
+        axes.plot(budgets, [1e3 * plan.copy_s for plan in plans], "--", label="link busy")
+        axes.plot(budgets, [1e3 * plan.compute_s for plan in plans], ":", label="compute busy")
+        own = f"this plan: {_budget(planned) / _GIB:.2f} GiB, {milliseconds(planned.step_s)}"
+        axes.plot(_budget(planned) / _GIB, 1e3 * planned.step_s, "o", markersize=9, label=own)
+        title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
+        title += f", {planned.workload}" if planned.workload else ""
+        axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
+        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from weightstream.cli.screen import grid
 from weightstream.plan.amounts import human, short
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
@@ -20,15 +21,6 @@ _FILLS = (
     *(("█", "blue"), ("▓", "magenta"), ("▚", "green")),
     *(("▒", "cyan"), ("░", "yellow"), ("·", "bright_black")),
 )
-
-
-def grid(*headings: str, align_left: Container[str]) -> Table:
-    """A table without rows; columns of numbers to the right."""
-    shown = Table()
-    for heading in headings:
-        is_left = heading in align_left
-        shown.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
-    return shown
 
 
 def table(plan: Plan) -> Table:

@@ -1,4 +1,4 @@
-"""`weightstream run`: generates text while the model's weights stream, then says what that took."""
+"""`weightstream run` and `trace`: generate text while the model's weights stream, and say what that took, and when."""
 
 from __future__ import annotations
 
@@ -6,50 +6,59 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from weightstream.cli.options import Chosen, require, switch, takes_model
-from weightstream.cli.screen import print_labelled
+from weightstream.cli.options import AsJson, Model, require, takes_model
+from weightstream.cli.screen import grid, print_labelled, screen
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds
 
 if TYPE_CHECKING:
     import torch
+    from rich.status import Status
+    from rich.table import Table
 
     from weightstream.adapters.decoder import Decoding
     from weightstream.runtime.streamer import Streamer
+    from weightstream.trace import Span, SpanKind, Trace
 
 DEFAULT_PROMPT = "The sky is blue because"
+_MOST_WAITS = 5
+_GIB = 2**30
 
 
-@takes_model("context")
+@takes_model("batch", "tokens")
 def run(
-    chosen: Chosen,
+    model: Model,
+    loading: dict[str, Any],
     *,
     prompt: Annotated[str | None, typer.Option(help="What to go on from. Read from a pipe if there is one.")] = None,
-    chat: Annotated[bool, switch("--chat", "Give the prompt as a user's message in a chat.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message in a chat.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    verify: Annotated[bool, switch("--verify", "Generate without offloading too, and compare the tokens.")] = False,
-    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Generate without offloading too, and compare the tokens.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Generate text with MODEL, greedily, while its weights stream through the device."""
     from weightstream.measure.comparison import first_difference
 
-    session = Session(chosen.model, chosen.options["trust_remote_code"])
+    session = Session(model, loading["trust_remote_code"])
     inputs = session.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
-    config = chosen.config
-    if config.context is None:
-        config = config.model_copy(update={"context": inputs["input_ids"].shape[1] + max_new_tokens})
-    session.load(progress=sys.stderr.isatty() and not as_json, **chosen.loading | {"config": config})
+    if loading["config"].context is None:
+        context = inputs["input_ids"].shape[1] + max_new_tokens
+        loading["config"] = loading["config"].model_copy(update={"context": context})
+    session.load(progress=sys.stderr.isatty() and not as_json, **loading)
     predicted = milliseconds(session.streamer.plan.step_s)
     text = f"waiting for the first token; a step is predicted to take {predicted}"
     with Console(stderr=True, quiet=as_json).status(text) as status:
-        tokens = session.generate(inputs, max_new_tokens, show=not as_json, on_token=status.stop)
+        tokens = session.generate(inputs, max_new_tokens, None if as_json else status)
     found = session.report(inputs, tokens)
     if not as_json:
         print_labelled(_lines(found, tokens))
@@ -65,17 +74,18 @@ def run(
 class Tokens:
     """The tokens that `generate` makes, and the time of each; `text`, a transformers streamer, gets them too."""
 
-    def __init__(self, text: Any = None, on_token: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, text: Any, status: Status | None) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
         self.decoding: Decoding | None = None  # set at the end
         self._text = text
-        self._on_token = on_token
+        self._status = status  # shown until the first token
 
     def put(self, ids: torch.Tensor) -> None:
         if self.times:  # the first call brings the prompt
             self.ids += ids.flatten().tolist()
-            self._on_token()
+            if self._status:
+                self._status.stop()
         self.times.append(time.perf_counter())
         if self._text:
             self._text.put(ids)
@@ -83,6 +93,9 @@ class Tokens:
     def end(self) -> None:
         if self._text:
             self._text.end()
+
+    def set_decoding(self, decoding: Decoding) -> None:
+        self.decoding = decoding
 
     @property
     def per_second(self) -> float:
@@ -154,24 +167,22 @@ class Session:
         if not self.model.can_generate():
             raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
 
-    def generate(
-        self,
-        inputs: dict[str, torch.Tensor],
-        max_new_tokens: int,
-        *,
-        show: bool = False,
-        on_token: Callable[[], None] = lambda: None,
-    ) -> Tokens:
+    def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, status: Status | None = None) -> Tokens:
+        """Generate greedily; with a `status`, show the text once that is over."""
         from transformers import TextStreamer
 
         from weightstream.adapters.generation import generate
 
-        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
-        tokens = Tokens(text, on_token)
-        placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "streamer": tokens}
-        generate(self.model, **placed, **options, on_decoding=partial(setattr, tokens, "decoding"))
+        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if status else None
+        tokens = Tokens(text, status)
+        options = self.greedy(inputs) | {"max_new_tokens": max_new_tokens, "streamer": tokens}
+        generate(self.model, **options, on_decoding=tokens.set_decoding)
         return tokens
+
+    def greedy(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The arguments of `generate`: the inputs on the device, and no sampling."""
+        placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
+        return {**placed, "do_sample": False, "num_beams": 1}
 
     def plain(self, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> list[int]:
         """The tokens of the same model without offloading, which it leaves for good."""
@@ -205,3 +216,75 @@ class Session:
 
 def _piped() -> str:
     return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
+
+
+@takes_model("batch", "tokens")
+def trace(
+    model: Model,
+    loading: dict[str, Any],
+    *,
+    out: Annotated[Path, typer.Option(help="Write the trace here.")] = Path("trace.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, one a step, behind the prompt's step.")] = 4,
+    prompt: Annotated[str, typer.Option(help="What to go on from.")] = DEFAULT_PROMPT,
+) -> None:
+    """Record when each of MODEL's units is copied, waited for and computed, while it reads a prompt and decodes.
+
+    Opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute and one for copies. The
+    steps run eager, as a graph does not show its units.
+    """
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    session = Session(model, loading["trust_remote_code"])
+    inputs = session.encode(prompt)
+    session.load(progress=sys.stderr.isatty(), **loading)
+    greedy = session.greedy(inputs)
+    session.model.generate(**greedy, max_new_tokens=2)  # teaches the order of the units
+    with session.streamer.trace() as recorded:
+        session.model.generate(**greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
+    recorded.save(out)
+    _show(session, recorded, out)
+
+
+def _show(session: Session, recorded: Trace, out: Path) -> None:
+    steps = [span.seconds for span in _spans(recorded, "step")]
+    measured, predicted = milliseconds(median(steps[1:])), milliseconds(session.streamer.plan.step_s)
+    decode = f"{len(steps) - 1} steps of {measured} each (median; predicted: {predicted})"
+    about = {"plan": session.streamer.plan.summary(), "prompt": f"1 step of {milliseconds(steps[0])}"}
+    print_labelled(about | {"decode": decode})
+    screen().print(_streams(recorded))
+    if _spans(recorded, "wait"):
+        screen().print(_waits(recorded))
+    print_labelled({"trace": f"{out} ({len(recorded.spans)} spans); open it in https://ui.perfetto.dev"})
+
+
+def _spans(recorded: Trace, kind: SpanKind) -> list[Span]:
+    """Those of the device."""
+    return [span for span in recorded.spans if span.kind == kind and span.row != "host"]
+
+
+def _streams(recorded: Trace) -> Table:
+    """What the two streams did, in the time from the first span to the last."""
+    steps, waits, fills = (_spans(recorded, kind) for kind in ("step", "wait", "fill"))
+    whole_s = max(s.end_s for s in steps + fills) - min(s.begin_s for s in steps + fills)
+    ran_s, waited_s, copied_s = (sum(span.seconds for span in found) for found in (steps, waits, fills))
+    nbytes = sum(fill.nbytes for fill in fills)
+    moved = (f"{nbytes / _GIB:.2f}", f"{nbytes / copied_s / 1e9:.1f}") if fills else ()
+    table = grid("stream", "does", "ms", "% of all", "GiB", "GB/s", align_left=("stream", "does"))
+    for stream, does, seconds, more in (
+        ("compute", "computes", ran_s - waited_s, ()),
+        ("", "waits for copies", waited_s, ()),
+        ("copy", "copies", copied_s, moved),
+    ):
+        table.add_row(stream, does, f"{1e3 * seconds:,.1f}", f"{100 * seconds / whole_s:.1f}", *more)
+    return table
+
+
+def _waits(recorded: Trace) -> Table:
+    """The units that compute waited for longest."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for wait in _spans(recorded, "wait"):
+        found[wait.name].append(wait.seconds)
+    table = grid("waited for longest", "waits", "longest ms", "all ms", align_left=("waited for longest",))
+    for name, waits in sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_WAITS]:
+        table.add_row(name or "(root)", str(len(waits)), f"{1e3 * max(waits):,.2f}", f"{1e3 * sum(waits):,.2f}")
+    return table

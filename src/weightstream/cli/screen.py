@@ -1,13 +1,15 @@
-"""What a command writes: lines of at most 100 columns, without colour in a pipe; and whole files, and figures."""
+"""What a command writes: lines and tables of 100 columns, without colour in a pipe; whole files, and figures."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from weightstream.errors import ConfigError
@@ -21,6 +23,15 @@ def screen() -> Console:
     console = Console(highlight=False, emoji=False, markup=False)
     console.width = min(COLUMNS, console.width) if console.is_terminal else COLUMNS
     return console
+
+
+def grid(*headings: str, align_left: Container[str]) -> Table:
+    """A table without rows; columns of numbers to the right."""
+    shown = Table()
+    for heading in headings:
+        is_left = heading in align_left
+        shown.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
+    return shown
 
 
 def print_folded(head: Text, body: str, style: str = "") -> None:
@@ -46,16 +57,14 @@ def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error
 
 
-def new_figure(width: float = 8, height: float = 4.5) -> tuple[Any, Any]:
-    """A figure of inches on white, for light pages and dark ones, and its axes. No window, no state outside of it."""
+@contextmanager
+def figure(path: Path, height: float) -> Iterator[Any]:
+    """The axes of a figure on white, for light pages and dark ones; it is written at the end. No window is opened."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def save_figure(figure: Any, path: Path) -> None:
+    drawn = Figure(figsize=(8, height), dpi=150, facecolor="white", layout="constrained")
+    yield drawn.add_subplot()
     try:
-        figure.savefig(path)
+        drawn.savefig(path)
     except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no picture's
         raise ConfigError(f"--plot {path}: {error}; name a .png file that can be written") from error
