@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
-    from weightstream.adapters.decoder import Decoding
+    from weightstream.adapters.generation import Decoding
     from weightstream.runtime.streamer import Streamer
     from weightstream.trace import Span, SpanKind, Trace
 
