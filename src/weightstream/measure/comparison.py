@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from weightstream.errors import OffloadError, UnsupportedError
-from weightstream.measure import pace
-from weightstream.measure.bench import backend_of
+from weightstream.measure import bench
 from weightstream.plan.amounts import human
 from weightstream.plan.plan import Plan
 from weightstream.runtime import cuda
@@ -41,7 +40,7 @@ def compare(model: Any, steps_of: Callable[..., Step], seconds: float) -> tuple[
         raise UnsupportedError(f"{type(model).__name__} takes more than token ids: bench times language models")
     steps = partial(steps_of, model, workload, device)
     try:
-        with closing(backend_of(device)) as backend:  # the streamer's ends with the streamer
+        with closing(bench.backend_of(device)) as backend:  # the streamer's ends with the streamer
             offloaded, ours = _timed("offloaded", steps(), backend, seconds)
             plan, read = streamer.plan, streamer.read_in_place
             offloaded["weights_nbytes"] = streamer.stats().held_nbytes["device"]
@@ -86,7 +85,7 @@ def _timed(name: str, step: Step, backend: Backend, seconds: float) -> tuple[Sys
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(backend.device)
     outputs = _outputs(step)
-    taken = pace.rounds_s(backend, step, seconds)
+    taken = bench.rounds_s(backend, step, seconds)
     return _system(name, taken, torch.accelerator.max_memory_allocated(backend.device) if on_gpu else None), outputs
 
 
@@ -103,7 +102,7 @@ def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) ->
     nbytes = replace(plan, manifest=plain).unit_nbytes
     sizes = [*(nbytes[unit] for fills in plan.after for unit in fills), *read]
     moved = sizes or [unit.nbytes for unit in plain.units if unit.nbytes]
-    floor = _system("raw link floor", pace.copies_s(backend, moved, seconds))
+    floor = _system("raw link floor", bench.copies_s(backend, moved, seconds))
     return floor if sizes else None, sum(moved) / floor["p50_s"]
 
 
