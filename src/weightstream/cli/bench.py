@@ -11,19 +11,16 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from weightstream import __version__
 from weightstream.cli.options import AsJson, Model, require, takes_model
 from weightstream.cli.screen import figure, grid, print_labelled, screen, write
 from weightstream.plan.amounts import human, milliseconds, per_second
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from weightstream.plan.plan import Plan
+from weightstream.plan.plan import Plan
 
 _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from weightstream.cli import report
 from weightstream.cli.options import AsJson, Model, require, takes_model
 from weightstream.cli.screen import LABEL, figure, grid, print_labelled, screen, write
 from weightstream.plan.amounts import human, milliseconds, rate
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from weightstream.plan.plan import Plan
-    from weightstream.plan.prospect import Prospect
+from weightstream.plan.plan import Plan
+from weightstream.plan.prospect import Prospect
 
 _GIB = 2**30
 _BAR, _CODE = 18, 7  # columns of a table

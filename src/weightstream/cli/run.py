@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from weightstream.cli.options import AsJson, Model, require, takes_model
 from weightstream.cli.screen import grid, print_labelled, screen
@@ -22,7 +23,6 @@ from weightstream.plan.amounts import human, milliseconds
 if TYPE_CHECKING:
     import torch
     from rich.status import Status
-    from rich.table import Table
 
     from weightstream.adapters.generation import Decoding
     from weightstream.runtime.streamer import Streamer

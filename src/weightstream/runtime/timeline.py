@@ -133,24 +133,20 @@ class Tracing:
     host_origin_s: float
     num_steps: int = 0
     step: int = 0  # the one under way; 0 between two
-    is_full: bool = False
     marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, mark: Mark, name: str, nbytes: int = 0) -> None:
-        """Take in a mark; say it once when there is no room for more."""
-        if len(self.marks) + len(self.trace.spans) < self.trace.limit:
+        """Take in a mark, as long as there is room."""
+        if len(self.marks) <= self.trace.limit:
             about = {"kind": mark.kind, "name": name, "step": self.step, "nbytes": nbytes, "planned": mark.planned}
             self.marks.append((mark, about))
-        elif not self.is_full:
-            self.is_full = True
-            logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
 
-    def add_host(self, name: str, begin_s: float) -> None:
-        """Take in what the host took for the step."""
-        if not self.is_full:
-            begin_s, end_s = begin_s - self.host_origin_s, time.perf_counter() - self.host_origin_s
-            span = Span(row="host", kind="step", name=name, begin_s=begin_s, end_s=end_s, step=self.step)
-            self.trace.spans.append(span)
+    def add_step(self, mark: Mark, what: str, host_begin_s: float) -> None:
+        """Take in a step's mark, and what the host took for it."""
+        self.add(mark, name := f"{what} {self.step}")
+        begin_s, end_s = host_begin_s - self.host_origin_s, time.perf_counter() - self.host_origin_s
+        host = Span(row="host", kind="step", name=name, begin_s=begin_s, end_s=end_s, step=self.step)
+        self.trace.spans.append(host)
 
     def finish(self, seconds: Callable[[Stamp, Stamp], float | None]) -> None:
         """Make spans of the marks, which the device has passed. A unit computes from the end of its wait."""
@@ -164,6 +160,9 @@ class Tracing:
                 row: Row = "copy" if mark.kind == "fill" else "compute"
                 self.trace.spans.append(Span(row=row, begin_s=begin_s, end_s=end_s, **about))
         self.trace.spans.sort(key=lambda span: span.begin_s)
+        if len(self.trace.spans) > self.trace.limit:
+            logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
+            del self.trace.spans[self.trace.limit :]
 
 
 class Timeline:
@@ -246,9 +245,7 @@ class Timeline:
                 timed.marks.append(mark)
                 self._pending.append(timed)
             if tracing is not None:
-                name = f"{kind.what} {tracing.step}"
-                tracing.add(mark, name)
-                tracing.add_host(name, host_begin_s)
+                tracing.add_step(mark, kind.what, host_begin_s)
         finally:
             self._timed = None
             if tracing is not None:
