@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -14,10 +15,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from weightstream.cli import app, report
+from weightstream.cli import app
 from weightstream.measure import profile as profiles
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
+
+report = importlib.import_module("weightstream.cli.plan")  # in the package the command has this name
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +14,20 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from weightstream.cli import report
 from weightstream.cli.options import AsJson, Model, require, takes_model
 from weightstream.cli.screen import LABEL, figure, grid, print_labelled, screen, write
-from weightstream.plan.amounts import human, milliseconds, rate
+from weightstream.plan.amounts import human, milliseconds, rate, short
+from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
 
 _GIB = 2**30
-_BAR, _CODE = 18, 7  # columns of a table
+_BAR = 11  # columns of a table
 _BUDGETS = 20
 _LESS = 0.98  # a smaller budget that is worth a word
+_WIDTH = 88
+# Each its own fill, so that the bar can be read without colour.
+_FILLS = (("█", "blue"), ("▓", "magenta"), ("▚", "green"), ("▒", "cyan"), ("░", "yellow"), ("·", "bright_black"))
 
 
 @takes_model()
@@ -71,7 +77,7 @@ def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
 
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
-    num, dtype = report.parameters(planned)
+    num, dtype = parameters(planned)
     size = f"{_count(num)} parameters, {human(planned.manifest.decoded_nbytes)}, {dtype}"
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
@@ -79,10 +85,10 @@ def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
     print_labelled({"model": f"{model} ({size})", "machine": machine})
-    bar, legend, total = report.memory(planned)
+    bar, legend, total = memory(planned)
     screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
     screen().print(Text(f"{total:>{LABEL}} ").append_text(legend))
-    screen().print(report.table(planned))
+    screen().print(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
 
@@ -123,20 +129,18 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 
 
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
-    coded = any(plan.manifest.codes for plan in plans)
-    headings = ("", "budget GiB", "resident GiB", "ring GiB", *["code"] * coded, "step ms", "tokens/s", "limit", "")
-    table, bar = grid(*headings, align_left=("", "limit")), _BAR - _CODE * coded
-    slowest = max(plan.step_s for plan in plans) or 1.0
+    headings = ("", "budget GiB", "resident GiB", "ring GiB", "code", "step ms", "tokens/s", "limit", "")
+    table, slowest = grid(*headings, align_left=("", "limit")), max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
         table.add_row(
             "▶" if plan is planned else "",
             *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
-            *["+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()}))] * coded,
+            "+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()})),
             f"{1e3 * plan.step_s:,.1f}",
             rate(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",
-            "█" * max(1, round(bar * plan.step_s / slowest)),
+            "█" * max(1, round(_BAR * plan.step_s / slowest)),
             style="bold" if plan is planned else None,
         )
     return table
@@ -148,7 +152,7 @@ def _budget(plan: Plan) -> int:
 
 def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    enough, (num, dtype) = ahead.enough(planned), report.parameters(planned)
+    enough, (num, dtype) = ahead.enough(planned), parameters(planned)
     return {
         "num_parameters": num,
         "dtype": dtype,
@@ -174,3 +178,84 @@ def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
         axes.set(xlim=(0, None), ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend()
+
+
+# -- its memory as a bar, its units by kind ----------------------------------------------------------------------------
+
+
+def table(plan: Plan) -> Table:
+    """A row per kind of unit: how many there are, and the bytes of one of them by where they live."""
+    shown = grid("unit", "units", *["plain"] * bool(plan.manifest.codes), *_places(plan), align_left=("unit",))
+    shown.columns[0].no_wrap, shown.columns[0].overflow = True, "ellipsis"
+    for names, cells in _rows(plan):
+        shown.add_row(Text(_span(names)), str(len(names)), *cells)
+    return shown
+
+
+def _places(plan: Plan) -> list[str]:
+    return ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
+
+
+def _rows(plan: Plan) -> Iterator[tuple[list[str], list[str]]]:
+    """Names and cells of each kind of unit: names differ in numbers alone, with the same bytes in the same places.
+
+    The same in plain form: of coded ones, whose bytes are never quite the same, the mean is shown.
+    """
+    kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
+    for unit in plan.manifest.units:
+        held, plain = (list(_shares(plan, unit, sizes)) for sizes in (plan.manifest.aliases, plan.manifest.spans))
+        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
+        kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * bool(plan.manifest.codes), *held]))
+    for units in kinds.values():
+        columns = zip(*(sizes for _, sizes in units), strict=True)
+        yield [name for name, _ in units], [human(sum(sizes) / len(units)) for sizes in columns]
+
+
+def _shares(plan: Plan, unit: UnitSpec, sizes: Mapping[str, int]) -> Iterator[int]:
+    """The bytes of a unit in each of the places."""
+    aliases = unit.aliases().keys()
+    streams = aliases - plan.resident - plan.mapped
+    groups = {"resident": aliases & plan.resident, "zero-copy": aliases & plan.mapped, "streams": streams}
+    groups["from disk"] = streams & plan.disk
+    yield from (sum(sizes[alias] for alias in groups[place]) for place in _places(plan))
+
+
+def _span(names: list[str]) -> str:
+    """`layers.0…7.mlp`."""
+    last = iter(re.findall(r"\d+", names[-1]))
+    return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}…{end}", names[0])
+
+
+def memory(plan: Plan) -> tuple[Text, Text, str]:
+    """The device's memory that the plan speaks of, as a bar, its legend and all of it."""
+    names = ("resident", "ring", "buffer", "cache", "activations", "free")
+    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.cache_nbytes, plan.activation_nbytes]
+    sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
+    total = sum(sizes)
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    bar, legend = Text(), list[Text]()
+    for name, nbytes, num, (fill, colour) in zip(names, sizes, _cells(sizes, _WIDTH), _FILLS, strict=True):
+        if nbytes:
+            bar.append(fill * num, colour)
+            legend.append(Text.assemble((fill, colour), f" {name} {short(nbytes / size)}"))
+    return bar, Text("  ").join(legend), f"{short(total / size)} {unit}"
+
+
+def _cells(sizes: Sequence[int], width: int) -> list[int]:
+    """How many of `width` cells each size takes: what is there takes one at least, the largest gives way."""
+    total = max(1, sum(sizes))
+    cells = [max(1, round(width * size / total)) if size else 0 for size in sizes]
+    cells[cells.index(max(cells))] += width - sum(cells)
+    return cells
+
+
+def parameters(plan: Plan) -> tuple[int, str]:
+    """How many numbers the model's weights are, tied ones once, and the dtype that most of them have."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in plan.manifest.tensors():
+        found = math.prod(tensor.shape), tensor.dtype.removeprefix("torch.")
+        sizes[tensor.alias] = max(sizes.get(tensor.alias, found), found)  # the largest of those that share bytes
+    counted: Counter[str] = Counter()
+    for num, kind in sizes.values():
+        counted[kind] += num
+    return counted.total(), max(counted, key=lambda kind: counted[kind], default="nothing")
