@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weightstream.cli.options import AsJson, Model, require, takes_model
-from weightstream.cli.screen import LABEL, figure, grid, print_labelled, screen, write
-from weightstream.plan.amounts import human, milliseconds, rate, short
+from weightstream.cli.screen import figure, grid, print_labelled, screen, write
+from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
@@ -25,9 +25,6 @@ _GIB = 2**30
 _BAR = 11  # columns of a table
 _BUDGETS = 20
 _LESS = 0.98  # a smaller budget that is worth a word
-_WIDTH = 88
-# Each its own fill, so that the bar can be read without colour.
-_FILLS = (("█", "blue"), ("▓", "magenta"), ("▚", "green"), ("▒", "cyan"), ("░", "yellow"), ("·", "bright_black"))
 
 
 @takes_model()
@@ -84,10 +81,7 @@ def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
         "takes the numbers of another"
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
-    print_labelled({"model": f"{model} ({size})", "machine": machine})
-    bar, legend, total = memory(planned)
-    screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
-    screen().print(Text(f"{total:>{LABEL}} ").append_text(legend))
+    print_labelled({"model": f"{model} ({size})", "machine": machine, "memory": memory(planned)})
     screen().print(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
@@ -180,7 +174,7 @@ def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
         axes.legend()
 
 
-# -- its memory as a bar, its units by kind ----------------------------------------------------------------------------
+# -- its memory by use, its units by kind ------------------------------------------------------------------------------
 
 
 def table(plan: Plan) -> Table:
@@ -226,27 +220,13 @@ def _span(names: list[str]) -> str:
     return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}…{end}", names[0])
 
 
-def memory(plan: Plan) -> tuple[Text, Text, str]:
-    """The device's memory that the plan speaks of, as a bar, its legend and all of it."""
+def memory(plan: Plan) -> str:
+    """The device's memory that the plan speaks of, by what it is for."""
     names = ("resident", "ring", "buffer", "cache", "activations", "free")
     sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.cache_nbytes, plan.activation_nbytes]
     sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
-    total = sum(sizes)
-    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    bar, legend = Text(), list[Text]()
-    for name, nbytes, num, (fill, colour) in zip(names, sizes, _cells(sizes, _WIDTH), _FILLS, strict=True):
-        if nbytes:
-            bar.append(fill * num, colour)
-            legend.append(Text.assemble((fill, colour), f" {name} {short(nbytes / size)}"))
-    return bar, Text("  ").join(legend), f"{short(total / size)} {unit}"
-
-
-def _cells(sizes: Sequence[int], width: int) -> list[int]:
-    """How many of `width` cells each size takes: what is there takes one at least, the largest gives way."""
-    total = max(1, sum(sizes))
-    cells = [max(1, round(width * size / total)) if size else 0 for size in sizes]
-    cells[cells.index(max(cells))] += width - sum(cells)
-    return cells
+    parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]
+    return f"{' + '.join(parts)} = {human(sum(sizes))}"
 
 
 def parameters(plan: Plan) -> tuple[int, str]:

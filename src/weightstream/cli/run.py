@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from weightstream.cli.options import AsJson, Model, require, takes_model
-from weightstream.cli.screen import grid, print_labelled, screen
+from weightstream.cli.screen import print_labelled
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
-from weightstream.plan.amounts import human, milliseconds
+from weightstream.plan.amounts import human, milliseconds, per_second
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
-_GIB = 2**30
 
 
 @takes_model("batch", "tokens")
@@ -246,45 +244,30 @@ def trace(
 
 
 def _show(session: Session, recorded: Trace, out: Path) -> None:
-    steps = [span.seconds for span in _spans(recorded, "step")]
-    measured, predicted = milliseconds(median(steps[1:])), milliseconds(session.streamer.plan.step_s)
-    decode = f"{len(steps) - 1} steps of {measured} each (median; predicted: {predicted})"
-    about = {"plan": session.streamer.plan.summary(), "prompt": f"1 step of {milliseconds(steps[0])}"}
-    print_labelled(about | {"decode": decode})
-    screen().print(_streams(recorded))
-    if _spans(recorded, "wait"):
-        screen().print(_waits(recorded))
-    print_labelled({"trace": f"{out} ({len(recorded.spans)} spans); open it in https://ui.perfetto.dev"})
-
-
-def _spans(recorded: Trace, kind: SpanKind) -> list[Span]:
-    """Those of the device."""
-    return [span for span in recorded.spans if span.kind == kind and span.row != "host"]
-
-
-def _streams(recorded: Trace) -> Table:
-    """What the two streams did, in the time from the first span to the last."""
-    steps, waits, fills = (_spans(recorded, kind) for kind in ("step", "wait", "fill"))
-    whole_s = max(s.end_s for s in steps + fills) - min(s.begin_s for s in steps + fills)
-    ran_s, waited_s, copied_s = (sum(span.seconds for span in found) for found in (steps, waits, fills))
-    nbytes = sum(fill.nbytes for fill in fills)
-    moved = (f"{nbytes / _GIB:.2f}", f"{nbytes / copied_s / 1e9:.1f}") if fills else ()
-    table = grid("stream", "does", "ms", "% of all", "GiB", "GB/s", align_left=("stream", "does"))
-    for stream, does, seconds, more in (
-        ("compute", "computes", ran_s - waited_s, ()),
-        ("", "waits for copies", waited_s, ()),
-        ("copy", "copies", copied_s, moved),
-    ):
-        table.add_row(stream, does, f"{1e3 * seconds:,.1f}", f"{100 * seconds / whole_s:.1f}", *more)
-    return table
-
-
-def _waits(recorded: Trace) -> Table:
-    """The units that compute waited for longest."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for wait in _spans(recorded, "wait"):
-        found[wait.name].append(wait.seconds)
-    table = grid("waited for longest", "waits", "longest ms", "all ms", align_left=("waited for longest",))
-    for name, waits in sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_WAITS]:
-        table.add_row(name or "(root)", str(len(waits)), f"{1e3 * max(waits):,.2f}", f"{1e3 * sum(waits):,.2f}")
-    return table
+    spans: defaultdict[SpanKind, list[Span]] = defaultdict(list)
+    waited: defaultdict[str, float] = defaultdict(float)  # seconds, by unit
+    for span in recorded.spans:
+        if span.row != "host":
+            spans[span.kind].append(span)
+    for wait in spans["wait"]:
+        waited[wait.name] += wait.seconds
+    steps = [span.seconds for span in spans["step"]]
+    ran_s, waited_s, copied_s = sum(steps), sum(waited.values()), sum(fill.seconds for fill in spans["fill"])
+    nbytes, decoded = sum(fill.nbytes for fill in spans["fill"]), milliseconds(median(steps[1:]))
+    predicted = milliseconds(session.streamer.plan.step_s)
+    lines = {
+        "plan": session.streamer.plan.summary(),
+        "prompt": f"1 step of {milliseconds(steps[0])}",
+        "decode": f"{len(steps) - 1} steps of {decoded} each (median; predicted: {predicted})",
+        "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
+    }
+    if spans["fill"]:
+        lines["copies"] = (
+            f"{milliseconds(copied_s)}, {human(nbytes)} ({nbytes} bytes) at {per_second(nbytes / copied_s)}"
+        )
+    if waited_s:
+        longest = sorted(waited, key=lambda name: waited[name], reverse=True)[:_MOST_WAITS]
+        named = (f"{name or '(root)'} ({milliseconds(waited[name])})" for name in longest)
+        lines["waits"] = f"longest for {', '.join(named)}"
+    lines["trace"] = f"{out} ({len(recorded.spans)} spans); open it in https://ui.perfetto.dev"
+    print_labelled(lines)
