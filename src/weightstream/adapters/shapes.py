@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -159,7 +160,6 @@ class _Forward(TorchDispatchMode):
         self.memory = _Memory((*model.parameters(), *model.buffers()))
         self._call = -1
         self._launches: dict[Any, Launch] = {}
-        self._composite: dict[Any, bool] = {}
         for tensor in (*tensors_in((args, kwargs)), *_cached(kwargs.get("past_key_values"))):
             self.memory.hold(tensor)
         with ExitStack() as hooks, self:
@@ -181,7 +181,7 @@ class _Forward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_composite(func) and not launch.is_kernel(func, args, kwargs):
+        if _is_composite(func) and not launch.is_kernel(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
         if func.is_view:
@@ -200,10 +200,10 @@ class _Forward(TorchDispatchMode):
             self.memory.touch(seen.workspace_nbytes)
         return output
 
-    def _is_composite(self, func: Any) -> bool:
-        if func not in self._composite:
-            self._composite[func] = func.has_kernel_for_dispatch_key(_COMPOSITE)
-        return self._composite[func]
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
 class _Memory:

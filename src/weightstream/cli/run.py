@@ -12,7 +12,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from weightstream.cli.options import AsJson, Model, require, takes_model
 from weightstream.cli.screen import print_labelled
@@ -21,7 +20,6 @@ from weightstream.plan.amounts import human, milliseconds, per_second
 
 if TYPE_CHECKING:
     import torch
-    from rich.status import Status
 
     from weightstream.adapters.generation import Decoding
     from weightstream.runtime.streamer import Streamer
@@ -53,10 +51,7 @@ def run(
         context = inputs["input_ids"].shape[1] + max_new_tokens
         loading["config"] = loading["config"].model_copy(update={"context": context})
     session.load(progress=sys.stderr.isatty() and not as_json, **loading)
-    predicted = milliseconds(session.streamer.plan.step_s)
-    text = f"waiting for the first token; a step is predicted to take {predicted}"
-    with Console(stderr=True, quiet=as_json).status(text) as status:
-        tokens = session.generate(inputs, max_new_tokens, None if as_json else status)
+    tokens = session.generate(inputs, max_new_tokens, show=not as_json)
     found = session.report(inputs, tokens)
     if not as_json:
         print_labelled(_lines(found, tokens))
@@ -72,18 +67,15 @@ def run(
 class Tokens:
     """The tokens that `generate` makes, and the time of each; `text`, a transformers streamer, gets them too."""
 
-    def __init__(self, text: Any, status: Status | None) -> None:
+    def __init__(self, text: Any) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
         self.decoding: Decoding | None = None  # set at the end
         self._text = text
-        self._status = status  # shown until the first token
 
     def put(self, ids: torch.Tensor) -> None:
         if self.times:  # the first call brings the prompt
             self.ids += ids.flatten().tolist()
-            if self._status:
-                self._status.stop()
         self.times.append(time.perf_counter())
         if self._text:
             self._text.put(ids)
@@ -165,14 +157,14 @@ class Session:
         if not self.model.can_generate():
             raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
 
-    def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, status: Status | None = None) -> Tokens:
-        """Generate greedily; with a `status`, show the text once that is over."""
+    def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, *, show: bool = False) -> Tokens:
+        """Generate greedily, and print the text meanwhile if it is to `show`."""
         from transformers import TextStreamer
 
         from weightstream.adapters.generation import generate
 
-        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if status else None
-        tokens = Tokens(text, status)
+        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
+        tokens = Tokens(text)
         options = self.greedy(inputs) | {"max_new_tokens": max_new_tokens, "streamer": tokens}
         generate(self.model, **options, on_decoding=tokens.set_decoding)
         return tokens
