@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -178,40 +178,34 @@ def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
 
 
 def table(plan: Plan) -> Table:
-    """A row per kind of unit: how many there are, and the bytes of one of them by where they live."""
-    shown = grid("unit", "units", *["plain"] * bool(plan.manifest.codes), *_places(plan), align_left=("unit",))
+    """A row per kind of unit: how many there are, and the bytes of one of them by where they live.
+
+    Names of a kind differ in numbers alone, with the same bytes in plain form in the same places. Coded bytes are never
+    quite the same: the mean is shown.
+    """
+    coded = bool(plan.manifest.codes)
+    places = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
+    kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
+    for unit in plan.manifest.units:
+        held, plain = (_shares(plan, unit, places, sizes) for sizes in (plan.manifest.aliases, plan.manifest.spans))
+        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
+        kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * coded, *held]))
+    shown = grid("unit", "units", *["plain"] * coded, *places, align_left=("unit",))
     shown.columns[0].no_wrap, shown.columns[0].overflow = True, "ellipsis"
-    for names, cells in _rows(plan):
-        shown.add_row(Text(_span(names)), str(len(names)), *cells)
+    for units in kinds.values():
+        columns = zip(*(sizes for _, sizes in units), strict=True)
+        cells = (human(sum(sizes) / len(units)) for sizes in columns)
+        shown.add_row(Text(_span([name for name, _ in units])), str(len(units)), *cells)
     return shown
 
 
-def _places(plan: Plan) -> list[str]:
-    return ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
-
-
-def _rows(plan: Plan) -> Iterator[tuple[list[str], list[str]]]:
-    """Names and cells of each kind of unit: names differ in numbers alone, with the same bytes in the same places.
-
-    The same in plain form: of coded ones, whose bytes are never quite the same, the mean is shown.
-    """
-    kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
-    for unit in plan.manifest.units:
-        held, plain = (list(_shares(plan, unit, sizes)) for sizes in (plan.manifest.aliases, plan.manifest.spans))
-        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
-        kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * bool(plan.manifest.codes), *held]))
-    for units in kinds.values():
-        columns = zip(*(sizes for _, sizes in units), strict=True)
-        yield [name for name, _ in units], [human(sum(sizes) / len(units)) for sizes in columns]
-
-
-def _shares(plan: Plan, unit: UnitSpec, sizes: Mapping[str, int]) -> Iterator[int]:
+def _shares(plan: Plan, unit: UnitSpec, places: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
     """The bytes of a unit in each of the places."""
     aliases = unit.aliases().keys()
     streams = aliases - plan.resident - plan.mapped
     groups = {"resident": aliases & plan.resident, "zero-copy": aliases & plan.mapped, "streams": streams}
     groups["from disk"] = streams & plan.disk
-    yield from (sum(sizes[alias] for alias in groups[place]) for place in _places(plan))
+    return [sum(sizes[alias] for alias in groups[place]) for place in places]
 
 
 def _span(names: list[str]) -> str:
