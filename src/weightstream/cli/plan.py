@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import math
 import re
@@ -48,6 +50,7 @@ def plan(
         require("matplotlib", "plot", "--plot")
     from weightstream.front import prospect
 
+    atexit.register(gc.freeze)  # to look for garbage once more when the process ends takes long, and finds none
     ahead = prospect(model, profile=profile, **loading)
     planned = ahead.plan()[1]
     plans = _swept(ahead, planned) if sweep or plot is not None else []
