@@ -17,8 +17,7 @@ import typer
 from rich.table import Table
 
 from weightstream import __version__
-from weightstream.cli.options import AsJson, Model, require, takes_model
-from weightstream.cli.screen import figure, grid, print_labelled, screen, write
+from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.plan import Plan
 

@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weightstream.cli.options import AsJson, Device
-from weightstream.cli.screen import print_folded, screen, write
+from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write
 
 if TYPE_CHECKING:
     from weightstream.measure.findings import Sections

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from weightstream.cli.options import Model, TrustRemoteCode, require
+from weightstream.cli.terminal import Model, TrustRemoteCode, require
 
 
 def pack(

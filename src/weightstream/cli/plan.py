@@ -16,8 +16,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from weightstream.cli.options import AsJson, Model, require, takes_model
-from weightstream.cli.screen import figure, grid, print_labelled, screen, write
+from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
 from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightstream.cli.options import AsJson, Model, require, takes_model
-from weightstream.cli.screen import print_labelled
+from weightstream.cli.terminal import AsJson, Model, print_labelled, require, takes_model
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, per_second
 

@@ -1,11 +1,16 @@
-"""The options that name a model and its settings, the same in every command. Reads them; loads no model."""
+"""The terminal: the options that every command takes for a model, and the lines, tables and files that it writes.
+
+Lines and tables take at most 100 columns, and have no colour in a pipe. Reads settings; loads no model.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from types import MappingProxyType
@@ -13,9 +18,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 from annotated_types import Ge
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-from weightstream.errors import UnsupportedError
+from weightstream.errors import ConfigError, UnsupportedError
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
@@ -30,6 +38,7 @@ _LOADING = MappingProxyType(  # beside the settings: annotation and default
     {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
 )
 _READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
+_COLUMNS, _LABEL = 100, 9
 
 
 def require(package: str, extra: str, what: str) -> Any:
@@ -80,3 +89,58 @@ def _settings() -> dict[str, Any]:
             option = typer.Option(help=field.description, rich_help_panel=panel, min=least)
             options[name] = Annotated[_READ_AS.get(field.annotation, field.annotation) | None, option]
     return options
+
+
+# -- what it writes ----------------------------------------------------------------------------------------------------
+
+
+def screen() -> Console:
+    """The console of stdout. A pipe is as wide as the widest terminal."""
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
+    return console
+
+
+def grid(*headings: str, align_left: Container[str]) -> Table:
+    """A table without rows; columns of numbers to the right."""
+    shown = Table()
+    for heading in headings:
+        is_left = heading in align_left
+        shown.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
+    return shown
+
+
+def print_folded(head: Text, body: str, style: str = "") -> None:
+    """A line that goes on below the end of its head."""
+    console, margin = screen(), " " * len(head)
+    options = {"initial_indent": margin, "subsequent_indent": margin, "break_on_hyphens": False}
+    folded = textwrap.fill(body, console.width, **options)  # type: ignore[arg-type]
+    console.print(Text.assemble(head, (folded[len(head) :], style)), soft_wrap=True)
+
+
+def print_labelled(lines: Mapping[str, str]) -> None:
+    """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
+    for label, value in lines.items():
+        print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value)
+
+
+def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
+    """Write the file that a flag names."""
+    try:
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error
+
+
+@contextmanager
+def figure(path: Path, height: float) -> Iterator[Any]:
+    """The axes of a figure on white, for light pages and dark ones; it is written at the end. No window is opened."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8, height), dpi=150, facecolor="white", layout="constrained")
+    yield drawn.add_subplot()
+    try:
+        drawn.savefig(path)
+    except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no picture's
+        raise ConfigError(f"--plot {path}: {error}; name a .png file that can be written") from error
