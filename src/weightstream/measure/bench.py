@@ -221,13 +221,8 @@ class _Bench:
             bulk = Copy(dst=backend.alloc(nbytes), src=source, pinned=source.is_pinned())
             bytes_per_s = nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
-            pieces = [replace(bulk, dst=dst, src=src) for dst, src in pairs]
-
-            def scatter() -> None:
-                for piece in pieces:
-                    backend.copy([piece])
-
-            piece_s = self._seconds(scatter) / len(pieces)
+            pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
+            piece_s = self._seconds(partial(_run_all, pieces)) / len(pieces)
             round_s = self._seconds(partial(self._rounds, pieces[:8])) / 8
         reads_s = self._seconds(self._read) if self._on_gpu else 0.0
         return {
@@ -252,22 +247,22 @@ class _Bench:
         runs = [coding.decoding([(data, layout, out)]) for layout, data in coded]
         return sum(weight.nbytes for weight in weights) / self._seconds(partial(_run_all, runs))
 
-    def _rounds(self, pieces: list[Copy]) -> None:
+    def _rounds(self, copies: Sequence[Callable[[], object]]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
         drained, filled = self._backend.event(), self._backend.event()
-        for piece in pieces:
+        for copy in copies:
             if self._on_gpu:  # hides what the host takes to queue the copies
                 self._read()
             self._backend.record(Side.COMPUTE, drained)
             self._backend.wait(Side.COPY, drained)
-            self._backend.copy([piece])
+            copy()
             self._backend.record(Side.COPY, filled)
             self._backend.wait(Side.COMPUTE, filled)
 
 
-def _run_all(works: Sequence[Callable[[], object]]) -> None:
-    for work in works:
-        work()
+def _run_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 @contextmanager
@@ -306,14 +301,10 @@ def copies_s(backend: Backend, sizes: Sequence[int], seconds: float) -> list[flo
         target, copies, begin = backend.alloc(largest), [], 0
         for size in sizes:
             begin = begin if begin + size <= source.numel() else 0
-            copies.append(Copy(dst=target[:size], src=source[begin : begin + size], pinned=source.is_pinned()))
+            copy = Copy(dst=target[:size], src=source[begin : begin + size], pinned=source.is_pinned())
+            copies.append(partial(backend.copy, [copy]))
             begin += size
-
-        def work() -> None:
-            for copy in copies:
-                backend.copy([copy])
-
-        return rounds_s(backend, work, seconds, Side.COPY)
+        return rounds_s(backend, partial(_run_all, copies), seconds, Side.COPY)
 
 
 def disk_bytes_per_s(file: DirectFile, nbytes: int) -> float:
