@@ -109,8 +109,8 @@ class TimedStep:
             begin_s, end_s = seconds(self.begin, mark.begin), seconds(self.begin, mark.end)
             if begin_s is None or end_s is None:
                 return None
-            timed.insert(0, (mark, begin_s, end_s))
-        *units, (_, _, step_s) = timed
+            timed.append((mark, begin_s, end_s))
+        *units, (_, _, step_s) = reversed(timed)
         found: defaultdict[tuple[SpanKind, int], list[float]] = defaultdict(list)
         for mark, begin_s, end_s in units:
             found[mark.kind, mark.unit].append(end_s - begin_s)
@@ -160,7 +160,7 @@ class Tracing:
                 row: Row = "copy" if mark.kind == "fill" else "compute"
                 self.trace.spans.append(Span(row=row, begin_s=begin_s, end_s=end_s, **about))
         self.trace.spans.sort(key=lambda span: span.begin_s)
-        if len(self.trace.spans) > self.trace.limit:
+        if max(len(self.marks), len(self.trace.spans)) > self.trace.limit:  # waits for nothing are marks, not spans
             logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
             del self.trace.spans[self.trace.limit :]
 
