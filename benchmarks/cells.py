@@ -26,7 +26,7 @@ import transformers
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.adapters.steps import Steps
-from weightstream.measure.pace import copies_s, rounds_s
+from weightstream.measure.bench import copies_s, rounds_s
 from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect

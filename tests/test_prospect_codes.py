@@ -184,10 +184,10 @@ def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = importlib.import_module("weightstream.measure.pace")
+    bench = importlib.import_module("weightstream.measure.bench")
     sizes: list[int] = []
-    plain = pace.copies_s
-    monkeypatch.setattr(pace, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
+    plain = bench.copies_s
+    monkeypatch.setattr(bench, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
     flags = ["--device", "cpu", "--device-budget", "2MiB", "--codec", "3bit", "--seconds", "0.05", "--context", "8"]
     done = CliRunner().invoke(app, ["bench", str(folder), *flags, "--json"])
     assert done.exit_code == 0, done.output

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-logger = logging.getLogger("weightstream")
 
 Row = Literal["host", "compute", "copy"]
 SpanKind = Literal["step", "wait", "unit", "fill"]
@@ -40,16 +36,6 @@ class Trace:
         self.name = name
         self.limit = limit
         self.spans: list[Span] = []
-        self._is_full = False
-
-    def add(self, spans: Iterable[Span]) -> None:
-        """Take in the spans of a step; says it once when there is no room for them."""
-        found = [] if self._is_full else list(spans)
-        if len(self.spans) + len(found) > self.limit:
-            self._is_full = True
-            logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.limit)
-        else:
-            self.spans += found
 
     def save(self, path: str | Path) -> None:
         """Write the Trace Event Format, to be opened at https://ui.perfetto.dev or chrome://tracing."""

@@ -24,9 +24,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
-from weightstream.adapters import decoder  # noqa: E402
-from weightstream.adapters.decoder import Decoding, Recorder  # noqa: E402
-from weightstream.adapters.generation import decode, generate  # noqa: E402
+from weightstream.adapters import generation  # noqa: E402
+from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 WINDOW = 12
@@ -442,7 +441,7 @@ def test_the_window_makes_its_index_on_the_device() -> None:
     keys = [torch.randn(1, 2, 1, 3) for _ in range(6)]
     for key in keys[:4]:
         layer.update(key, key)
-    with decoder._guarded([layer]):
+    with generation._guarded([layer]):
         for key in keys[4:]:
             layer.update(key, key)
     assert torch.equal(layer.keys, torch.cat(keys[2:], 2))

@@ -43,8 +43,10 @@ def root(tmp_path: Path) -> Path:
     write(devices / "0000:00:02.0", vendor="0x1af4", **{"class": "0x030000"})
     write(devices / "0000:00:03.0", vendor="0x10de", **{"class": "0x040300"})
     (devices / ADDRESS).symlink_to(port / ADDRESS)
-    for node, cores in enumerate(("0-3,8-11", "4-7,12,14")):
-        write(tmp_path / f"sys/devices/system/node/node{node}", cpulist=cores)
+    for node, cores in enumerate(((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 14))):
+        folder = write(tmp_path / f"sys/devices/system/node/node{node}", cpulist="", cpumap="")
+        for core in cores:
+            (folder / f"cpu{core}").symlink_to(folder)
     write(
         tmp_path / "sys/kernel/mm/transparent_hugepage", enabled="always [madvise] never", shmem_enabled="[never] deny"
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from weightstream.cli import report
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
+
+report = importlib.import_module("weightstream.cli.plan")  # in the package the command has this name
 
 MIB = 1 << 20
 

@@ -13,8 +13,7 @@ import weightstream
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.decoder import Decoding  # noqa: E402
-from weightstream.adapters.generation import generate  # noqa: E402
+from weightstream.adapters.generation import Decoding, generate  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -19,7 +19,8 @@ from models import MODELS, TEXT
 from weightstream import __version__
 from weightstream.adapters.steps import Steps
 from weightstream.cli import app
-from weightstream.measure import comparison, pace
+from weightstream.measure import bench as timing
+from weightstream.measure import comparison
 from weightstream.plan.work import Workload
 from weightstream.runtime.cpu import CpuBackend
 
@@ -235,8 +236,8 @@ def test_no_room_for_the_resident_model(folder: Path, tmp_path: Path, monkeypatc
 
 def test_the_floor_copies_what_a_step_streams(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    plain = pace.copies_s
-    monkeypatch.setattr(pace, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
+    plain = timing.copies_s
+    monkeypatch.setattr(timing, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
     run(folder, "--out", tmp_path / "rows.jsonl")
     assert sum(sizes) == rows_of(tmp_path / "rows.jsonl")[0]["step_nbytes"]
     assert len(sizes) > 4
@@ -247,7 +248,7 @@ def test_copies_are_made_in_every_round() -> None:
     copied: list[int] = []
     plain = backend.copy
     backend.copy = lambda copies: copied.extend(c.dst.numel() for c in copies) or plain(copies)  # type: ignore[method-assign]
-    seconds = pace.copies_s(backend, [100, 300, 200], 0.01)
+    seconds = timing.copies_s(backend, [100, 300, 200], 0.01)
     backend.close()
     assert copied[:3] == [100, 300, 200]
     assert len(copied) == 3 * (len(seconds) + 4)  # two to learn how many, two to settle

@@ -21,8 +21,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Copy, Side
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.engine import Engine
-from weightstream.runtime.marks import Kind
-from weightstream.runtime.timeline import Measured
+from weightstream.runtime.timeline import Kind, Measured
 from weightstream.trace import Trace
 from wrapped import Wrapper
 

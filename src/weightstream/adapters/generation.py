@@ -1,19 +1,28 @@
-"""Captured generation: transformers' `generate`, its decode steps replayed from a graph. Knows no weights."""
+"""Captured generation: transformers' `generate`, its decode steps replayed from a graph. Knows no weights.
+
+A graph repeats kernels, not Python. So a step is replayed only if all that its Python looks at is what it was: shapes,
+objects and plain values of the arguments, the addresses in the cache, and whether a sliding window is full. How much
+the window counts is added by hand; a forward that asks for it runs eager, as the graph would keep the answer.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private
-from weightstream.adapters.decoder import Decoder, Decoding, Recorder
+from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
 
 logger = logging.getLogger("weightstream")
@@ -24,6 +33,31 @@ _OTHERWISE = frozenset(  # settings that choose another cache or another loop th
     "prompt_lookup_num_tokens assistant_early_exit penalty_alpha dola_layers constraints force_words_ids".split()
 )
 _TEXT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+_COUNT = hf_private.STATIC_WINDOW_COUNT
+_INDEXED = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
+_COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+_WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """How the steps after the prompt ran: `replays` of them from a graph; `reason`: why others did not."""
+
+    replays: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        captured = f"captured, {self.replays} replays"
+        eager = f"eager ({self.reason or 'too few steps to capture one'})"
+        return eager if not self.replays else captured if self.reason is None else f"{captured}, then {eager}"
+
+
+class Recorder(NamedTuple):
+    """How a graph is made, recorded and launched."""
+
+    new: Callable[[], Any]
+    record: Callable[[Any], AbstractContextManager[Any]]
+    replay: Callable[[Any], None]
 
 
 def generate(
@@ -40,7 +74,7 @@ def generate(
 
 def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None) -> tuple[Any, Decoding]:
     """`generate` with this recorder; None: there are no graphs on the model's device."""
-    device = _device(model)
+    device: torch.device = model.device  # an offloaded model tells its streamer's
     reason = _unsuited(model, options) if recorder else f"graphs are captured on CUDA, and the model is on {device}"
     if recorder is None or reason is not None:
         return model.generate(inputs, **options), Decoding(reason=reason)
@@ -60,14 +94,8 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
     return result, decoder.decoding()
 
 
-def _device(model: Any) -> torch.device:
-    streamer = getattr(model, guards.ATTRIBUTE, None)
-    device: torch.device = model.device if streamer is None else streamer.device
-    return device
-
-
 def _recorder(model: Any) -> Recorder | None:
-    if _device(model).type != "cuda":
+    if model.device.type != "cuda":
         return None
     if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
         return Recorder(new=cuda.new_graph, record=streamer.capture, replay=streamer.replay)
@@ -128,3 +156,157 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
         del model.__dict__["forward"]
         if patched is not None:
             model.__dict__["forward"] = patched
+
+
+class Decoder:
+    """The forwards of one `generate`: of steps that are alike the first is watched, the second captured."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self._recorder = recorder
+        self._device = device
+        self._num_steps = 0
+        self._replays = 0
+        self._watched: Any = None  # the signature of the step before
+        self._graph: _Graph | None = None
+        self.reason: str | None = None
+
+    def decoding(self) -> Decoding:
+        if self.reason is None and not self._replays and self._num_steps > 2:
+            self.reason = "no two steps in a row were alike"
+        return Decoding(replays=self._replays, reason=self.reason)
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if self.reason is not None or not hf_private.is_static_cache(cache) or ids is None or ids.shape[-1] != 1:
+            return forward(*args, **kwargs)
+        if not all(layer.is_initialized for layer in cache.layers):  # a prompt of one token, which fills the cache
+            return forward(*args, **kwargs)
+        self._num_steps += 1
+        leaves, spec = tree_flatten((args, kwargs))
+        signature = spec, [_sign(leaf) for leaf in leaves], [_state(layer) for layer in cache.layers]
+        if self._graph is None or self._graph.signature != signature:
+            if self._watched != signature:
+                self._watched = signature
+                with _HostWatch() as watch:  # type: ignore[no-untyped-call]
+                    output = forward(*args, **kwargs)
+                self.reason = watch.found and f"the model waits for the device in {watch.found}"
+                return output
+            self._graph = None  # its memory first
+            try:
+                inputs = [leaf.to(self._device, copy=True) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+                own_args, own_kwargs = tree_unflatten(inputs, spec)
+                step = partial(forward, *own_args, **own_kwargs)
+                self._graph = _Graph(self._recorder, signature, inputs, step, cache.layers)
+            except Exception as error:  # whatever the forward, the capture or the driver makes of it
+                message = str(error).partition("\n")[0]
+                failed = f"the capture failed: {type(error).__name__}: {message}"
+                self.reason = message if isinstance(error, WeightstreamError) else failed
+        if self._graph is None:  # not in the clause above: the error holds the broken graph
+            return forward(*args, **kwargs)
+        self._replays += 1
+        return self._graph.replay(leaves)
+
+
+class _Graph:
+    """A captured step: the tensors that it reads its arguments from, its output, and what it counts in Python."""
+
+    def __init__(
+        self, recorder: Recorder, signature: Any, inputs: list[Any], step: Callable[[], Any], layers: Sequence[Any]
+    ) -> None:
+        self.signature = signature
+        self._inputs = inputs
+        self._recorder = recorder
+        self._graph = recorder.new()
+        windows = [layer for layer in layers if _COUNT in vars(layer)]
+        with _guarded(windows) as counts, recorder.record(self._graph):
+            self._output = step()
+            self._advances = [(w, getattr(w, _COUNT) - count) for w, count in zip(windows, counts, strict=True)]
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        for own, leaf in zip(self._inputs, leaves, strict=True):
+            if torch.is_tensor(leaf):
+                own.copy_(leaf)
+        self._recorder.replay(self._graph)
+        for window, advance in self._advances:
+            setattr(window, _COUNT, getattr(window, _COUNT) + advance)
+        return tree_map_only(torch.Tensor, torch.clone, self._output)  # the next replay writes over it
+
+
+def _sign(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return leaf if isinstance(leaf, (bool, int, float, str, torch.dtype, type(None))) else id(leaf)
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    """What a step's Python may look at in a layer of the cache: values, and tensors by address."""
+    state = {name: v.data_ptr() if isinstance(v, torch.Tensor) else v for name, v in vars(layer).items()}
+    return state | {_COUNT: state.get(_COUNT, -1) >= layer.max_cache_len}  # all that `update` asks of it
+
+
+@contextmanager
+def _guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
+    """During a capture: sliding windows do not tell their length, and copy nothing from the host.
+
+    What they have counted, which is yielded, is put back: nothing has run yet.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError("the model computes with the length of a sliding window in Python")
+
+    counts = [getattr(window, _COUNT) for window in windows]
+    for window in windows:
+        update = partial(_on_device, window.update)
+        vars(window).update(get_seq_length=refuse, get_mask_sizes=refuse, update=update)
+    try:
+        yield counts
+    finally:
+        for window, count in zip(windows, counts, strict=True):
+            del window.get_seq_length, window.get_mask_sizes, window.update
+            setattr(window, _COUNT, count)
+
+
+def _on_device(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _MadeOnDevice():
+        return update(*args, **kwargs)
+
+
+class _MadeOnDevice(TorchFunctionMode):
+    """Makes `torch.tensor([…])` of kernels: it copies from pageable memory, which no capture allows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor:
+            return torch.stack([torch.full((), value, **kwargs) for value in args[0]])
+        return func(*args, **(kwargs or {}))
+
+
+class _HostWatch(TorchDispatchMode):
+    """Finds an operator that no capture allows before a capture meets it.
+
+    One that fails half-way leaves PyTorch's stream, memory pool and random state behind it in pieces.
+    """
+
+    supports_higher_order_operators = True
+    found: str | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.found is None and _waits(func, args, output):
+            self.found = str(func)
+        return output
+
+
+def _waits(func: Any, args: Any, output: Any) -> bool:
+    """Whether the host waits for the device: for a value, a number of elements, or a copy of pageable memory."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in _INDEXED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if packet in _COPIES:
+        sides = (output, args[packet is torch.ops.aten.copy_])
+        host = [side for side in sides if side.device.type == "cpu"]
+        return len(host) == 1 and not host[0].is_pinned()
+    return bool(_WAITING & set(getattr(func, "tags", ())))

@@ -24,9 +24,12 @@ _GROUPED = frozenset(("aten::_grouped_mm", hf_private.GROUPED_MM))
 
 
 class Launch:
-    """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again."""
+    """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
-    __slots__ = ("_specs", "op", "workspace_nbytes")
+    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing.
+    """
+
+    __slots__ = ("_specs", "is_repeatable", "op", "workspace_nbytes")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
@@ -34,19 +37,14 @@ class Launch:
         is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
         changes: bool = func._schema.is_mutable
         parts = output if isinstance(output, tuple) else (output,)
-        is_plain = all(is_new) and len(parts) == len(made) and not changes
-        self._specs = [(t.shape, t.stride(), t.dtype) for t in made] if is_plain else []
+        self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
+        self._specs = [(t.shape, t.stride(), t.dtype) for t in made]
         self.op: Op | None = None
         self.workspace_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
         if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
             self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(nbytes_of, given)))
             self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether `repeat` may stand for running it: its results are all new, and it changes nothing."""
-        return bool(self._specs)
 
     def repeat(self) -> Any:
         """What it returns, without running it."""

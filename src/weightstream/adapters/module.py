@@ -29,23 +29,23 @@ def find_units(model: nn.Module, grain: Grain = "block") -> list[UnitModule]:
 
     A unit that is a block, or part of one, carries the block's index.
     """
-    blocks = _blocks(model)
-    cut = {"block": blocks, "half": _halves(model, blocks), "matrix": set[int]()}[grain]
+    blocks = find_blocks(model)
+    cut = {"block": {id(block) for block in blocks}, "half": _halves(blocks), "matrix": set[int]()}[grain]
     units = list(_units("", model, cut, whole=bool(cut)))
     seen: set[int] = set()
     unique = [u for u in units if not (id(u.module) in seen or seen.add(id(u.module)))]  # type: ignore[func-returns-value]
     layers: dict[int, int] = {}
-    for layer, block in enumerate(_in_order(model, blocks)):
+    for layer, block in enumerate(blocks):
         layers |= dict.fromkeys(map(id, block.modules()), layer)
     for unit in unique:
         unit.layer = layers.get(id(unit.module))
     return unique
 
 
-def _halves(model: nn.Module, blocks: set[int]) -> set[int]:
+def _halves(blocks: list[nn.Module]) -> set[int]:
     """The ids of the blocks' children, and of blocks that have none."""
     found: set[int] = set()
-    for block in _in_order(model, blocks):
+    for block in blocks:
         found |= {id(child) for child in block.children() if _holds_tensors(child)} or {id(block)}
     return found
 
@@ -55,41 +55,7 @@ def _holds_tensors(module: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model in declared order."""
-    return _in_order(model, _blocks(model))
-
-
-def row_tables(model: nn.Module) -> set[int]:
-    """The ids of tensors that only embeddings hold: a step reads a few of their rows."""
-    tables: set[int] = set()
-    others: set[int] = set()
-    for module in model.modules():
-        by_row = isinstance(module, nn.Embedding) and module.max_norm is None
-        for leaf in leaves(module):  # of any other kind than the plain one more may be read
-            (tables if by_row and type(leaf.tensor) is nn.Parameter else others).add(id(leaf.tensor))
-    return tables - others
-
-
-def _in_order(model: nn.Module, blocks: set[int]) -> list[nn.Module]:
-    return [module for module in model.modules() if id(module) in blocks]
-
-
-def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Iterator[UnitModule]:
-    if not _holds_tensors(module):
-        return
-    children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
-    split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
-    if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
-        yield UnitModule(name=name, module=module)
-        return
-    if any(True for _ in leaves(module)):
-        yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
-    for child_name, child in children:
-        yield from _units(child_name, child, blocks, whole)
-
-
-def _blocks(model: nn.Module) -> set[int]:
-    """The ids of all blocks: children of a container that has at least two of one class."""
+    """The repeated blocks of a model in declared order: children of a container that has at least two of one class."""
     found: set[int] = set()
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
@@ -105,7 +71,32 @@ def _blocks(model: nn.Module) -> set[int]:
             found.discard(outer)  # its own blocks hold most of it
         else:
             found -= {id(module) for module in inner}
-    return found
+    return [module for module in by_id.values() if id(module) in found]
+
+
+def row_tables(model: nn.Module) -> set[int]:
+    """The ids of tensors that only embeddings hold: a step reads a few of their rows."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        by_row = isinstance(module, nn.Embedding) and module.max_norm is None
+        for leaf in leaves(module):  # of any other kind than the plain one more may be read
+            (tables if by_row and type(leaf.tensor) is nn.Parameter else others).add(id(leaf.tensor))
+    return tables - others
+
+
+def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Iterator[UnitModule]:
+    if not _holds_tensors(module):
+        return
+    children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
+    split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
+    if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
+        yield UnitModule(name=name, module=module)
+        return
+    if any(True for _ in leaves(module)):
+        yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
+    for child_name, child in children:
+        yield from _units(child_name, child, blocks, whole)
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from weightstream.adapters import hf_private, launch
 from weightstream.adapters.launch import Launch
@@ -74,34 +74,22 @@ class Footprint:
         return positions
 
 
-def observe(model: nn.Module, workload: Workload, *, inputs: tuple[Any, Any] | None = None) -> Footprint:
-    """Follow a step of a model on shapes alone; its weights may be on meta, and are neither read nor copied.
+def observe(model: nn.Module, workload: Workload) -> Footprint:
+    """Follow a step of a language model on shapes alone; its weights may be on meta, and are neither read nor copied.
 
     Args:
-        model: a causal language model of transformers, or any module if `inputs` are given.
+        model: a causal language model of transformers.
         workload: the step; a model without a cache is given the whole context in each.
-        inputs: `(args, kwargs)` of the forward, in place of what the workload says. Tensors in them are only looked at.
 
     Raises:
         UnsupportedError: what the model computes depends on values, or it takes other inputs than token ids.
     """
     with _on_meta(model), torch.inference_mode():
-        try:
-            if inputs is not None:
-                args, kwargs = tree_map_only(torch.Tensor, _meta, inputs)
-                return _footprint([_Forward(model, args, kwargs)], None)
-            return _language_model(model, workload)
-        except UnsupportedError:
-            raise
-        except Exception as error:  # whatever a forward makes of tensors without values
-            message = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise UnsupportedError(
-                f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
-            ) from error
+        return _language_model(model, workload)
 
 
 def _language_model(model: nn.Module, workload: Workload) -> Footprint:
-    takes = takes_ids(model, "give inputs=(args, kwargs)")
+    takes = takes_ids(model)
     config: Any = model.config
     config.pad_token_id = None  # some models look for it in the ids
     options = options_of(takes)
@@ -159,7 +147,6 @@ class _Forward(TorchDispatchMode):
         self.memory = _Memory((*model.parameters(), *model.buffers()))
         self._call = -1
         self._launches: dict[Any, Launch] = {}
-        self._composite: dict[Any, bool] = {}
         for tensor in (*tensors_in((args, kwargs)), *_cached(kwargs.get("past_key_values"))):
             self.memory.hold(tensor)
         with ExitStack() as hooks, self:
@@ -181,7 +168,7 @@ class _Forward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_composite(func) and not launch.is_kernel(func, args, kwargs):
+        if _is_composite(func) and not launch.is_kernel(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
         if func.is_view:
@@ -200,10 +187,10 @@ class _Forward(TorchDispatchMode):
             self.memory.touch(seen.workspace_nbytes)
         return output
 
-    def _is_composite(self, func: Any) -> bool:
-        if func not in self._composite:
-            self._composite[func] = func.has_kernel_for_dispatch_key(_COMPOSITE)
-        return self._composite[func]
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
 class _Memory:
@@ -269,7 +256,10 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _on_meta(model: nn.Module) -> Iterator[None]:
-    """Shapes in place of weights; in the end modules and config have what they had, whatever the forward left there."""
+    """Shapes in place of weights; in the end modules and config have what they had, whatever the forward left there.
+
+    What a forward makes of tensors without values becomes an `UnsupportedError`.
+    """
     made: dict[int, torch.Tensor] = {}  # ties stay ties
     tables: list[dict[str, Any]] = [
         table for m in model.modules() for table in (vars(m), m._parameters, m._buffers, m._modules)
@@ -283,6 +273,13 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
                 if isinstance(tensor, torch.Tensor):
                     table[name] = made.setdefault(id(tensor), _meta(tensor))
         yield
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UnsupportedError(
+            f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
+        ) from error
     finally:
         for table, entries in zip(tables, before, strict=True):
             for name in table.keys() - entries.keys():

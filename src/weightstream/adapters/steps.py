@@ -16,11 +16,11 @@ CACHES = ("past_key_values", "cache_params")
 _SEED = 7
 
 
-def takes_ids(model: nn.Module, otherwise: str) -> Mapping[str, inspect.Parameter]:
+def takes_ids(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """What the forward of a language model takes; raises `UnsupportedError` for a model that takes more than ids."""
     config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
     if config is None or "input_ids" not in takes or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{type(model).__name__} takes more than token ids: {otherwise}")
+        raise UnsupportedError(f"{type(model).__name__} takes more than token ids: no steps can be made up for it")
     return takes
 
 
@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         """Runs the prompt: `context - tokens` positions, all of random tokens."""
-        takes = takes_ids(model, "no steps can be made up for it")
+        takes = takes_ids(model)
         self._model, self._options = model, options_of(takes)
         config: Any = model.config
         num_words = config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""The command line: one typer application, one file per command. A command imports what is heavy once it runs."""
+"""The command line: one typer application, A command imports what is heavy once it runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from weightstream.cli.bench import bench
 from weightstream.cli.doctor import doctor
 from weightstream.cli.pack import pack
 from weightstream.cli.plan import plan
-from weightstream.cli.run import run
-from weightstream.cli.trace import trace
+from weightstream.cli.run import run, trace
 from weightstream.errors import WeightstreamError
 
 __all__ = ["app"]
@@ -44,12 +43,8 @@ def _print_version(wanted: bool) -> None:
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(bench)
-app.command()(doctor)
-app.command()(pack)
-app.command()(plan)
-app.command()(run)
-app.command()(trace)
+for command in (bench, doctor, pack, plan, run, trace):
+    app.command()(command)
 
 
 @app.callback()

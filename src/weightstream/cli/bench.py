@@ -11,33 +11,29 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from weightstream import __version__
-from weightstream.cli.options import Chosen, require, switch, takes_model
-from weightstream.cli.report import grid
-from weightstream.cli.screen import new_figure, print_labelled, save_figure, screen, write
+from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
 from weightstream.plan.amounts import human, milliseconds, per_second
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from weightstream.plan.plan import Plan
+from weightstream.plan.plan import Plan
 
 _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"
 
 
-@takes_model("batch", "context", "tokens")
+@takes_model()
 def bench(
-    chosen: Chosen,
+    model: Model,
+    loading: dict[str, Any],
     *,
     seconds: Annotated[float, typer.Option(min=0.05, help="How long to time each of the three.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Append the result to this file, as a line of JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this picture, such as a.png.")] = None,
-    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time MODEL offloaded, beside the link alone and the whole model on the device.
 
@@ -63,9 +59,9 @@ def bench(
 
     if out is not None:
         write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
-    model = from_pretrained(chosen.model, progress=sys.stderr.isatty() and not as_json, **chosen.loading)
-    plan, found = compare(model, Steps, seconds)
-    row = environment() | {"model": chosen.model} | found
+    loaded = from_pretrained(model, progress=sys.stderr.isatty() and not as_json, **loading)
+    plan, found = compare(loaded, Steps, seconds)
+    row = environment() | {"model": model} | found
     if out is not None:
         write("--out", out, json.dumps(row) + "\n", append=True)
     if plot is not None:
@@ -145,19 +141,16 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
     """A bar for each system, from p20 to p80 a line across its end, and a mark at what was predicted."""
-    drawn, axes = new_figure(height=2.6)
-    systems = row["systems"][::-1]
-    low, ms, high = ([1e3 * system[key] for system in systems] for key in ("p20_s", "p50_s", "p80_s"))
-    errors = [[m - a for m, a in zip(ms, low, strict=True)], [b - m for m, b in zip(ms, high, strict=True)]]
+    systems, predicted = row["systems"][::-1], 1e3 * row["predicted_s"]
     names = [system["name"] for system in systems]
-    colors = [_COLORS[name] for name in names]
-    bars = axes.barh(names, ms, xerr=errors, color=colors, ecolor="#333333", capsize=3)
-    axes.bar_label(bars, [f"{value:,.2f} ms" for value in ms], padding=6)
-    predicted = 1e3 * row["predicted_s"]
-    mark = {"color": _PREDICTED, "markeredgecolor": "white", "markersize": 9}
-    axes.plot(predicted, "offloaded", "D", label=f"predicted: {predicted:,.2f} ms", **mark)
-    axes.set_xlim(0, 1.25 * max(predicted, *high))
-    axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {plan.workload}")
-    axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
-    axes.legend(loc="best", fontsize=9)
-    save_figure(drawn, path)
+    low, ms, high = ([1e3 * system[key] for system in systems] for key in ("p20_s", "p50_s", "p80_s"))
+    with figure(path, height=2.6) as axes:
+        bars = axes.barh(names, ms, color=[_COLORS[name] for name in names])
+        axes.hlines(names, low, high, color="#333333")
+        axes.bar_label(bars, [f"{value:,.2f} ms" for value in ms], padding=9)
+        label = f"predicted: {predicted:,.2f} ms"
+        axes.plot(predicted, "offloaded", "D", color=_PREDICTED, markersize=9, label=label)
+        axes.set_xlim(0, 1.25 * max(predicted, *high))
+        axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {plan.workload}")
+        axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
+        axes.legend()

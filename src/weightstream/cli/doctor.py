@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weightstream.cli.screen import print_folded, screen, write
+from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write
 
 if TYPE_CHECKING:
     from weightstream.measure.findings import Sections
@@ -30,7 +30,7 @@ _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
 
 
 def doctor(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")] = None,
+    device: Device = None,
     path: Annotated[
         Path, typer.Option(help="Measure the disk of this folder, with a scratch file of 256 MiB.", show_default="here")
     ] = Path(),
@@ -38,7 +38,7 @@ def doctor(
     save: Annotated[
         Path | None, typer.Option(help="Write the measured profile, for `weightstream plan --profile`.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what this machine can do, what is in the way, and how to fix it.
 

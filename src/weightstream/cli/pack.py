@@ -5,24 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from weightstream.cli.options import require
+from weightstream.cli.terminal import Model, TrustRemoteCode, require
 
 
 def pack(
-    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")],
+    model: Model,
     out: Annotated[Path, typer.Argument(help="Folder to write: the same model, to be used in its place.")],
     codec: Annotated[
         Literal["none", "auto", "3bit", "4bit"],
         typer.Option("--codec", help="Code the weights, bit for bit; auto: what gains, each by its smaller code."),
     ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write MODEL's weights to OUT in the order that they stream in.
 
@@ -46,15 +44,8 @@ def pack(
         bar.update(task, advance=nbytes, total=total)
 
     try:
-        shards = packing.pack(
-            model,
-            out,
-            codec=codec,
-            verify=verify,
-            trust_remote_code=trust_remote_code,
-            progress=shown,
-            advance=advance,
-        )
+        how: Any = {"codec": codec, "verify": verify, "trust_remote_code": trust_remote_code}
+        shards = packing.pack(model, out, progress=shown, advance=advance, **how)
     finally:
         bar.stop()
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]

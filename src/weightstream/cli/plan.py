@@ -5,55 +5,41 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
-from weightstream.cli import report
-from weightstream.cli.options import Chosen, require, switch, takes_model
-from weightstream.cli.screen import LABEL, new_figure, print_labelled, save_figure, screen, write
+from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
 from weightstream.plan.amounts import human, milliseconds, rate
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from weightstream.plan.plan import Plan
-    from weightstream.plan.prospect import Prospect
+from weightstream.plan.manifest import UnitSpec
+from weightstream.plan.plan import Plan
+from weightstream.plan.prospect import Prospect
 
 _GIB = 2**30
-_BAR, _CODE = 18, 7  # columns of a table
+_BAR = 11  # columns of a table
 _BUDGETS = 20
 _LESS = 0.98  # a smaller budget that is worth a word
-_LOG = 20  # from this ratio on, step times are drawn on a logarithmic axis
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nothing here becomes garbage, and to look for it, now or when the process ends, takes a quarter of the time."""
-    gc.disable()
-    atexit.register(gc.freeze)
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@takes_model("batch", "context", "tokens")
-@_uncollected()
+@takes_model()
 def plan(
-    chosen: Chosen,
+    model: Model,
+    loading: dict[str, Any],
     *,
     profile: Annotated[
         Path | None, typer.Option(help="Predict for the machine in this file, from `weightstream doctor --save`.")
     ] = None,
-    sweep: Annotated[bool, switch("--sweep", "Also show the step time at other budgets.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
-    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
@@ -63,19 +49,23 @@ def plan(
         require("matplotlib", "plot", "--plot")
     from weightstream.front import prospect
 
-    options = {**chosen.loading, "profile": profile}
-    ahead = prospect(chosen.model, options.pop("config"), **options)
-    planned = ahead.plan()[1]
-    plans = _swept(ahead, planned) if sweep or plot is not None else []
+    gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
+    atexit.register(gc.freeze)
+    try:
+        ahead = prospect(model, profile=profile, **loading)
+        planned = ahead.plan()[1]
+        plans = _swept(ahead, planned) if sweep or plot is not None else []
+    finally:
+        gc.enable()
     if save is not None:
         write("--save", save, planned.to_json())
     if plot is not None:
-        draw(chosen.model, planned, plans, plot)
+        draw(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        typer.echo(json.dumps({"model": chosen.model, **facts(ahead, planned), **swept}))
+        typer.echo(json.dumps({"model": model, **facts(ahead, planned), **swept}))
         return
-    show(chosen.model, planned, advice(ahead, planned))
+    show(model, planned, advice(ahead, planned))
     if sweep:
         screen().print("\nstep time over budget", style="bold")
         screen().print(_sweep_table(planned, plans))
@@ -90,18 +80,15 @@ def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
 
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
-    num, dtype = report.parameters(planned)
+    num, dtype = parameters(planned)
     size = f"{_count(num)} parameters, {human(planned.manifest.decoded_nbytes)}, {dtype}"
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
         "takes the numbers of another"
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
-    print_labelled({"model": f"{model} ({size})", "machine": machine})
-    bar, legend, total = report.memory(planned)
-    screen().print(Text.assemble((f"{'memory':>{LABEL}}: ", "bold"), bar))
-    screen().print(Text(f"{total:>{LABEL}} ").append_text(legend))
-    screen().print(report.table(planned))
+    print_labelled({"model": f"{model} ({size})", "machine": machine, "memory": memory(planned)})
+    screen().print(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
 
@@ -142,20 +129,18 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 
 
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
-    coded = any(plan.manifest.codes for plan in plans)
-    headings = ("", "budget GiB", "resident GiB", "ring GiB", *["code"] * coded, "step ms", "tokens/s", "limit", "")
-    table, bar = report.grid(*headings, align_left=("", "limit")), _BAR - _CODE * coded
-    slowest = max(plan.step_s for plan in plans) or 1.0
+    headings = ("", "budget GiB", "resident GiB", "ring GiB", "code", "step ms", "tokens/s", "limit", "")
+    table, slowest = grid(*headings, align_left=("", "limit")), max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
         table.add_row(
             "▶" if plan is planned else "",
             *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
-            *["+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()}))] * coded,
+            "+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()})),
             f"{1e3 * plan.step_s:,.1f}",
             rate(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",
-            "█" * max(1, round(bar * plan.step_s / slowest)),
+            "█" * max(1, round(_BAR * plan.step_s / slowest)),
             style="bold" if plan is planned else None,
         )
     return table
@@ -167,7 +152,7 @@ def _budget(plan: Plan) -> int:
 
 def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    enough, (num, dtype) = ahead.enough(planned), report.parameters(planned)
+    enough, (num, dtype) = ahead.enough(planned), parameters(planned)
     return {
         "num_parameters": num,
         "dtype": dtype,
@@ -180,25 +165,77 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
 
 def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
     """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
-    budgets, steps = [_budget(plan) / _GIB for plan in plans], [plan.step_s for plan in plans]
-    image, axes = new_figure()
-    for name, times, style in (
-        ("predicted step", steps, {"color": "#1f4e9e", "marker": ".", "linewidth": 3}),
-        ("link busy", [plan.copy_s for plan in plans], {"color": "#f4a340", "linestyle": "--"}),
-        ("compute busy", [plan.compute_s for plan in plans], {"color": "#3a7d44", "linestyle": ":"}),
-    ):
-        axes.plot(budgets, [1e3 * s if s else float("nan") for s in times], label=name, **style)
-    name = f"this plan: {_budget(planned) / _GIB:.2f} GiB, {milliseconds(planned.step_s)}"
-    axes.plot(_budget(planned) / _GIB, 1e3 * planned.step_s, "o", color="#c1121f", markersize=9, label=name)
-    if max(steps) > _LOG * min(steps) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:,g}")
-    else:
-        axes.set_ylim(bottom=0)
-    title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
-    title += f", {planned.workload}" if planned.workload else ""
-    axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(image, path)
+    budgets = [_budget(plan) / _GIB for plan in plans]
+    with figure(path, height=4.5) as axes:
+        axes.plot(budgets, [1e3 * plan.step_s for plan in plans], ".-", linewidth=3, label="predicted step")
+        axes.plot(budgets, [1e3 * plan.copy_s for plan in plans], "--", label="link busy")
+        axes.plot(budgets, [1e3 * plan.compute_s for plan in plans], ":", label="compute busy")
+        own = f"this plan: {_budget(planned) / _GIB:.2f} GiB, {milliseconds(planned.step_s)}"
+        axes.plot(_budget(planned) / _GIB, 1e3 * planned.step_s, "o", markersize=9, label=own)
+        title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
+        title += f", {planned.workload}" if planned.workload else ""
+        axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
+        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
+# -- its memory by use, its units by kind ------------------------------------------------------------------------------
+
+
+def table(plan: Plan) -> Table:
+    """A row per kind of unit: how many there are, and the bytes of one of them by where they live.
+
+    Names of a kind differ in numbers alone, with the same bytes in plain form in the same places. Coded bytes are never
+    quite the same: the mean is shown.
+    """
+    coded = bool(plan.manifest.codes)
+    places = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
+    kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
+    for unit in plan.manifest.units:
+        held, plain = (_shares(plan, unit, places, sizes) for sizes in (plan.manifest.aliases, plan.manifest.spans))
+        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
+        kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * coded, *held]))
+    shown = grid("unit", "units", *["plain"] * coded, *places, align_left=("unit",))
+    shown.columns[0].no_wrap, shown.columns[0].overflow = True, "ellipsis"
+    for units in kinds.values():
+        columns = zip(*(sizes for _, sizes in units), strict=True)
+        cells = (human(sum(sizes) / len(units)) for sizes in columns)
+        shown.add_row(Text(_span([name for name, _ in units])), str(len(units)), *cells)
+    return shown
+
+
+def _shares(plan: Plan, unit: UnitSpec, places: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    """The bytes of a unit in each of the places."""
+    aliases = unit.aliases().keys()
+    streams = aliases - plan.resident - plan.mapped
+    groups = {"resident": aliases & plan.resident, "zero-copy": aliases & plan.mapped, "streams": streams}
+    groups["from disk"] = streams & plan.disk
+    return [sum(sizes[alias] for alias in groups[place]) for place in places]
+
+
+def _span(names: list[str]) -> str:
+    """`layers.0…7.mlp`."""
+    last = iter(re.findall(r"\d+", names[-1]))
+    return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}…{end}", names[0])
+
+
+def memory(plan: Plan) -> str:
+    """The device's memory that the plan speaks of, by what it is for."""
+    names = ("resident", "ring", "buffer", "cache", "activations", "free")
+    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.cache_nbytes, plan.activation_nbytes]
+    sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
+    parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]
+    return f"{' + '.join(parts)} = {human(sum(sizes))}"
+
+
+def parameters(plan: Plan) -> tuple[int, str]:
+    """How many numbers the model's weights are, tied ones once, and the dtype that most of them have."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in plan.manifest.tensors():
+        found = math.prod(tensor.shape), tensor.dtype.removeprefix("torch.")
+        sizes[tensor.alias] = max(sizes.get(tensor.alias, found), found)  # the largest of those that share bytes
+    counted: Counter[str] = Counter()
+    for num, kind in sizes.values():
+        counted[kind] += num
+    return counted.total(), max(counted, key=lambda kind: counted[kind], default="nothing")

@@ -1,4 +1,4 @@
-"""`weightstream run`: generates text while the model's weights stream, then says what that took."""
+"""`weightstream run` and `trace`: generate text while the model's weights stream, and say what that took, and when."""
 
 from __future__ import annotations
 
@@ -6,50 +6,51 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from weightstream.cli.options import Chosen, require, switch, takes_model
-from weightstream.cli.screen import print_labelled
+from weightstream.cli.terminal import AsJson, Model, print_labelled, require, takes_model
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
-from weightstream.plan.amounts import human, milliseconds
+from weightstream.plan.amounts import human, milliseconds, per_second
 
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.decoder import Decoding
+    from weightstream.adapters.generation import Decoding
     from weightstream.runtime.streamer import Streamer
+    from weightstream.trace import Span, SpanKind, Trace
 
 DEFAULT_PROMPT = "The sky is blue because"
+_MOST_WAITS = 5
 
 
-@takes_model("context")
+@takes_model("batch", "tokens")
 def run(
-    chosen: Chosen,
+    model: Model,
+    loading: dict[str, Any],
     *,
     prompt: Annotated[str | None, typer.Option(help="What to go on from. Read from a pipe if there is one.")] = None,
-    chat: Annotated[bool, switch("--chat", "Give the prompt as a user's message in a chat.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message in a chat.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    verify: Annotated[bool, switch("--verify", "Generate without offloading too, and compare the tokens.")] = False,
-    as_json: Annotated[bool, switch("--json", "Print one JSON object, and nothing else.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Generate without offloading too, and compare the tokens.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Generate text with MODEL, greedily, while its weights stream through the device."""
     from weightstream.measure.comparison import first_difference
 
-    session = Session(chosen.model, chosen.options["trust_remote_code"])
+    session = Session(model, loading["trust_remote_code"])
     inputs = session.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
-    config = chosen.config
-    if config.context is None:
-        config = config.model_copy(update={"context": inputs["input_ids"].shape[1] + max_new_tokens})
-    session.load(progress=sys.stderr.isatty() and not as_json, **chosen.loading | {"config": config})
-    predicted = milliseconds(session.streamer.plan.step_s)
-    text = f"waiting for the first token; a step is predicted to take {predicted}"
-    with Console(stderr=True, quiet=as_json).status(text) as status:
-        tokens = session.generate(inputs, max_new_tokens, show=not as_json, on_token=status.stop)
+    if loading["config"].context is None:
+        context = inputs["input_ids"].shape[1] + max_new_tokens
+        loading["config"] = loading["config"].model_copy(update={"context": context})
+    session.load(progress=sys.stderr.isatty() and not as_json, **loading)
+    tokens = session.generate(inputs, max_new_tokens, show=not as_json)
     found = session.report(inputs, tokens)
     if not as_json:
         print_labelled(_lines(found, tokens))
@@ -65,17 +66,15 @@ def run(
 class Tokens:
     """The tokens that `generate` makes, and the time of each; `text`, a transformers streamer, gets them too."""
 
-    def __init__(self, text: Any = None, on_token: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, text: Any) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
         self.decoding: Decoding | None = None  # set at the end
         self._text = text
-        self._on_token = on_token
 
     def put(self, ids: torch.Tensor) -> None:
         if self.times:  # the first call brings the prompt
             self.ids += ids.flatten().tolist()
-            self._on_token()
         self.times.append(time.perf_counter())
         if self._text:
             self._text.put(ids)
@@ -83,6 +82,9 @@ class Tokens:
     def end(self) -> None:
         if self._text:
             self._text.end()
+
+    def set_decoding(self, decoding: Decoding) -> None:
+        self.decoding = decoding
 
     @property
     def per_second(self) -> float:
@@ -154,24 +156,22 @@ class Session:
         if not self.model.can_generate():
             raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
 
-    def generate(
-        self,
-        inputs: dict[str, torch.Tensor],
-        max_new_tokens: int,
-        *,
-        show: bool = False,
-        on_token: Callable[[], None] = lambda: None,
-    ) -> Tokens:
+    def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, *, show: bool = False) -> Tokens:
+        """Generate greedily, and print the text meanwhile if it is to `show`."""
         from transformers import TextStreamer
 
         from weightstream.adapters.generation import generate
 
         text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
-        tokens = Tokens(text, on_token)
-        placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "streamer": tokens}
-        generate(self.model, **placed, **options, on_decoding=partial(setattr, tokens, "decoding"))
+        tokens = Tokens(text)
+        options = self.greedy(inputs) | {"max_new_tokens": max_new_tokens, "streamer": tokens}
+        generate(self.model, **options, on_decoding=tokens.set_decoding)
         return tokens
+
+    def greedy(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The arguments of `generate`: the inputs on the device, and no sampling."""
+        placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
+        return {**placed, "do_sample": False, "num_beams": 1}
 
     def plain(self, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> list[int]:
         """The tokens of the same model without offloading, which it leaves for good."""
@@ -205,3 +205,60 @@ class Session:
 
 def _piped() -> str:
     return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
+
+
+@takes_model("batch", "tokens")
+def trace(
+    model: Model,
+    loading: dict[str, Any],
+    *,
+    out: Annotated[Path, typer.Option(help="Write the trace here.")] = Path("trace.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, one a step, behind the prompt's step.")] = 4,
+    prompt: Annotated[str, typer.Option(help="What to go on from.")] = DEFAULT_PROMPT,
+) -> None:
+    """Record when each of MODEL's units is copied, waited for and computed, while it reads a prompt and decodes.
+
+    Opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute and one for copies. The
+    steps run eager, as a graph does not show its units.
+    """
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    session = Session(model, loading["trust_remote_code"])
+    inputs = session.encode(prompt)
+    session.load(progress=sys.stderr.isatty(), **loading)
+    greedy = session.greedy(inputs)
+    session.model.generate(**greedy, max_new_tokens=2)  # teaches the order of the units
+    with session.streamer.trace() as recorded:
+        session.model.generate(**greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
+    recorded.save(out)
+    _show(session, recorded, out)
+
+
+def _show(session: Session, recorded: Trace, out: Path) -> None:
+    spans: defaultdict[SpanKind, list[Span]] = defaultdict(list)
+    waited: defaultdict[str, float] = defaultdict(float)  # seconds, by unit
+    for span in recorded.spans:
+        if span.row != "host":
+            spans[span.kind].append(span)
+    for wait in spans["wait"]:
+        waited[wait.name] += wait.seconds
+    steps = [span.seconds for span in spans["step"]]
+    ran_s, waited_s, copied_s = sum(steps), sum(waited.values()), sum(fill.seconds for fill in spans["fill"])
+    nbytes, decoded = sum(fill.nbytes for fill in spans["fill"]), milliseconds(median(steps[1:]))
+    predicted = milliseconds(session.streamer.plan.step_s)
+    lines = {
+        "plan": session.streamer.plan.summary(),
+        "prompt": f"1 step of {milliseconds(steps[0])}",
+        "decode": f"{len(steps) - 1} steps of {decoded} each (median; predicted: {predicted})",
+        "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
+    }
+    if spans["fill"]:
+        lines["copies"] = (
+            f"{milliseconds(copied_s)}, {human(nbytes)} ({nbytes} bytes) at {per_second(nbytes / copied_s)}"
+        )
+    if waited_s:
+        longest = sorted(waited, key=lambda name: waited[name], reverse=True)[:_MOST_WAITS]
+        named = (f"{name or '(root)'} ({milliseconds(waited[name])})" for name in longest)
+        lines["waits"] = f"longest for {', '.join(named)}"
+    lines["trace"] = f"{out} ({len(recorded.spans)} spans); open it in https://ui.perfetto.dev"
+    print_labelled(lines)

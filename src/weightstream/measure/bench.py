@@ -1,11 +1,12 @@
-"""The bench: measures in a second or two what this machine can do. Knows no files.
+"""The bench: measures in a second or two what this machine can do, and times work that follows itself.
 
-Everything is timed with the host's clock, between two points where the device is idle and with so much queued between
-them that these do not count. The median of the later samples is taken, once clocks have settled.
+What the machine can do is timed with the host's clock, between two points where the device is idle and with so much
+queued between them that these do not count. The median of the later samples is taken, once clocks have settled.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
@@ -39,6 +40,9 @@ _SAMPLE_S = 0.02  # all samples of a number together, where nothing has to settl
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _NUM_KERNELS = 200
 _MEASURED_NBYTES = 256 << 20  # of a file
+_SETTLING = 2  # rounds timed and not counted: the first finds a ring that was filled while nobody looked
+_LEAST, _MOST = 5, 400  # rounds
+_SOURCE_NBYTES = 256 << 20  # more than a processor caches
 _NUM_WEIGHTS, _WIDTH = 4, 4096
 # A layer of a transformers model takes the host longer per kernel than the bare blocks below: keyword arguments, cache
 # objects, interfaces. Measured (one H200, decode of Llama's 8B and 32B shapes, three machines): 1.16 to 1.39 times.
@@ -206,11 +210,9 @@ class _Bench:
             for block in blocks:
                 y = block(y, turn, past)
 
-        op_launch_s = _FRAMEWORK * self._seconds(work, choose=min) / (_Block.num_kernels * len(blocks))
-        if self._device.type == "cpu":
-            return {"op_launch_s": op_launch_s}
-        known = {"launch_s": _TENSOR_OPS * op_launch_s, "overhead_s": _OPENING_OPS * op_launch_s}
-        return {"op_launch_s": op_launch_s, **known}
+        launch_s = _FRAMEWORK * self._seconds(work, choose=min) / (_Block.num_kernels * len(blocks))
+        on_gpu = {"launch_s": _TENSOR_OPS * launch_s, "overhead_s": _OPENING_OPS * launch_s} if self._on_gpu else {}
+        return {"op_launch_s": launch_s, **on_gpu}
 
     def link(self) -> dict[str, float]:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""
@@ -219,13 +221,8 @@ class _Bench:
             bulk = Copy(dst=backend.alloc(nbytes), src=source, pinned=source.is_pinned())
             bytes_per_s = nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
-            pieces = [replace(bulk, dst=dst, src=src) for dst, src in pairs]
-
-            def scatter() -> None:
-                for piece in pieces:
-                    backend.copy([piece])
-
-            piece_s = self._seconds(scatter) / len(pieces)
+            pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
+            piece_s = self._seconds(partial(_run_all, pieces)) / len(pieces)
             round_s = self._seconds(partial(self._rounds, pieces[:8])) / 8
         reads_s = self._seconds(self._read) if self._on_gpu else 0.0
         return {
@@ -239,34 +236,33 @@ class _Bench:
 
         One a second where nothing decodes them: then no plan is faster with codes.
         """
-        if self._on_gpu and not coding.available(self._device):
-            return {f"decode{bits}_bytes_per_s": 1.0 for bits in BITS}
-        weights = self._weights if self._on_gpu else self._weights[:1]
-        return {f"decode{bits}_bytes_per_s": self._decoded_per_s(bits, weights) for bits in BITS}
+        decodes = not self._on_gpu or coding.available(self._device)
+        return {f"decode{bits}_bytes_per_s": self._decoded_per_s(bits) if decodes else 1.0 for bits in BITS}
 
-    def _decoded_per_s(self, bits: int, weights: Sequence[torch.Tensor]) -> float:
+    def _decoded_per_s(self, bits: int) -> float:
+        weights = self._weights if self._on_gpu else self._weights[:1]
         weights = [weight[: self._sizes.decoded_rows].view(-1).view(torch.uint8) for weight in weights]
         out = self._backend.alloc(weights[0].numel())
         coded = [coding.encode(weight, "bfloat16", bits) for weight in weights]
         runs = [coding.decoding([(data, layout, out)]) for layout, data in coded]
         return sum(weight.nbytes for weight in weights) / self._seconds(partial(_run_all, runs))
 
-    def _rounds(self, pieces: list[Copy]) -> None:
+    def _rounds(self, copies: Sequence[Callable[[], object]]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
         drained, filled = self._backend.event(), self._backend.event()
-        for piece in pieces:
+        for copy in copies:
             if self._on_gpu:  # hides what the host takes to queue the copies
                 self._read()
             self._backend.record(Side.COMPUTE, drained)
             self._backend.wait(Side.COPY, drained)
-            self._backend.copy([piece])
+            copy()
             self._backend.record(Side.COPY, filled)
             self._backend.wait(Side.COMPUTE, filled)
 
 
-def _run_all(works: Sequence[Callable[[], object]]) -> None:
-    for work in works:
-        work()
+def _run_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 @contextmanager
@@ -280,6 +276,35 @@ def host_memory(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
         except StoreError as error:
             logger.warning("%s", error)
         yield memory
+
+
+def rounds_s(backend: Backend, work: Callable[[], object], seconds: float, side: Side = Side.COMPUTE) -> list[float]:
+    """Seconds of each round of `work`, from one's end to the next one's: nothing waits in between. Takes `seconds`."""
+    work()
+    backend.synchronize()
+    started = time.perf_counter()
+    work()
+    backend.synchronize()
+    num = max(_LEAST, min(_MOST, round(seconds / (time.perf_counter() - started))))
+    stamps = [backend.stamp(side)]
+    for _ in range(num + _SETTLING):
+        work()
+        stamps.append(backend.stamp(side))
+    backend.synchronize()
+    return [backend.seconds(a, b) or 0.0 for a, b in itertools.pairwise(stamps)][_SETTLING:]
+
+
+def copies_s(backend: Backend, sizes: Sequence[int], seconds: float) -> list[float]:
+    """Seconds of each round of copies of these sizes, back to back, from memory that copies start from."""
+    largest = max(sizes)
+    with host_memory(backend.device, max(largest, min(sum(sizes), _SOURCE_NBYTES))) as source:
+        target, copies, begin = backend.alloc(largest), [], 0
+        for size in sizes:
+            begin = begin if begin + size <= source.numel() else 0
+            copy = Copy(dst=target[:size], src=source[begin : begin + size], pinned=source.is_pinned())
+            copies.append(partial(backend.copy, [copy]))
+            begin += size
+        return rounds_s(backend, partial(_run_all, copies), seconds, Side.COPY)
 
 
 def disk_bytes_per_s(file: DirectFile, nbytes: int) -> float:

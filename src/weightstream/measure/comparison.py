@@ -9,14 +9,12 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from operator import eq
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from weightstream.errors import OffloadError, UnsupportedError
-from weightstream.measure import pace
-from weightstream.measure.bench import backend_of
+from weightstream.measure import bench
 from weightstream.plan.amounts import human
 from weightstream.plan.plan import Plan
 from weightstream.runtime import cuda
@@ -25,7 +23,6 @@ from weightstream.store import limits
 
 System = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
 Step = Callable[[], torch.Tensor]  # the same step, over and over
-_UNKNOWN = MappingProxyType({"reproducible": True, "equal": None, "first_difference": None})
 NUM_COMPARED = 4  # steps without a pause between them, so that the ring wraps
 
 
@@ -41,14 +38,15 @@ def compare(model: Any, steps_of: Callable[..., Step], seconds: float) -> tuple[
         raise UnsupportedError(f"{type(model).__name__} takes more than token ids: bench times language models")
     steps = partial(steps_of, model, workload, device)
     try:
-        with closing(backend_of(device)) as backend:  # the streamer's ends with the streamer
+        with closing(bench.backend_of(device)) as backend:  # the streamer's ends with the streamer
             offloaded, ours = _timed("offloaded", steps(), backend, seconds)
             plan, read = streamer.plan, streamer.read_in_place
             offloaded["weights_nbytes"] = streamer.stats().held_nbytes["device"]
             streamer.remove()
             floor, bytes_per_s = _floor(plan, read, backend, seconds)
             resident, theirs, skipped = _resident(model, steps, plan, backend, seconds)
-            verdict = _verdict(ours, theirs, steps) if resident else {**_UNKNOWN}
+            verdict = {"reproducible": True, "equal": None, "first_difference": None}
+            verdict |= _verdict(ours, theirs, steps) if resident else {}
     except torch.OutOfMemoryError as error:
         raise OffloadError(
             f"{device} has no memory left for a step beside the weights: lower --device-budget, --batch or --context "
@@ -86,7 +84,7 @@ def _timed(name: str, step: Step, backend: Backend, seconds: float) -> tuple[Sys
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(backend.device)
     outputs = _outputs(step)
-    taken = pace.rounds_s(backend, step, seconds)
+    taken = bench.rounds_s(backend, step, seconds)
     return _system(name, taken, torch.accelerator.max_memory_allocated(backend.device) if on_gpu else None), outputs
 
 
@@ -103,7 +101,7 @@ def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) ->
     nbytes = replace(plan, manifest=plain).unit_nbytes
     sizes = [*(nbytes[unit] for fills in plan.after for unit in fills), *read]
     moved = sizes or [unit.nbytes for unit in plain.units if unit.nbytes]
-    floor = _system("raw link floor", pace.copies_s(backend, moved, seconds))
+    floor = _system("raw link floor", bench.copies_s(backend, moved, seconds))
     return floor if sizes else None, sum(moved) / floor["p50_s"]
 
 
@@ -130,8 +128,8 @@ def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], Ste
     """What the outputs say; nothing if the model does not repeat its own: some kernels add in the order they finish."""
     difference = first_difference(ours, theirs, torch.equal)
     if difference is not None and first_difference(theirs, _outputs(steps()), torch.equal) is not None:
-        return {**_UNKNOWN, "reproducible": False}
-    return {"reproducible": True, "equal": difference is None, "first_difference": difference}
+        return {"reproducible": False}
+    return {"equal": difference is None, "first_difference": difference}
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool] = eq) -> int | None:

@@ -20,9 +20,8 @@ import torch
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import machine
-from weightstream.measure.bench import backend_of, disk_bytes_per_s, host_memory
+from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
 from weightstream.measure.machine import PciLink
-from weightstream.measure.pace import copies_s
 from weightstream.measure.profile import profile_for
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile

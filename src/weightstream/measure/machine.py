@@ -53,12 +53,8 @@ def numa_node(address: str, root: Path = _ROOT) -> int | None:
 
 
 def cores_of_node(node: int, root: Path = _ROOT) -> frozenset[int]:
-    """The processors of a memory node, from a list such as `0-15,32-47`."""
-    found: set[int] = set()
-    for part in _text(root / f"sys/devices/system/node/node{node}/cpulist").split(","):
-        if match := re.fullmatch(r"(\d+)(?:-(\d+))?", part):
-            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(found)
+    """The processors of a memory node."""
+    return frozenset(int(path.name[3:]) for path in root.glob(f"sys/devices/system/node/node{node}/cpu[0-9]*"))
 
 
 def nvidia_gpus(root: Path = _ROOT) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from dataclasses import fields
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,13 +45,13 @@ def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
 
 
 def to_json(profile: Profile) -> str:
-    return _adapter().dump_json(profile, indent=2).decode()
+    return TypeAdapter(Profile).dump_json(profile, indent=2).decode()
 
 
 def from_json(text: str | bytes) -> Profile:
     """Read a profile; what it leaves out has its default. Raises `ConfigError` when the text is none."""
     try:
-        profile = _adapter().validate_json(text)
+        profile = TypeAdapter(Profile).validate_json(text)
         if unknown := json.loads(text).keys() - {field.name for field in fields(Profile)}:
             raise ValueError(f"there is no {' or '.join(sorted(unknown))} in it")
         _check(profile)
@@ -113,8 +112,3 @@ def _path(device: torch.device) -> Path:
         key += [found.name, found.uuid, found.pci, found.capability, driver, torch.version.cuda]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"
-
-
-@cache
-def _adapter() -> TypeAdapter[Profile]:
-    return TypeAdapter(Profile)

@@ -102,12 +102,7 @@ class _Addresses:
 
     def __init__(self, memory: torch.Tensor, pointer: int, nbytes: int) -> None:
         self.memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
 
 
 class CudaStamp:

@@ -144,7 +144,7 @@ class Engine:
         if due := self._cursor.reach(unit):
             self._fill_due(due)
         fence = self.fences[unit]
-        self.timeline.arrives(unit)
+        waited = self.timeline.begins("wait", unit)
         if fence.state is State.EMPTY:
             self.fill(unit, planned=False)
         if fence.state is State.FILLING:
@@ -153,7 +153,7 @@ class Engine:
             except BaseException:
                 fence.move(State.EMPTY)  # the copy failed: the next wait tries again
                 raise
-            self.timeline.resumes()
+            self.timeline.ends(waited)
             fence.in_flight = False
             fence.move(State.READY)
         elif fence.state is State.DRAINING:
@@ -256,10 +256,10 @@ class Engine:
             if held.last_read is None:
                 self.live.discard(other)
         self.live.add(unit)
-        timed = self.timeline.fills(unit, planned)
+        timed = self.timeline.begins("fill", unit, planned=planned)
         with profiled(self.plan.manifest.units[unit].name, "fill "):
             self._backend.copy(copies)
-        self.timeline.filled(timed)
+        self.timeline.ends(timed)
         self._backend.record(Side.COPY, fence.filled)
         fence.in_flight = True
         fence.move(State.FILLING)

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.binding import Binding
-from weightstream.runtime.marks import Kind
 from weightstream.runtime.recording import Recording
+from weightstream.runtime.timeline import Kind
 
 CAPTURED = "this model is being captured by torch.cuda.graph alone: use model.weightstream.capture(graph) in its place"
 

@@ -13,8 +13,7 @@ from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 from weightstream.plan.refine import Refined, Times, refine
-from weightstream.runtime.marks import Kind
-from weightstream.runtime.timeline import Measured, Timeline
+from weightstream.runtime.timeline import Kind, Measured, Timeline
 
 logger = logging.getLogger("weightstream")
 

@@ -26,10 +26,9 @@ from weightstream.runtime.graphs import CAPTURED
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.learning import Learning
-from weightstream.runtime.marks import kind_of
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.stats import Stats, stats_of
-from weightstream.runtime.timeline import is_profiled, profiled
+from weightstream.runtime.timeline import is_profiled, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
 from weightstream.trace import Trace

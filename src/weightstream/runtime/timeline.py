@@ -1,31 +1,49 @@
 """The timeline: when the units of a step were waited for, computed and copied, by the device's own clock.
 
-Few steps are timed: the 2nd to the 5th of one kind in a row, and one in 17; while a trace is recorded, all. Marks are
-read once the device has passed them, at a later step or when somebody asks; nobody ever waits for one.
+Few steps are timed: the 2nd to the 5th of one kind in a row, and one in 17. A trace keeps the same marks of all steps.
+Marks are read once the device has passed them, at a later step or when somebody asks; nobody ever waits for one.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch.autograd import profiler
 
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
-from weightstream.runtime.backend import Backend, Side
-from weightstream.runtime.marks import Kind, Mark, Marks, Sample, Tracing, sample_of, spans
-from weightstream.trace import SpanKind, Trace
+from weightstream.runtime.backend import Backend, Side, Stamp
+from weightstream.runtime.values import tensors_in
+from weightstream.trace import Row, Span, SpanKind, Trace
 
+logger = logging.getLogger("weightstream")
+
+_SIDES = MappingProxyType({"wait": Side.COMPUTE, "fill": Side.COPY})
 _WARM = range(2, 6)
 _EVERY = 17  # a prime: of generations of 64 tokens the same places would be timed again and again
 _WINDOW = 16  # timed steps that medians are taken over, and that may wait to be read
+
+
+class Kind(NamedTuple):
+    """What tells the steps of one workload from those of another: the size of a forward's first tensor, or a graph."""
+
+    what: str
+    size: int
+
+
+def kind_of(args: Any, kwargs: Any) -> Kind:
+    """The kind of a forward with these arguments."""
+    first = next(tensors_in((args, kwargs)), None)
+    return Kind("forward", 0 if first is None else first.numel())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +72,99 @@ class Measured:
     units: tuple[UnitTimes, ...]
 
 
+@dataclass(eq=False, slots=True)
+class Mark:
+    """A unit's wait, its fill or its release, or a step. What takes no time ends at the stamp that it begins at."""
+
+    kind: SpanKind
+    unit: int
+    begin: Stamp
+    end: Stamp
+    planned: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Seconds of one step, of all its waits, and by unit the mean of its fills, its waits and what it computed."""
+
+    kind: Kind
+    step_s: float
+    wait_s: float
+    means: dict[tuple[SpanKind, int], float]
+
+
+@dataclass(eq=False, slots=True)
+class TimedStep:
+    """The marks of one step, of which the step's own comes last."""
+
+    plan: Plan
+    kind: Kind
+    begin: Stamp
+    marks: list[Mark] = field(default_factory=list)
+
+    def sample(self, seconds: Callable[[Stamp, Stamp], float | None]) -> Sample | None:
+        """What the marks say; None until the device has passed them all. The last is asked for first."""
+        timed: list[tuple[Mark, float, float]] = []
+        for mark in reversed(self.marks):
+            begin_s, end_s = seconds(self.begin, mark.begin), seconds(self.begin, mark.end)
+            if begin_s is None or end_s is None:
+                return None
+            timed.append((mark, begin_s, end_s))
+        *units, (_, _, step_s) = reversed(timed)
+        found: defaultdict[tuple[SpanKind, int], list[float]] = defaultdict(list)
+        for mark, begin_s, end_s in units:
+            found[mark.kind, mark.unit].append(end_s - begin_s)
+        waits = [(mark.unit, begin_s, end_s) for mark, begin_s, end_s in units if mark.kind == "wait"]
+        # The order goes round: what comes before the first unit is computed between the last one and it.
+        ends = [begin_s for _, begin_s, _ in waits[1:]] + [step_s + begin_s for _, begin_s, _ in waits[:1]]
+        for (unit, _, resumed_s), next_s in zip(waits, ends, strict=True):
+            found["unit", unit].append(next_s - resumed_s)
+        wait_s = sum(end_s - begin_s for _, begin_s, end_s in waits)
+        means = {what: fmean(values) for what, values in found.items()}
+        return Sample(kind=self.kind, step_s=step_s, wait_s=wait_s, means=means)
+
+
+@dataclass(eq=False, slots=True)
+class Tracing:
+    """A trace that is being recorded: its marks, each with what its span says beside the times."""
+
+    trace: Trace
+    origin: Stamp
+    host_origin_s: float
+    num_steps: int = 0
+    step: int = 0  # the one under way; 0 between two
+    marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)
+
+    def add(self, mark: Mark, name: str, nbytes: int = 0) -> None:
+        """Take in a mark, as long as there is room."""
+        if len(self.marks) <= self.trace.limit:
+            about = {"kind": mark.kind, "name": name, "step": self.step, "nbytes": nbytes, "planned": mark.planned}
+            self.marks.append((mark, about))
+
+    def add_step(self, mark: Mark, what: str, host_begin_s: float) -> None:
+        """Take in a step's mark, and what the host took for it."""
+        self.add(mark, name := f"{what} {self.step}")
+        begin_s, end_s = host_begin_s - self.host_origin_s, time.perf_counter() - self.host_origin_s
+        host = Span(row="host", kind="step", name=name, begin_s=begin_s, end_s=end_s, step=self.step)
+        self.trace.spans.append(host)
+
+    def finish(self, seconds: Callable[[Stamp, Stamp], float | None]) -> None:
+        """Make spans of the marks, which the device has passed. A unit computes from the end of its wait."""
+        resumed: dict[int, Stamp] = {}
+        for mark, about in self.marks:
+            if mark.kind == "wait":
+                resumed[mark.unit] = mark.end
+            begin = resumed.get(mark.unit, mark.end) if mark.kind == "unit" else mark.begin
+            begin_s, end_s = seconds(self.origin, begin), seconds(self.origin, mark.end)
+            if begin is not mark.end and begin_s is not None and end_s is not None:
+                row: Row = "copy" if mark.kind == "fill" else "compute"
+                self.trace.spans.append(Span(row=row, begin_s=begin_s, end_s=end_s, **about))
+        self.trace.spans.sort(key=lambda span: span.begin_s)
+        if max(len(self.marks), len(self.trace.spans)) > self.trace.limit:  # waits for nothing are marks, not spans
+            logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
+            del self.trace.spans[self.trace.limit :]
+
+
 class Timeline:
     """Times steps of one streamer, under one plan after the other. `stall_s` is what all steps waited, estimated."""
 
@@ -63,9 +174,8 @@ class Timeline:
         self._plan: Plan
         self._num_steps = self._in_a_row = 0
         self._last_kind: Kind | None = None
-        self._marks: Marks | None = None  # where the marks of units go now
-        self._between: Marks | None = None  # where those of a trace go that belong to no step
-        self._pending: deque[Marks] = deque()
+        self._timed: TimedStep | None = None  # where the marks of units go now
+        self._pending: deque[TimedStep] = deque()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
         self._reading = threading.Lock()
         self._tracing: Tracing | None = None
@@ -75,7 +185,6 @@ class Timeline:
         with self._reading:
             self._plan, self._num_steps, self._in_a_row = plan, 0, 0
             self._samples.clear()
-        self._leave_between()
 
     @property
     def kind(self) -> Kind | None:
@@ -119,71 +228,71 @@ class Timeline:
     @contextmanager
     def step(self, kind: Kind, *, inside: bool = True, whole: bool = True) -> Iterator[None]:
         """Around a step, or a piece of one; `inside` of it units are timed. One that fails is not timed."""
-        marks = self._begin(kind, inside, whole)
+        is_due, tracing = self._count(kind, whole), self._tracing
+        if (not is_due and tracing is None) or self._backend.capturing():
+            yield
+            return
+        host_begin_s, begin = time.perf_counter(), self._backend.stamp(Side.COMPUTE)
+        timed = TimedStep(self._plan, kind, begin)
+        self._timed = timed if is_due and inside else None
+        if tracing is not None:
+            tracing.num_steps += whole
+            tracing.step = tracing.num_steps
         try:
             yield
-            if marks is not None:
-                marks.marks.append(Mark("step", -1, marks.begin, self._backend.stamp(Side.COMPUTE)))
-                marks.host_s = marks.host_s[0], time.perf_counter()
-                self._pending.append(marks)
+            mark = Mark("step", -1, begin, self._backend.stamp(Side.COMPUTE))
+            if is_due:
+                timed.marks.append(mark)
+                self._pending.append(timed)
+            if tracing is not None:
+                tracing.add_step(mark, kind.what, host_begin_s)
         finally:
-            self._marks = self._between
+            self._timed = None
+            if tracing is not None:
+                tracing.step = 0
 
-    def _begin(self, kind: Kind, inside: bool, whole: bool) -> Marks | None:
-        self._num_steps += whole
+    def _count(self, kind: Kind, whole: bool) -> bool:
+        """Count a step, and tell whether it is to be timed; of one that is not, the waits are those of the last."""
         if whole:
+            self._num_steps += 1
             self._in_a_row = self._in_a_row + 1 if kind == self._last_kind else 1
             self._last_kind = kind
         self._read()
-        tracing = self._tracing
-        if tracing is None and not (whole and self._is_due()):
-            with self._reading:
-                self.stall_s += self._samples[-1].wait_s if self._samples and self._samples[-1].kind == kind else 0.0
-            return None
-        if self._backend.capturing():
-            return None
-        marks = Marks(self._plan, tracing, self._backend.stamp(Side.COMPUTE), kind, whole)
-        marks.host_s = time.perf_counter(), 0.0
-        if tracing is not None:
-            tracing.num_steps += whole
-            marks.step = tracing.num_steps
-        self._marks = marks if inside or tracing is not None else None
-        return marks
+        if is_due := whole and self._is_due():
+            return is_due
+        with self._reading:
+            if self.kind == kind:
+                self.stall_s += self._samples[-1].wait_s
+        return False
 
     def _is_due(self) -> bool:
         return (self._in_a_row in _WARM or self._num_steps % _EVERY == 0) and len(self._pending) < _WINDOW
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
-    def arrives(self, unit: int) -> None:
-        """Compute has come to where the unit is needed."""
-        if self._marks is not None:
-            now = self._backend.stamp(Side.COMPUTE)
-            self._marks.marks.append(Mark("wait", unit, now, now))
+    def begins(self, kind: SpanKind, unit: int, *, planned: bool = True) -> Mark | None:
+        """Compute has come to where the unit is needed, or the unit's copy may begin; `ends` takes what is returned."""
+        if self._timed is None and self._tracing is None:
+            return None
+        now = self._backend.stamp(_SIDES[kind])
+        mark = Mark(kind, unit, now, now, planned)
+        if self._timed is not None:
+            self._timed.marks.append(mark)
+        if self._tracing is not None:
+            nbytes = self._plan.unit_nbytes[unit] if kind == "fill" else 0
+            self._tracing.add(mark, self._plan.manifest.units[unit].name, nbytes)
+        return mark
 
-    def resumes(self) -> None:
-        """What compute has waited for is there."""
-        if self._marks is not None and (wait := self._marks.last_wait()) is not None:
-            wait.end = self._backend.stamp(Side.COMPUTE)
+    def ends(self, mark: Mark | None) -> None:
+        """What compute has waited for is there, or the copy is queued."""
+        if mark is not None:
+            mark.end = self._backend.stamp(_SIDES[mark.kind])
 
     def releases(self, unit: int) -> None:
         """The unit's last kernel is queued."""
-        marks = self._marks
-        if marks is not None and marks.tracing is not None and (wait := marks.last_wait(unit)) is not None:
-            marks.marks.append(Mark("unit", unit, wait.end, self._backend.stamp(Side.COMPUTE)))
-
-    def fills(self, unit: int, planned: bool) -> Mark | None:
-        """The copy of a unit may begin now; what is returned goes to `filled`."""
-        if self._marks is None:
-            return None
-        now = self._backend.stamp(Side.COPY)
-        return Mark("fill", unit, now, now, planned)
-
-    def filled(self, fill: Mark | None) -> None:
-        """The copy is queued."""
-        if fill is not None and self._marks is not None:
-            fill.end = self._backend.stamp(Side.COPY)
-            self._marks.marks.append(fill)
+        if self._tracing is not None:
+            now = self._backend.stamp(Side.COMPUTE)
+            self._tracing.add(Mark("unit", unit, now, now), self._plan.manifest.units[unit].name)
 
     # -- a trace -----------------------------------------------------------------------------------------------------
 
@@ -192,24 +301,12 @@ class Timeline:
         if self._tracing is not None:
             raise OffloadError("trace() inside of trace(): this streamer is recording one already")
         self._tracing = Tracing(trace, self._backend.stamp(Side.COMPUTE), time.perf_counter())
-        self._leave_between()
 
     def end_trace(self) -> None:
         """The device is idle: what was recorded is in the trace now."""
         tracing, self._tracing = self._tracing, None
-        self._leave_between()
-        self._read()
         if tracing is not None:
-            tracing.trace.spans.sort(key=lambda span: span.begin_s)
-
-    def _leave_between(self) -> None:
-        """What comes between steps is of the plan and the trace of now."""
-        if self._between is not None:
-            self._pending.append(self._between)
-        self._between = None
-        if (tracing := self._tracing) is not None:
-            self._between = Marks(self._plan, tracing, tracing.origin, Kind("", 0), False)
-        self._marks = self._between
+            tracing.finish(self._backend.seconds)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -218,14 +315,11 @@ class Timeline:
         if not self._pending or self._backend.capturing():  # to ask for an event would end the capture
             return
         with self._reading:
-            while self._pending and (timed := self._pending[0].timed(self._backend.seconds)) is not None:
-                marks = self._pending.popleft()
-                if marks.is_whole and marks.plan is self._plan:
-                    self._samples.append(sample_of(marks.kind, timed))
-                    self.stall_s += self._samples[-1].wait_s
-                if (tracing := marks.tracing) is not None:
-                    begin_s = self._backend.seconds(tracing.origin, marks.begin) or 0.0
-                    tracing.trace.add(spans(marks, tracing, begin_s, timed))
+            while self._pending and (sample := self._pending[0].sample(self._backend.seconds)) is not None:
+                timed = self._pending.popleft()
+                if timed.plan is self._plan:
+                    self._samples.append(sample)
+                    self.stall_s += sample.wait_s
 
 
 def is_profiled() -> bool:

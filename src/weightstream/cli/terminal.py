@@ -1,0 +1,146 @@
+"""The terminal: the options that every command takes for a model, and the lines, tables and files that it writes.
+
+Lines and tables take at most 100 columns, and have no colour in a pipe. Reads settings; loads no model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import Parameter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import typer
+from annotated_types import Ge
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from weightstream.errors import ConfigError, UnsupportedError
+
+Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+_Dtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    typer.Option(help="Of the weights; auto is the checkpoint's own."),
+]
+_File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")]
+_LOADING = MappingProxyType(  # beside the settings: annotation and default
+    {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
+)
+_READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
+_COLUMNS, _LABEL = 100, 9
+
+
+def require(package: str, extra: str, what: str) -> Any:
+    """A package that what is asked for needs; to be called before anything that takes time."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        remedy = f"pip install 'weightstream[{extra}]'"
+        raise UnsupportedError(f"{what} needs the package {error.name}: {remedy}") from error
+
+
+def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make `command(model, loading, *, own options)` take MODEL and all settings but those `left_out`.
+
+    `loading` are the keywords of `from_pretrained` and `plan_model`: `config`, `device`, `dtype`, `trust_remote_code`.
+    """
+    settings = {name: kind for name, kind in _settings().items() if name not in left_out}
+    shared = {**_LOADING, "config": (_File, None), **{name: (kind, None) for name, kind in settings.items()}}
+    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=d, annotation=kind) for name, (kind, d) in shared.items()]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        model, _, *own = signature.parameters.values()
+
+        @functools.wraps(command)
+        def run(model: str, config: Path | None, **values: Any) -> None:
+            loading = {name: values.pop(name) for name in _LOADING}
+            given = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
+            loading["config"] = (
+                OffloadConfig.from_toml(config, **given) if config else OffloadConfig.from_kwargs(**given)
+            )
+            command(model, loading, **values)
+
+        run.__signature__ = signature.replace(parameters=[model, *own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        return run
+
+    return decorate
+
+
+def _settings() -> dict[str, Any]:
+    """The option of each setting that has a description, as an annotation; the configuration judges the value."""
+    classic, options = PrefetchOffloadConfig.model_fields | UVAOffloadConfig.model_fields, {}
+    for name, field in (OffloadConfig.model_fields | classic).items():
+        if field.description:
+            least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+            panel = "Classic flags, instead of a budget" if name in {*classic, "offload_backend"} else None
+            option = typer.Option(help=field.description, rich_help_panel=panel, min=least)
+            options[name] = Annotated[_READ_AS.get(field.annotation, field.annotation) | None, option]
+    return options
+
+
+# -- what it writes ----------------------------------------------------------------------------------------------------
+
+
+def screen() -> Console:
+    """The console of stdout. A pipe is as wide as the widest terminal."""
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
+    return console
+
+
+def grid(*headings: str, align_left: Container[str]) -> Table:
+    """A table without rows; columns of numbers to the right."""
+    shown = Table()
+    for heading in headings:
+        is_left = heading in align_left
+        shown.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
+    return shown
+
+
+def print_folded(head: Text, body: str, style: str = "") -> None:
+    """A line that goes on below the end of its head."""
+    console, margin = screen(), " " * len(head)
+    options = {"initial_indent": margin, "subsequent_indent": margin, "break_on_hyphens": False}
+    folded = textwrap.fill(body, console.width, **options)  # type: ignore[arg-type]
+    console.print(Text.assemble(head, (folded[len(head) :], style)), soft_wrap=True)
+
+
+def print_labelled(lines: Mapping[str, str]) -> None:
+    """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
+    for label, value in lines.items():
+        print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value)
+
+
+def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
+    """Write the file that a flag names."""
+    try:
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error
+
+
+@contextmanager
+def figure(path: Path, height: float) -> Iterator[Any]:
+    """The axes of a figure on white, for light pages and dark ones; it is written at the end. No window is opened."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8, height), dpi=150, facecolor="white", layout="constrained")
+    yield drawn.add_subplot()
+    try:
+        drawn.savefig(path)
+    except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no picture's
+        raise ConfigError(f"--plot {path}: {error}; name a .png file that can be written") from error
