@@ -9,7 +9,7 @@ import os
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -66,6 +66,10 @@ class UVAOffloadConfig(_Settings):
     cpu_offload_gb: _Gib = _setting(0.0, "GiB of weights to place on the host.")
     cpu_offload_params: _Names = _setting(frozenset(), "Place only parameters with this name segment.")
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.cpu_offload_gb * 2**30)
+
 
 class PrefetchOffloadConfig(_Settings):
     """Prefetch: the last `num_in_group` of every `group_size` layers, copied `prefetch_step` of them ahead."""
@@ -74,6 +78,10 @@ class PrefetchOffloadConfig(_Settings):
     offload_num_in_group: _Positive = _setting(1, "How many of a group's last layers to offload.")
     offload_prefetch_step: _Count = _setting(1, "How many offloaded layers ahead to copy.")
     offload_params: _Names = _setting(frozenset(), "Offload only parameters with this name segment.")
+
+    def offloads(self, layer: int) -> bool:
+        """Whether a layer is one of the last of its group."""
+        return layer % self.offload_group_size >= self.offload_group_size - self.offload_num_in_group
 
     def model_post_init(self, context: object, /) -> None:
         size, num, step = self.offload_group_size, self.offload_num_in_group, self.offload_prefetch_step
@@ -156,6 +164,10 @@ class OffloadConfig(_Settings):
         if self.prefetch.offload_group_size > 0:
             return "prefetch"
         return "uva" if self.uva.cpu_offload_gb > 0 else "none"
+
+    @property
+    def uses_codes(self) -> bool:
+        return self.codec != "none" and self.backend != "uva"
 
     def device_for(self, device: object | None) -> str | None:
         """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
@@ -242,6 +254,11 @@ def _listed(given: Mapping[str, Any], prefix: str = "") -> str:
 def name_matches(pattern: str, name: str) -> bool:
     """Whether the dotted `pattern` is a run of whole segments of `name`: "w2" is not in "mlp.w2_weight"."""
     return f".{pattern}." in f".{name}."
+
+
+def selects(patterns: Collection[str], name: str) -> bool:
+    """Whether one of the patterns matches the name; where there are none, every name is selected."""
+    return not patterns or any(name_matches(pattern, name) for pattern in patterns)
 
 
 def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

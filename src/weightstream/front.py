@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightstream import prospects
 from weightstream.adapters import device_map
 from weightstream.adapters.module import find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
@@ -22,16 +23,6 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.prospects import (
-    can_decode,
-    machine_elsewhere,
-    machine_of,
-    machine_of_device,
-    prospect_of,
-    prospect_of_checkpoint,
-    tables_of,
-    weights_of,
-)
 from weightstream.runtime import cuda, guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
@@ -141,7 +132,7 @@ def from_pretrained(
             offload_folder=config.offload_folder,
             progress=progress,
             verify_checksums=config.verify_checksums,
-            decode=not can_decode(backend, config),
+            decode=not prospects.can_decode(backend, config),
             **kwargs,
         )
         if loaded.folder is not None:
@@ -201,16 +192,16 @@ def prospect(
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(_backend(device, config)) as backend:
-            machine = machine_of_device(backend, config)
+            machine = prospects.machine_of(backend, config)
     else:
-        machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
+        machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
         given = config.device_nbytes(machine.total_nbytes or -1)
         if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
             raise ConfigError(
                 "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
                 "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
             )
-    return prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
+    return prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
 
 
 def generate(model: Any, inputs: Any = None, **kwargs: Any) -> Any:
@@ -262,19 +253,20 @@ def _offload(
     by_alias = _weights(model)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
+    arena, pages = _pinned(backend, config)
     homes = Homes(
         by_alias,
         backend,
         empty=empty_tensors(model),
         mappings=mappings,
-        arena=_arena(backend, config),
-        pages=_pages(backend, config) if mappings else None,
+        arena=arena,
+        pages=pages if mappings else None,
         spill=spill,
-        by_row=tables_of(model, by_alias),
+        by_row=prospects.tables_of(model, by_alias),
     )
     kept = _shared_or_buffers(model) if whole_layers else frozenset[str]()
-    planner = _planner(homes, backend, config, mappings, kept)
-    grains, prospect = (_layers_of if whole_layers else prospect_of)(model, by_alias, planner)
+    planner = prospects.planner_of(homes, backend, config, mappings, kept)
+    grains, prospect = (_layers_of if whole_layers else prospects.prospect_of)(model, by_alias, planner)
     index, plan = prospect.plan()
     if short := prospect.shortage(plan):
         logger.warning("device memory may run out: %s", short)
@@ -310,22 +302,6 @@ def _weights(model: nn.Module) -> dict[str, Group]:
     return by_alias
 
 
-def _planner(
-    homes: Homes, backend: Backend, config: OffloadConfig, mappings: Sequence[Memory], kept: frozenset[str]
-) -> Planner:
-    """What plans with the weights where they are now, on this machine."""
-    weights = weights_of(
-        {alias: home.group for alias, home in homes.homes.items()},
-        by_row=homes.by_row,
-        coded=homes.layouts,
-        before_read=partial(_check, mappings),
-        movable=homes.movable,
-        kept=kept,
-        can_map=lambda: homes.can_map,
-    )
-    return Planner(config=config, machine=machine_of(config, backend, homes), weights=weights)
-
-
 def _layers_of(
     layers: nn.Module, by_alias: dict[str, Group], planner: Planner
 ) -> tuple[list[list[UnitModule]], Prospect]:
@@ -356,25 +332,15 @@ def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backen
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
 
 
-def _check(mappings: Sequence[Memory]) -> None:
-    for mapping in mappings:
-        mapping.check()
-
-
-def _arena(backend: Backend, config: OffloadConfig) -> Arena | None:
-    """Pinned memory, where the device copies from host memory asynchronously and pinning is allowed."""
+def _pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:
+    """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
+    nothing is pinned, read ahead."""
     if backend.device.type != "cuda" or not config.pin_memory:
-        return None
-    return Arena(partial(cuda.register, device=backend.device), cuda.unregister)
-
-
-def _pages(backend: Backend, config: OffloadConfig) -> PageCache | None:
-    """The page cache as a home: pinned where it is, if the device can; read ahead, where nothing is pinned."""
-    if backend.device.type != "cuda" or not config.pin_memory:
-        return PageCache()
-    if not cuda.reads_pages(backend.device):
-        return None
-    return PageCache(partial(cuda.register, device=backend.device, read_only=True), cuda.unregister)
+        return None, PageCache()
+    pin = partial(cuda.register, device=backend.device)
+    reads_pages = cuda.reads_pages(backend.device)
+    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if reads_pages else None
+    return Arena(pin, cuda.unregister), pages
 
 
 def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:

@@ -227,8 +227,7 @@ def test_of_units_that_did_not_run_nothing_is_concluded() -> None:
 
 
 def placed(planner: Planner, manifest: Manifest, mapped: frozenset[str]) -> Plan:
-    way = Way(manifest=manifest, mapped=mapped, aside=manifest.without(mapped), sizes={})
-    return planner._placed(way, planner.profile(manifest))
+    return planner._placed(manifest, Way(mapped, manifest.without(mapped), {}), planner.profile(manifest))
 
 
 def test_reading_in_place_costs_what_it_did_before() -> None:
