@@ -31,7 +31,7 @@ from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.work import Workload
-from weightstream.prospects import machine_of, prospect_of, tables_of, weights_of
+from weightstream.prospects import grains_of, machine_of, prospect_of, tables_of, weights_of
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.weights import groups
@@ -80,7 +80,7 @@ def prospects(model: Any, config: OffloadConfig, machine: Any) -> dict[str, Pros
     for name, workload in WORKLOADS.items():
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
         planner = Planner(config=config.merged(**over), machine=machine, weights=weights)
-        found[name] = prospect_of(model, by_alias, planner)[1]
+        found[name] = prospect_of(model, by_alias, grains_of(model, by_alias), planner)
     return found
 
 

@@ -21,23 +21,13 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.measure.profile import read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.runtime import cuda, guards
+from weightstream.runtime import cuda, guards, weights
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import (
-    Group,
-    UnitModule,
-    empty_tensors,
-    groups,
-    held_elsewhere,
-    leave_inference,
-    manifest,
-)
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
@@ -254,19 +244,15 @@ def _offload(
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
     arena, pages = _pinned(backend, config)
+    pages = pages if mappings else None  # nothing else is in files
+    empty, by_row = weights.empty_tensors(model), prospects.tables_of(model, by_alias)
     homes = Homes(
-        by_alias,
-        backend,
-        empty=empty_tensors(model),
-        mappings=mappings,
-        arena=arena,
-        pages=pages if mappings else None,
-        spill=spill,
-        by_row=prospects.tables_of(model, by_alias),
+        by_alias, backend, empty=empty, mappings=mappings, arena=arena, pages=pages, spill=spill, by_row=by_row
     )
     kept = _shared_or_buffers(model) if whole_layers else frozenset[str]()
     planner = prospects.planner_of(homes, backend, config, mappings, kept)
-    grains, prospect = (_layers_of if whole_layers else prospects.prospect_of)(model, by_alias, planner)
+    grains = [_layers(model)] if whole_layers else prospects.grains_of(model, by_alias)
+    prospect = prospects.prospect_of(model, by_alias, grains, planner)
     index, plan = prospect.plan()
     if short := prospect.shortage(plan):
         logger.warning("device memory may run out: %s", short)
@@ -274,10 +260,8 @@ def _offload(
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
-    planned = prospect.planners[index]
-    streamer = Streamer(
-        model, grains[index], homes, backend, planned, find_blocks(model), on_close=closing.close, plan=plan
-    )
+    planner, blocks = prospect.planners[index], find_blocks(model)
+    streamer = Streamer(model, grains[index], homes, backend, planner, blocks, on_close=closing.close, plan=plan)
     if streamer.plan.manifest.codes and backend.device.type == "cuda":
         cuda.give_back(workspaces=False)  # what encoding took
     closing.callback(device_map.attach(model, backend.device))
@@ -285,15 +269,15 @@ def _offload(
     return streamer
 
 
-def _weights(model: nn.Module) -> dict[str, Group]:
+def _weights(model: nn.Module) -> dict[str, weights.Group]:
     """The weights of a model that can be offloaded, by alias group."""
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
-    leave_inference(model)
-    by_alias = groups(model)
+    weights.leave_inference(model)
+    by_alias = weights.groups(model)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
-    if held := held_elsewhere(by_alias):
+    if held := weights.held_elsewhere(by_alias):
         logger.warning(
             "%s are also shown by tensors or arrays outside of the model: what is written through those from now on is "
             "not seen. Write through the model's own, or drop the others before offload()",
@@ -302,12 +286,10 @@ def _weights(model: nn.Module) -> dict[str, Group]:
     return by_alias
 
 
-def _layers_of(
-    layers: nn.Module, by_alias: dict[str, Group], planner: Planner
-) -> tuple[list[list[UnitModule]], Prospect]:
-    """Layers, each a unit, in place of `prospect_of` a model: of their work nothing is known."""
-    units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(layers.named_children())]
-    return [units], Prospect(grains=(manifest(units, by_alias),), planners=(planner,))
+def _layers(model: nn.Module) -> list[weights.UnitModule]:
+    """Layers, each a unit."""
+    named = enumerate(model.named_children())
+    return [weights.UnitModule(name=name, module=module, layer=index) for index, (name, module) in named]
 
 
 @contextmanager

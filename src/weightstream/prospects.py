@@ -37,6 +37,7 @@ logger = logging.getLogger("weightstream")
 
 _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
 _NONE_CODED: Mapping[str, Layout] = MappingProxyType({})
+Grains = list[list[UnitModule]]
 
 
 def can_decode(backend: Backend, config: OffloadConfig) -> bool:
@@ -121,7 +122,8 @@ def prospect_of_checkpoint(
     decodes = bool(layouts) and config.uses_codes and machine.can_decode()
     coded = _coded_in_files(by_alias, layouts) if decodes else _NONE_CODED
     weights = weights_of(by_alias, by_row=tables_of(found.model, by_alias), movable=frozenset(by_alias), coded=coded)
-    return prospect_of(found.model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
+    planner = Planner(config=config, machine=machine, weights=weights)
+    return prospect_of(found.model, by_alias, grains_of(found.model, by_alias), planner)
 
 
 def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -135,13 +137,15 @@ def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]
     return found
 
 
-def prospect_of(
-    model: nn.Module, by_alias: dict[str, Group], planner: Planner
-) -> tuple[list[list[UnitModule]], Prospect]:
-    """The units of a model in every grain, and what is planned with them."""
-    grains = [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
+def grains_of(model: nn.Module, by_alias: dict[str, Group]) -> Grains:
+    """The units of a model in every grain."""
+    return [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
+
+
+def prospect_of(model: nn.Module, by_alias: dict[str, Group], grains: Grains, planner: Planner) -> Prospect:
+    """What is planned with a model in these grains."""
     planners = tuple(replace(planner, demand=demand) for demand in _demands(model, planner.config, grains))
-    return grains, Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
+    return Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
 
 
 def weights_of(
@@ -184,7 +188,7 @@ def tables_of(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
     return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
 
 
-def _demands(model: nn.Module, config: OffloadConfig, grains: Sequence[Sequence[UnitModule]]) -> list[Demand]:
+def _demands(model: nn.Module, config: OffloadConfig, grains: Grains) -> list[Demand]:
     """What a step of a language model takes beside its weights, in each grain; unknown where shapes do not tell."""
     settings = getattr(model, "config", None)
     if settings is None:
