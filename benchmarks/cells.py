@@ -27,10 +27,10 @@ import weightstream
 from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
 from weightstream.adapters.steps import Steps
 from weightstream.measure.pace import copies_s, rounds_s
+from weightstream.plan.manifest import Workload
 from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.work import Workload
 from weightstream.prospects import grains_of, machine_of, prospect_of, tables_of, weights_of
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend

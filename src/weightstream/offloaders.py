@@ -79,16 +79,15 @@ class _StreamingOffloader(BaseOffloader):
     def wrap_modules(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         if self.streamer is not None:
             raise OffloadError("wrap_modules() after post_init(): the layers have a plan already")
-        wrapped: list[nn.Module] = []
-        for module in modules:
+        first = len(self._layers)
+        for layer, module in enumerate(modules, first):
             self._layers.append(module)
-            wrapped.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
-            for parameter in self._selected(len(self._layers) - 1, module):
+            for parameter in self._selected(layer, module):
                 if not parameter.is_meta:
                     parameter.data = parameter.data.cpu()
-        return wrapped
+        return self._layers[first:]
 
     def post_init(self) -> None:
         if self.streamer is not None:

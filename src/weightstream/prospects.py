@@ -21,11 +21,10 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import profile_for
-from weightstream.plan.manifest import Profile
+from weightstream.plan.manifest import Op, Profile, Workload
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import aligned
-from weightstream.plan.work import Op, Workload
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.homes import Homes

@@ -20,7 +20,7 @@ from weightstream import __version__
 from weightstream.adapters.steps import Steps
 from weightstream.cli import app
 from weightstream.measure import comparison, pace
-from weightstream.plan.work import Workload
+from weightstream.plan.manifest import Workload
 from weightstream.runtime.cpu import CpuBackend
 
 transformers = pytest.importorskip("transformers")

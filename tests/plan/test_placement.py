@@ -399,7 +399,7 @@ def test_host_bytes_take_tensors_in_order() -> None:
     manifest = model((1024, 512), (1024, 512), (1024, 512))
     in_order = [t for unit in manifest.units for t in unit.tensors]
     for asked in range(0, manifest.nbytes + GRAIN, 256):
-        plan = place_host_bytes(manifest, on_host(asked))
+        plan = place_host_bytes(manifest, on_host(asked), zero_copy=False)
         gone = manifest.aliases.keys() - plan.resident
         assert gone == {t.alias for t in in_order[: len(gone)]}
         assert plan.host_nbytes >= min(asked, manifest.nbytes)
@@ -410,9 +410,9 @@ def test_host_bytes_take_tensors_in_order() -> None:
 
 def test_host_bytes_skip_ineligible_tensors_and_count_ties_once() -> None:
     manifest = model((1024, 512), (1024, 512))
-    plan = place_host_bytes(manifest, on_host(1000, cpu_offload_params=frozenset({"0.1", "1.1"})))
+    plan = place_host_bytes(manifest, on_host(1000, cpu_offload_params=frozenset({"0.1", "1.1"})), zero_copy=False)
     assert manifest.aliases.keys() - plan.resident == {"blocks.0.1", "blocks.1.1"}
-    tied = place_host_bytes(tied_model(), on_host(2048 + 1024 + 512))
+    tied = place_host_bytes(tied_model(), on_host(2048 + 1024 + 512), zero_copy=False)
     assert tied_model().aliases.keys() - tied.resident == {"embed.weight", "b.0.up", "shared"}
     assert tied.host_nbytes == 2048 + 1024 + 512
     prove(tied)
@@ -421,7 +421,7 @@ def test_host_bytes_skip_ineligible_tensors_and_count_ties_once() -> None:
 def test_host_bytes_are_not_spent_on_enclosing_units() -> None:
     manifest = model((1024,), (1024,), (1024,), outer=[root(2048, enclosing=True)])
     for asked in (512, 1024, 2048, 3072):
-        plan = place_host_bytes(manifest, on_host(asked))
+        plan = place_host_bytes(manifest, on_host(asked), zero_copy=False)
         prove(plan)
         assert plan.host_nbytes >= asked, f"asked for {asked} bytes on the host, {plan.host_nbytes} are"
 

@@ -19,12 +19,11 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost, placement
 from weightstream.plan.amounts import human
 from weightstream.plan.check import prove
-from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
+from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
 from weightstream.plan.placement import place, place_layers
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.work import Op, Workload, unit_seconds
 
 GIB = 1 << 30
 MIB = 1 << 20

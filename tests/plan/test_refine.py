@@ -18,11 +18,10 @@ import weightstream
 from weightstream import front, prospects
 from weightstream.plan import cost
 from weightstream.plan import refine as refinement
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner, Way
 from weightstream.plan.refine import Refined, Times, refine, unit_s
-from weightstream.plan.work import Workload
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
 from wrapped import Delay, Wrapper

@@ -112,7 +112,7 @@ class Twice(nn.Module):
 def test_the_plain_weights_are_let_go(place: str) -> None:
     model, plain = random_model(), random_model()
     coded = offload(model, place)
-    names = coded.plan.manifest.coded_aliases
+    names = coded.plan.manifest.codes
     coded.remove()
     refs = {name: weakref.ref(model.get_parameter(name).untyped_storage()) for name in names}
     addresses = {name: model.get_parameter(name).data_ptr() for name in names}

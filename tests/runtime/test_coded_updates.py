@@ -384,7 +384,7 @@ def test_what_is_only_read_stays_coded(told: list[str]) -> None:
     model = random_model()
     with offload(model) as streamer:
         coded = {alias for alias, home in streamer._homes.homes.items() if home.layout is not None}
-        assert coded == streamer.plan.manifest.coded_aliases
+        assert coded == streamer.plan.manifest.codes.keys()
         for seed in range(3):
             step(model, {"x": rows(seed)})
             model.get_parameter(WHERE).float().sum()

@@ -30,8 +30,9 @@ _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may 
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
 _ASSUMED = Profile()
-_NO_NAMES = frozenset[str]()
 
+Names = frozenset[str]
+_NONE = Names()
 T = TypeVar("T")
 
 
@@ -99,11 +100,7 @@ def least_compute_s(manifest: Manifest, profile: Profile) -> float:
 
 
 def place_layers(
-    manifest: Manifest,
-    prefetch: PrefetchOffloadConfig,
-    *,
-    kept: frozenset[str] = _NO_NAMES,
-    profile: Profile = _ASSUMED,
+    manifest: Manifest, prefetch: PrefetchOffloadConfig, *, kept: Names = _NONE, profile: Profile = _ASSUMED
 ) -> Plan:
     """The classic rule: layer i streams when `prefetch` offloads it, through `offload_prefetch_step` slots.
 
@@ -123,19 +120,16 @@ def place_host_bytes(
     uva: UVAOffloadConfig,
     *,
     zero_copy: bool = False,
-    kept: frozenset[str] = _NO_NAMES,
+    kept: Names = _NONE,
     profile: Profile = _ASSUMED,
 ) -> Plan:
     """Tensors in order until `uva.nbytes` are on the host: read from there (`zero_copy`), else through two slots."""
     streamed: set[str] = set()
-    stuck = frozenset[str]() if zero_copy else _enclosing(manifest)
+    stuck = _NONE if zero_copy else _enclosing(manifest)
     taken = 0
     for tensor in manifest.tensors():
-        if taken >= uva.nbytes:
-            break
-        if tensor.name in kept or tensor.alias in streamed or tensor.alias in stuck:
-            continue
-        if selects(uva.cpu_offload_params, tensor.name):
+        is_free = tensor.name not in kept and tensor.alias not in streamed and tensor.alias not in stuck
+        if is_free and taken < uva.nbytes and selects(uva.cpu_offload_params, tensor.name):
             streamed.add(tensor.alias)
             taken += tensor.nbytes
     if zero_copy:
@@ -184,7 +178,7 @@ def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Pro
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
     sizes = streamed_nbytes(manifest, resident)
     owners = [unit.name if unit.layer is None else unit.layer for unit in manifest.units]
-    together: Counter[object] = Counter()
+    together: Counter[str | int] = Counter()
     for owner, nbytes in zip(owners, sizes, strict=True):
         together[owner] += nbytes
     slot = max(together.values(), default=0)

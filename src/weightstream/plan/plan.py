@@ -12,9 +12,8 @@ from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, rate
-from weightstream.plan.manifest import Manifest
+from weightstream.plan.manifest import Manifest, Workload
 from weightstream.plan.schedule import Extent, aligned, allocate, first_fills, refills
-from weightstream.plan.work import Workload
 
 _NUMBERS = (
     *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),

@@ -19,7 +19,7 @@ from weightstream.config import OffloadConfig, selects
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.codes import Sizes, codings, decoding_less
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
 from weightstream.plan.placement import (
     always_resident,
     fastest,
@@ -31,7 +31,6 @@ from weightstream.plan.placement import (
     place_layers,
 )
 from weightstream.plan.plan import Plan, buffer_nbytes
-from weightstream.plan.work import Op, Workload, unit_seconds
 
 _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory

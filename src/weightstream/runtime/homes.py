@@ -326,7 +326,7 @@ class Homes:
         found: list[Copy] = []
         for alias, offset in plan.streamed(unit).items():
             home, start = self.homes[alias], plan.extents[unit].offset + offset
-            if home.layout is None and alias in plan.manifest.coded_aliases:
+            if home.layout is None and alias in plan.manifest.codes:
                 continue  # it was written to, and its plain bytes do not fit here
             for copy in home.source.copies(ring[start : start + plan.manifest.aliases[alias]], self._backend):
                 if found and (joined := found[-1].joined(copy)):

@@ -61,7 +61,7 @@ class Refinement:
         refined: Refined = refine(self._planner, plan, _times(measured))
         self._kind = measured.kind
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
-        coded = refined.plan.manifest.coded_aliases  # of a code that moves, what it costs to encode is not known
+        coded = refined.plan.manifest.codes  # of a code that moves, what it costs to encode is not known
         if refined.better is None or self._num_moves >= _MOVES or coded:
             logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
             return refined.plan, None
