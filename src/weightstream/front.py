@@ -83,8 +83,6 @@ def from_pretrained(
     device_budget: int | str | None = None,
     dtype: str | torch.dtype = "auto",
     config: OffloadConfig | None = None,
-    offload_folder: str | Path | None = None,
-    host_budget: int | str | None = None,
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -92,11 +90,12 @@ def from_pretrained(
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, config, host_budget: as for `offload`; its other settings may be given too.
+        device, device_budget, config: as for `offload`.
         dtype: "auto" keeps the checkpoint's; another casts once, into `offload_folder`.
-        offload_folder: where converted weights are kept for the next load; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
-        kwargs: passed on to the model class, such as `trust_remote_code`, `revision`, `attn_implementation`.
+        kwargs: settings, as for `offload`, such as `host_budget`, and `offload_folder`, where converted weights are
+            kept for the next load (default: a temporary folder); all others go to the model class, such as
+            `trust_remote_code`, `revision`, `attn_implementation`.
 
     Returns:
         The transformers model, in eval mode; its streamer is at `model.weightstream`.
@@ -112,8 +111,7 @@ def from_pretrained(
             f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
     settings = OffloadConfig.take_from(kwargs)
-    settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
-    config = (config or OffloadConfig()).merged(**settings).resolved()
+    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
     # the device first: a wrong one is told before gigabytes are read
     with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
         loaded = load_pretrained(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,18 +104,14 @@ def planner_of(
     return Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
 
 
-def prospect_of_checkpoint(
-    path_or_repo_id: str | Path,
-    config: OffloadConfig,
-    machine: Machine,
-    *,
-    dtype: str | torch.dtype = "auto",
-    trust_remote_code: bool = False,
-) -> Prospect:
-    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone."""
+def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Machine, **options: Any) -> Prospect:
+    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone.
+
+    `options` are the `dtype` and `trust_remote_code` of a load.
+    """
     from weightstream.adapters.skeleton import skeleton
 
-    found = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    found = skeleton(path, **options)
     by_alias = groups(found.model, allow_meta=True)
     entries = found.checkpoint.entries if found.checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}

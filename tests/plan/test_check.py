@@ -213,7 +213,7 @@ def test_over_budget_by_one_byte() -> None:
 
 def test_residents_count_against_the_budget() -> None:
     manifest = Manifest(units=(unit_of(0, 700, 512), unit_of(1, 512)), order=(0, 1))
-    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), GRAIN, budget=700 + GRAIN)
+    plan = replace(Plan.build(manifest, frozenset({"blocks.0.0"}), GRAIN), budget=700 + GRAIN)
     prove(plan)
     reported(replace(plan, budget=700 + GRAIN - 1), f"device bytes {700 + GRAIN} > budget {700 + GRAIN - 1}")
 

@@ -458,7 +458,7 @@ def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, 
     """Seconds and bytes of the best of all choices, each simulated."""
     choices = placement._choices(manifest, placement.always_resident(manifest), budget)
     slots = ((r, ring, slot) for r, ring, unit_nbytes in choices for slot in (0, unit_nbytes))
-    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, budget=budget) for r, ring, slot in slots)
+    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot) for r, ring, slot in slots)
     found = [(cost.simulate_s(plan, profile), plan.device_nbytes) for plan in plans]
     least = min(step_s for step_s, _ in found)
     return least, min(nbytes for step_s, nbytes in found if step_s <= least + 1e-9)

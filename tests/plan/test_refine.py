@@ -380,7 +380,7 @@ def always_better(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
     def found(planner: Planner, plan: Plan, times: Times) -> Refined:
         asked.append(times)
         resident = frozenset(sorted(plan.manifest.aliases)[: 2 if len(plan.resident) != 2 else 1])
-        better = Plan.build(plan.manifest, resident, 2 * LAYER, budget=BUDGET)
+        better = replace(Plan.build(plan.manifest, resident, 2 * LAYER), budget=BUDGET)
         return Refined(planner=planner, plan=plan, better=better)
 
     monkeypatch.setattr("weightstream.runtime.refinement.refine", found)

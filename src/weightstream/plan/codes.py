@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import itemgetter
 
 from weightstream.plan.manifest import Manifest, Profile
@@ -71,4 +72,4 @@ def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
                 spare -= more
                 codes[alias] = bits, codes[alias][1] + more
     manifest = plan.manifest.coded({alias: code for alias, code in codes.items() if code[0]})
-    return Plan.build(manifest, frozenset(manifest.aliases), 0, budget=plan.budget)
+    return replace(Plan.build(manifest, frozenset(manifest.aliases), 0), budget=plan.budget)

@@ -72,7 +72,7 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED
     """
     buffer = buffer_nbytes(manifest)
     if budget is None or manifest.nbytes + buffer <= budget:
-        return cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
+        return replace(cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0), profile), budget=budget)
     forced = always_resident(manifest)
     compute_s = least_compute_s(manifest, profile)
 
@@ -84,8 +84,8 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED
 
     def plan_of(choice: tuple[Choice, int]) -> Plan:
         (residents, ring, _), slot = choice
-        plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
-        return replace(plan, step_s=cost.simulate_s(plan, profile))
+        plan = Plan.build(manifest, residents, ring, slot_nbytes=slot)
+        return replace(plan, budget=budget, step_s=cost.simulate_s(plan, profile))
 
     bounds = [(bound_s(choice), choice) for choice in _choices(manifest, forced, budget - buffer)]
     plan = fastest(((bound, (c, slot)) for bound, c in bounds for slot in (0, c.unit_nbytes)), plan_of, tie_s=_TIE_S)

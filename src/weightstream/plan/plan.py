@@ -59,21 +59,11 @@ class Plan:
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
     @classmethod
-    def build(
-        cls,
-        manifest: Manifest,
-        resident: frozenset[str],
-        ring_nbytes: int,
-        *,
-        slot_nbytes: int = 0,
-        budget: int | None = None,
-    ) -> Plan:
+    def build(cls, manifest: Manifest, resident: frozenset[str], ring_nbytes: int, *, slot_nbytes: int = 0) -> Plan:
         """The plan that follows from a choice of residents and a ring; see `schedule.allocate` for `slot_nbytes`."""
         extents = allocate(manifest.order, streamed_nbytes(manifest, resident), ring_nbytes, slot_nbytes)
         used, fills = max((e.offset + e.nbytes for e in extents), default=0), _fills(manifest.order, extents)
-        return cls(
-            manifest=manifest, resident=resident, ring_nbytes=used, slot_nbytes=slot_nbytes, budget=budget, **fills
-        )
+        return cls(manifest=manifest, resident=resident, ring_nbytes=used, slot_nbytes=slot_nbytes, **fills)
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""

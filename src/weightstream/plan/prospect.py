@@ -31,23 +31,21 @@ class Prospect:
 
         Finer units need less ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
         """
-        plans: dict[int, Plan] = {}
-        refused: PlanError | None = None
+        plans: list[tuple[int, Plan]] = []
         for index, (manifest, planner) in enumerate(zip(self.grains, self.planners, strict=True)):
             try:
-                plans[index] = planner(manifest)
-            except PlanError as error:
-                refused = error
-        if refused is not None and not plans:
-            raise refused
-        return min(plans.items(), key=lambda found: (found[1].step_s, found[1].device_nbytes, found[0]))
+                plans.append((index, planner(manifest)))
+            except PlanError:
+                if index == len(self.grains) - 1 and not plans:
+                    raise
+        return min(plans, key=lambda found: (found[1].step_s, found[1].device_nbytes))
 
     def within(self, budget: int) -> Prospect:
         """The same with another device budget."""
-        host = tuple(entry for entry in self.planners[0].config.max_memory if entry[0] == "cpu")
-        over = {"device_budget": budget, "max_memory": host}
-        planners = (replace(p, config=p.config.model_copy(update=over)) for p in self.planners)
-        return replace(self, planners=tuple(planners))
+        given = self.planners[0].config
+        over = {"device_budget": budget, "max_memory": tuple(entry for entry in given.max_memory if entry[0] == "cpu")}
+        config = given.model_copy(update=over)
+        return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
 
     def sweep(self, budgets: Iterable[int]) -> Iterator[tuple[int, Plan | None]]:
         """The plan at each budget, None where none fits."""
