@@ -136,8 +136,9 @@ class Planner:
 
     def _for_demand(self, plan: Plan) -> Plan:
         step = self.demand
-        nbytes = {"activation_nbytes": step.activation_nbytes, "cache_nbytes": step.cache_nbytes}
-        return replace(plan, workload=step.workload, **nbytes)  # type: ignore[arg-type]
+        return replace(
+            plan, workload=step.workload, activation_nbytes=step.activation_nbytes, cache_nbytes=step.cache_nbytes
+        )
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
@@ -195,7 +196,8 @@ class Planner:
 
     def _sizes(self, manifest: Manifest) -> Sizes:
         """Alias groups that are worth to be coded, where that may be, and their bytes in each code that may be used."""
-        if not self._may_code(manifest):
+        has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
+        if not (self.config.uses_codes and has_reason and self.machine.can_decode()):
             return {}
         plain = always_resident(manifest)
         if self.config.backend == "prefetch":
@@ -210,21 +212,14 @@ class Planner:
                 sizes[alias] = found
         return sizes
 
-    def _may_code(self, manifest: Manifest) -> bool:
-        """Whether codes can be used and, where the planner is to choose, there is a reason to."""
-        has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
-        return self.config.uses_codes and has_reason and self.machine.can_decode()
-
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
         """Alias groups that kernels read from host memory: each set that is worth a try."""
         named = frozenset[str]()
         if patterns := self.config.zero_copy_params:
             named = frozenset(a for a, names in self.weights.names.items() if any(selects(patterns, n) for n in names))
-        if not (named or self._chooses) or not self.machine.maps_host_memory():
-            yield frozenset()
-            return
-        yield named
-        if not self._chooses or manifest.without(named).nbytes <= (self.budget or 0):
+        reads = bool(named or self._chooses) and self.machine.maps_host_memory()
+        yield named if reads else frozenset()
+        if not (reads and self._chooses) or manifest.without(named).nbytes <= (self.budget or 0):
             return
         tables = frozenset(a for a in self.weights.by_row if manifest.aliases.get(a, 0) >= _TABLE_NBYTES)
         if tables:

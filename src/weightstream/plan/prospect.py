@@ -9,7 +9,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.amounts import human
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Machine, Planner
+from weightstream.plan.planner import Planner
 
 _BISECTIONS = 8
 _AS_FAST = 1e-3
@@ -21,10 +21,6 @@ class Prospect:
 
     grains: tuple[Manifest, ...]
     planners: tuple[Planner, ...]
-
-    @property
-    def machine(self) -> Machine:
-        return self.planners[0].machine
 
     def plan(self) -> tuple[int, Plan]:
         """The grain whose plan is predicted to be faster, then smaller, and that plan.
@@ -73,7 +69,8 @@ class Prospect:
 
     def shortage(self, plan: Plan) -> str | None:
         """In words, where weights, activations and cache are more than the device has free; None: they fit."""
-        machine, workspace_nbytes = self.machine, self.machine.profile.workspace_nbytes
+        machine = self.planners[0].machine
+        workspace_nbytes = machine.profile.workspace_nbytes
         needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
         known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
         if not known or needed <= machine.free_nbytes:
