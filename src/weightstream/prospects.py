@@ -72,11 +72,8 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     @cache
     def is_readable() -> bool:
         """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
-        return on_cpu or (
-            config.pin_memory
-            and config.use_uva
-            and backend.device_view(torch.empty(1, device="cpu", pin_memory=True)) is not None
-        )
+        is_allowed = config.pin_memory and config.use_uva
+        return on_cpu or (is_allowed and backend.device_view(torch.empty(1, pin_memory=True, device="cpu")) is not None)
 
     return replace(
         machine,
@@ -93,14 +90,8 @@ def planner_of(
     homes: Homes, backend: Backend, config: OffloadConfig, memories: Sequence[Memory], kept: frozenset[str]
 ) -> Planner:
     """What plans with the weights where they are now, on this machine."""
-    weights = weights_of(
-        {alias: home.group for alias, home in homes.homes.items()},
-        memories,
-        by_row=homes.by_row,
-        coded=homes.layouts,
-        movable=homes.movable,
-        kept=kept,
-    )
+    by_alias = {alias: home.group for alias, home in homes.homes.items()}
+    weights = weights_of(by_alias, memories, by_row=homes.by_row, coded=homes.layouts, movable=homes.movable, kept=kept)
     return Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
 
 
