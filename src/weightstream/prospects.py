@@ -36,7 +36,6 @@ from weightstream.store.mapping import Memory
 logger = logging.getLogger("weightstream")
 
 _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
-_NONE_CODED: Mapping[str, Layout] = MappingProxyType({})
 Grains = list[list[UnitModule]]
 
 
@@ -107,7 +106,7 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
     entries = found.checkpoint.entries if found.checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
     decodes = bool(layouts) and config.uses_codes and machine.can_decode()
-    coded = _coded_in_files(by_alias, layouts) if decodes else _NONE_CODED
+    coded = _coded_in_files(by_alias, layouts) if decodes else {}
     weights = weights_of(by_alias, by_row=tables_of(found.model, by_alias), movable=frozenset(by_alias), coded=coded)
     planner = Planner(config=config, machine=machine, weights=weights)
     return prospect_of(found.model, by_alias, grains_of(found.model, by_alias), planner)
@@ -139,7 +138,7 @@ def weights_of(
     by_alias: Mapping[str, Group],
     memories: Sequence[Memory] = (),
     *,
-    coded: Mapping[str, Layout] = _NONE_CODED,
+    coded: Mapping[str, Layout] = MappingProxyType({}),
     by_row: frozenset[str] = frozenset(),
     **facts: frozenset[str],
 ) -> Weights:

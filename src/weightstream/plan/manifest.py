@@ -252,12 +252,8 @@ class Op:
     after: bool = False
 
     def seconds(self, profile: Profile) -> float:
-        rates = {
-            "half": profile.half_flops_per_s,
-            "single": profile.single_flops_per_s,
-            "attention": profile.attention_flops_per_s,
-            "none": float("inf"),
-        }
+        rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
+        rates |= {"attention": profile.attention_flops_per_s, "none": float("inf")}
         return max(self.flops / rates[self.rate], self.nbytes / profile.device_bytes_per_s, profile.op_s)
 
 
