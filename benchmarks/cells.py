@@ -24,14 +24,14 @@ import torch
 import transformers
 
 import weightstream
-from weightstream import OffloadConfig, Plan, PlanError
+from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
 from weightstream.adapters.steps import Steps
 from weightstream.measure.bench import copies_s, rounds_s
+from weightstream.plan.manifest import Workload
 from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.work import Workload
-from weightstream.prospects import machine_of_device, prospect_of, tables_of, weights_of
+from weightstream.prospects import grains_of, machine_of, prospect_of, tables_of, weights_of
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.weights import groups
@@ -80,7 +80,7 @@ def prospects(model: Any, config: OffloadConfig, machine: Any) -> dict[str, Pros
     for name, workload in WORKLOADS.items():
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
         planner = Planner(config=config.merged(**over), machine=machine, weights=weights)
-        found[name] = prospect_of(model, by_alias, planner)[1]
+        found[name] = prospect_of(model, by_alias, grains_of(model, by_alias), planner)
     return found
 
 
@@ -97,8 +97,10 @@ def best_classic(prospect: Prospect, plan: Plan) -> tuple[tuple[int, int, int] |
     manifest, planner = prospect.grains[0], prospect.planners[0]
     found = []
     for group_size, num_in_group, step in CLASSIC:
-        settings = {"group_size": group_size, "num_in_group": num_in_group, "prefetch_step": step}
-        classic = place_layers(manifest, **settings, profile=planner.profile(manifest))
+        prefetch = PrefetchOffloadConfig(
+            offload_group_size=group_size, offload_num_in_group=num_in_group, offload_prefetch_step=step
+        )
+        classic = place_layers(manifest, prefetch, profile=planner.profile(manifest))
         if classic.device_nbytes <= max(plan.device_nbytes, plan.budget or 0):
             found.append((classic.step_s, (group_size, num_in_group, step)))
     return (min(found)[1], min(found)[0], len(found)) if found else (None, None, 0)
@@ -112,7 +114,7 @@ class Cells:
         self.model = build(shape, device)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
-        machine = machine_of_device(self.backend, OffloadConfig())
+        machine = machine_of(self.backend, OffloadConfig())
         print(machine.profile, flush=True)
         self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
         self.resident: dict[str, float] = {}

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,9 +57,8 @@ def _random(dtype: str) -> torch.Tensor:
 def test_parameters_of_floats_can_be_coded() -> None:
     module, reads = Several(), []
     by_alias = groups(module)
-    found = weights_of(
-        by_alias, by_row=frozenset({"table"}), before_read=lambda: reads.append(1), movable=frozenset({"x"})
-    )
+    memory = SimpleNamespace(check=lambda: reads.append(1))
+    found = weights_of(by_alias, [memory], by_row=frozenset({"table"}), movable=frozenset({"x"}))
     assert reads == [], "nothing is read before it is asked for"
     sizes = {alias: codes for alias, codes in found.codes().items() if codes}
     assert sizes.keys() == {*(f"of_{name}" for name in ELEMENTS), "tied"}

@@ -21,8 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LEAVES = {"errors", "config", "plan.manifest", "plan.amounts", "trace"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "budget": set(),
-    "config": {"errors", "budget"},
+    "config": {"errors"},
     "plan.manifest": {"errors"},
     "plan.amounts": set(),
     "trace": set(),

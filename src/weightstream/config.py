@@ -5,26 +5,87 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
+import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from weightstream.budget import Budget, BudgetOverZero, MaxMemory, nbytes_of
 from weightstream.errors import ConfigError
+
+# Strict: else pydantic reads `true` as 1, one byte.
+_BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")
+_SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
+_MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
 
 class ConfigWarning(UserWarning):
     """A setting that is given but ignored."""
 
 
+def nbytes_of(budget: int | str | None, total_nbytes: int) -> int | None:
+    """The bytes of a budget in a memory of `total_nbytes`."""
+    if not isinstance(budget, str):
+        return budget
+    return math.floor(total_nbytes * float(budget.removesuffix("%")) / 100)
+
+
+def _checked(value: Any, least: int = 0) -> int | str:
+    if isinstance(value, str) and (share := _SHARE.fullmatch(value)):
+        if not 0 < float(share[1]) <= 100:
+            raise ValueError("not a share over 0 and up to 100 %")
+        return f"{float(share[1]):g}%"
+    if isinstance(value, str) and not _SIZE.fullmatch(value):
+        raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
+    if (nbytes := _BYTE_SIZE.validate_python(value)) < least:
+        raise ValueError("not greater than 0")
+    return nbytes
+
+
+def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
+    """Pairs of "0", the index of the device, and "cpu", sorted, with their budgets."""
+    if not isinstance(value, Mapping | None):
+        raise ValueError("not a map of memories")
+    budgets: dict[str, int | str] = {}
+    for key, given in (value or {}).items():
+        name = _memory(key)
+        if name in budgets or (name != "cpu" and budgets.keys() - {"cpu"}):
+            raise ValueError("more than one device: weightstream computes on one, with the whole model")
+        try:
+            budgets[name] = _checked(given, least=name != "cpu")
+        except ValueError as error:
+            cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise ValueError(f"{key!r}: {given!r}: {cause}") from None
+    return tuple(sorted(budgets.items()))
+
+
+def _memory(key: Any) -> str:
+    if key == "disk":
+        raise ValueError("the disk takes what the others leave, without a bound: leave it out, name an offload_folder")
+    match = _MEMORY.fullmatch(str(key))
+    if match is None:
+        raise ValueError(f"{key!r} is no memory that weightstream uses")
+    return str(int(match[1])) if match[1] else "cpu"
+
+
 # The text beside a type is what an error tells the user to give; a field's description is the help of its flag.
+_SIZE_TEXT = 'bytes, a size such as "12GiB", or a share such as "80%"'
+_Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v)), _SIZE_TEXT]
+_OverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v, 1)), _SIZE_TEXT]
+_MaxMemory = Annotated[
+    tuple[tuple[str, int | str], ...],  # hashable
+    BeforeValidator(_checked_map),
+    PlainSerializer(dict, return_type=dict[str, int | str]),
+    'the budget of one device and of the host, such as {0: "10GiB", "cpu": "30GiB"}',
+]
 _Gib = Annotated[float, Field(strict=True, ge=0), "GiB (2**30 bytes) as a finite number >= 0"]
 _Count = Annotated[int, Field(strict=True, ge=0), "a whole number >= 0"]
 _Positive = Annotated[int, Field(strict=True, ge=1), "a whole number >= 1"]
@@ -66,6 +127,10 @@ class UVAOffloadConfig(_Settings):
     cpu_offload_gb: _Gib = _setting(0.0, "GiB of weights to place on the host.")
     cpu_offload_params: _Names = _setting(frozenset(), "Place only parameters with this name segment.")
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.cpu_offload_gb * 2**30)
+
 
 class PrefetchOffloadConfig(_Settings):
     """Prefetch: the last `num_in_group` of every `group_size` layers, copied `prefetch_step` of them ahead."""
@@ -74,6 +139,10 @@ class PrefetchOffloadConfig(_Settings):
     offload_num_in_group: _Positive = _setting(1, "How many of a group's last layers to offload.")
     offload_prefetch_step: _Count = _setting(1, "How many offloaded layers ahead to copy.")
     offload_params: _Names = _setting(frozenset(), "Offload only parameters with this name segment.")
+
+    def offloads(self, layer: int) -> bool:
+        """Whether a layer is one of the last of its group."""
+        return layer % self.offload_group_size >= self.offload_group_size - self.offload_num_in_group
 
     def model_post_init(self, context: object, /) -> None:
         size, num, step = self.offload_group_size, self.offload_num_in_group, self.offload_prefetch_step
@@ -102,11 +171,9 @@ class OffloadConfig(_Settings):
     offload_backend: Literal["auto", "uva", "prefetch"] = _setting("auto", "Default: by which flags are set.")
     uva: UVAOffloadConfig = UVAOffloadConfig()
     prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()
-    device_budget: BudgetOverZero = _setting(
-        None, "Device memory for weights, such as 8GiB or 80%. Default: what is free."
-    )
-    host_budget: Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
-    max_memory: MaxMemory = ()
+    device_budget: _OverZero = _setting(None, "Device memory for weights, such as 8GiB or 80%. Default: what is free.")
+    host_budget: _Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
+    max_memory: _MaxMemory = ()
     batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
     context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
@@ -156,6 +223,10 @@ class OffloadConfig(_Settings):
         if self.prefetch.offload_group_size > 0:
             return "prefetch"
         return "uva" if self.uva.cpu_offload_gb > 0 else "none"
+
+    @property
+    def uses_codes(self) -> bool:
+        return self.codec != "none" and self.backend != "uva"
 
     def device_for(self, device: object | None) -> str | None:
         """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
@@ -219,8 +290,9 @@ class OffloadConfig(_Settings):
         why = f"offload_backend = {self.offload_backend!r} selects {self.backend!r}"
         for section, switch in ("uva", "cpu_offload_gb"), ("prefetch", "offload_group_size"):
             if section in given and self.backend != section:
+                listed = ", ".join(f"{section}.{name} = {value!r}" for name, value in given[section].items())
                 yield (
-                    f"{_listed(given[section], f'{section}.')} ignored: {why}. Remove to silence this; to use, set "
+                    f"{listed} ignored: {why}. Remove to silence this; to use, set "
                     f"offload_backend = {section!r} and {section}.{switch} > 0"
                 )
         if self.codec in ("3bit", "4bit") and self.backend == "uva":
@@ -235,13 +307,14 @@ class OffloadConfig(_Settings):
             )
 
 
-def _listed(given: Mapping[str, Any], prefix: str = "") -> str:
-    return ", ".join(f"{prefix}{name} = {value!r}" for name, value in given.items())
-
-
 def name_matches(pattern: str, name: str) -> bool:
     """Whether the dotted `pattern` is a run of whole segments of `name`: "w2" is not in "mlp.w2_weight"."""
     return f".{pattern}." in f".{name}."
+
+
+def selects(patterns: Collection[str], name: str) -> bool:
+    """Whether one of the patterns matches the name; where there are none, every name is selected."""
+    return not patterns or any(name_matches(pattern, name) for pattern in patterns)
 
 
 def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

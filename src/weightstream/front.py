@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightstream import prospects
 from weightstream.adapters import device_map
 from weightstream.adapters.module import find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
@@ -20,33 +21,13 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.measure.profile import read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.prospects import (
-    can_decode,
-    machine_elsewhere,
-    machine_of,
-    machine_of_device,
-    prospect_of,
-    prospect_of_checkpoint,
-    tables_of,
-    weights_of,
-)
-from weightstream.runtime import cuda, guards
+from weightstream.runtime import cuda, guards, weights
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.weights import (
-    Group,
-    UnitModule,
-    empty_tensors,
-    groups,
-    held_elsewhere,
-    leave_inference,
-    manifest,
-)
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
@@ -102,8 +83,6 @@ def from_pretrained(
     device_budget: int | str | None = None,
     dtype: str | torch.dtype = "auto",
     config: OffloadConfig | None = None,
-    offload_folder: str | Path | None = None,
-    host_budget: int | str | None = None,
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -111,11 +90,12 @@ def from_pretrained(
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, config, host_budget: as for `offload`; its other settings may be given too.
+        device, device_budget, config: as for `offload`.
         dtype: "auto" keeps the checkpoint's; another casts once, into `offload_folder`.
-        offload_folder: where converted weights are kept for the next load; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
-        kwargs: passed on to the model class, such as `trust_remote_code`, `revision`, `attn_implementation`.
+        kwargs: settings, as for `offload`, such as `host_budget`, and `offload_folder`, where converted weights are
+            kept for the next load (default: a temporary folder); all others go to the model class, such as
+            `trust_remote_code`, `revision`, `attn_implementation`.
 
     Returns:
         The transformers model, in eval mode; its streamer is at `model.weightstream`.
@@ -131,8 +111,7 @@ def from_pretrained(
             f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
     settings = OffloadConfig.take_from(kwargs)
-    settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
-    config = (config or OffloadConfig()).merged(**settings).resolved()
+    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
     # the device first: a wrong one is told before gigabytes are read
     with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
         loaded = load_pretrained(
@@ -141,7 +120,7 @@ def from_pretrained(
             offload_folder=config.offload_folder,
             progress=progress,
             verify_checksums=config.verify_checksums,
-            decode=not can_decode(backend, config),
+            decode=not prospects.can_decode(backend, config),
             **kwargs,
         )
         if loaded.folder is not None:
@@ -201,16 +180,16 @@ def prospect(
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(_backend(device, config)) as backend:
-            machine = machine_of_device(backend, config)
+            machine = prospects.machine_of(backend, config)
     else:
-        machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
+        machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
         given = config.device_nbytes(machine.total_nbytes or -1)
         if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
             raise ConfigError(
                 "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
                 "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
             )
-    return prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
+    return prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
 
 
 def generate(model: Any, inputs: Any = None, **kwargs: Any) -> Any:
@@ -262,19 +241,16 @@ def _offload(
     by_alias = _weights(model)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
+    arena, pages = _pinned(backend, config)
+    pages = pages if mappings else None  # nothing else is in files
+    empty, by_row = weights.empty_tensors(model), prospects.tables_of(model, by_alias)
     homes = Homes(
-        by_alias,
-        backend,
-        empty=empty_tensors(model),
-        mappings=mappings,
-        arena=_arena(backend, config),
-        pages=_pages(backend, config) if mappings else None,
-        spill=spill,
-        by_row=tables_of(model, by_alias),
+        by_alias, backend, empty=empty, mappings=mappings, arena=arena, pages=pages, spill=spill, by_row=by_row
     )
     kept = _shared_or_buffers(model) if whole_layers else frozenset[str]()
-    planner = _planner(homes, backend, config, mappings, kept)
-    grains, prospect = (_layers_of if whole_layers else prospect_of)(model, by_alias, planner)
+    planner = prospects.planner_of(homes, backend, config, mappings, kept)
+    grains = [_layers(model)] if whole_layers else prospects.grains_of(model, by_alias)
+    prospect = prospects.prospect_of(model, by_alias, grains, planner)
     index, plan = prospect.plan()
     if short := prospect.shortage(plan):
         logger.warning("device memory may run out: %s", short)
@@ -282,10 +258,8 @@ def _offload(
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
-    planned = prospect.planners[index]
-    streamer = Streamer(
-        model, grains[index], homes, backend, planned, find_blocks(model), on_close=closing.close, plan=plan
-    )
+    planner, blocks = prospect.planners[index], find_blocks(model)
+    streamer = Streamer(model, grains[index], homes, backend, planner, blocks, on_close=closing.close, plan=plan)
     if streamer.plan.manifest.codes and backend.device.type == "cuda":
         cuda.give_back(workspaces=False)  # what encoding took
     closing.callback(device_map.attach(model, backend.device))
@@ -293,15 +267,15 @@ def _offload(
     return streamer
 
 
-def _weights(model: nn.Module) -> dict[str, Group]:
+def _weights(model: nn.Module) -> dict[str, weights.Group]:
     """The weights of a model that can be offloaded, by alias group."""
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
-    leave_inference(model)
-    by_alias = groups(model)
+    weights.leave_inference(model)
+    by_alias = weights.groups(model)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
-    if held := held_elsewhere(by_alias):
+    if held := weights.held_elsewhere(by_alias):
         logger.warning(
             "%s are also shown by tensors or arrays outside of the model: what is written through those from now on is "
             "not seen. Write through the model's own, or drop the others before offload()",
@@ -310,28 +284,10 @@ def _weights(model: nn.Module) -> dict[str, Group]:
     return by_alias
 
 
-def _planner(
-    homes: Homes, backend: Backend, config: OffloadConfig, mappings: Sequence[Memory], kept: frozenset[str]
-) -> Planner:
-    """What plans with the weights where they are now, on this machine."""
-    weights = weights_of(
-        {alias: home.group for alias, home in homes.homes.items()},
-        by_row=homes.by_row,
-        coded=homes.layouts,
-        before_read=partial(_check, mappings),
-        movable=homes.movable,
-        kept=kept,
-        can_map=lambda: homes.can_map,
-    )
-    return Planner(config=config, machine=machine_of(config, backend, homes), weights=weights)
-
-
-def _layers_of(
-    layers: nn.Module, by_alias: dict[str, Group], planner: Planner
-) -> tuple[list[list[UnitModule]], Prospect]:
-    """Layers, each a unit, in place of `prospect_of` a model: of their work nothing is known."""
-    units = [UnitModule(name=name, module=m, layer=i) for i, (name, m) in enumerate(layers.named_children())]
-    return [units], Prospect(grains=(manifest(units, by_alias),), planners=(planner,))
+def _layers(model: nn.Module) -> list[weights.UnitModule]:
+    """Layers, each a unit."""
+    named = enumerate(model.named_children())
+    return [weights.UnitModule(name=name, module=module, layer=index) for index, (name, module) in named]
 
 
 @contextmanager
@@ -356,25 +312,15 @@ def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backen
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
 
 
-def _check(mappings: Sequence[Memory]) -> None:
-    for mapping in mappings:
-        mapping.check()
-
-
-def _arena(backend: Backend, config: OffloadConfig) -> Arena | None:
-    """Pinned memory, where the device copies from host memory asynchronously and pinning is allowed."""
+def _pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:
+    """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
+    nothing is pinned, read ahead."""
     if backend.device.type != "cuda" or not config.pin_memory:
-        return None
-    return Arena(partial(cuda.register, device=backend.device), cuda.unregister)
-
-
-def _pages(backend: Backend, config: OffloadConfig) -> PageCache | None:
-    """The page cache as a home: pinned where it is, if the device can; read ahead, where nothing is pinned."""
-    if backend.device.type != "cuda" or not config.pin_memory:
-        return PageCache()
-    if not cuda.reads_pages(backend.device):
-        return None
-    return PageCache(partial(cuda.register, device=backend.device, read_only=True), cuda.unregister)
+        return None, PageCache()
+    pin = partial(cuda.register, device=backend.device)
+    reads_pages = cuda.reads_pages(backend.device)
+    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if reads_pages else None
+    return Arena(pin, cuda.unregister), pages
 
 
 def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:

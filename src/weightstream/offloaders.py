@@ -13,10 +13,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import ConfigError, OffloadError
 from weightstream.front import offload_layers
-from weightstream.plan.planner import eligible
 from weightstream.runtime.streamer import Streamer
 
 
@@ -80,16 +79,15 @@ class _StreamingOffloader(BaseOffloader):
     def wrap_modules(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         if self.streamer is not None:
             raise OffloadError("wrap_modules() after post_init(): the layers have a plan already")
-        wrapped: list[nn.Module] = []
-        for module in modules:
+        first = len(self._layers)
+        for layer, module in enumerate(modules, first):
             self._layers.append(module)
-            wrapped.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
-            for parameter in self._selected(len(self._layers) - 1, module):
+            for parameter in self._selected(layer, module):
                 if not parameter.is_meta:
                     parameter.data = parameter.data.cpu()
-        return wrapped
+        return self._layers[first:]
 
     def post_init(self) -> None:
         if self.streamer is not None:
@@ -141,8 +139,8 @@ class PrefetchOffloader(_StreamingOffloader):
 
     def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
         part = self.config.prefetch
-        if layer % part.offload_group_size >= part.offload_group_size - part.offload_num_in_group:
-            yield from (p for name, p in module.named_parameters() if eligible(part.offload_params)(name))
+        if part.offloads(layer):
+            yield from (p for name, p in module.named_parameters() if selects(part.offload_params, name))
 
 
 class UVAOffloader(_StreamingOffloader):
@@ -161,7 +159,7 @@ class UVAOffloader(_StreamingOffloader):
 
     def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
         for name, parameter in module.named_parameters():
-            if self._left_nbytes > 0 and eligible(self.config.uva.cpu_offload_params)(name):
+            if self._left_nbytes > 0 and selects(self.config.uva.cpu_offload_params, name):
                 self._left_nbytes -= parameter.nbytes
                 yield parameter
 
@@ -176,7 +174,7 @@ def create_offloader(config: OffloadConfig) -> BaseOffloader:
         size, num, step = part.offload_group_size, part.offload_num_in_group, part.offload_prefetch_step
         found = PrefetchOffloader(size, num, step, part.offload_params)
     else:
-        found = UVAOffloader(int(config.uva.cpu_offload_gb * 2**30), config.uva.cpu_offload_params)
+        found = UVAOffloader(config.uva.nbytes, config.uva.cpu_offload_params)
     found.config = config
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,97 +22,94 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import profile_for
-from weightstream.plan.manifest import Profile
+from weightstream.plan.manifest import Op, Profile, Workload
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import aligned
-from weightstream.plan.work import Workload
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
 from weightstream.store.limits import available_nbytes
+from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
 
 _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
-_NONE_CODED: Mapping[str, Layout] = MappingProxyType({})
-
-
-def machine_of_device(backend: Backend, config: OffloadConfig) -> Machine:
-    """What there is to place in on this machine, for a model that is not loaded."""
-    on_cpu = backend.device.type == "cpu"
-    found = machine_elsewhere(profile_for(backend))
-    free, total = (found.host_free_nbytes, found.host_total_nbytes) if on_cpu else cuda.memory(backend.device)
-    return replace(
-        found,
-        on_cpu=on_cpu,
-        free_nbytes=free,
-        total_nbytes=total,
-        maps_host_memory=cache(partial(_maps_host_memory, backend, config)),
-        can_decode=partial(can_decode, backend, config),
-    )
+Grains = list[list[UnitModule]]
 
 
 def can_decode(backend: Backend, config: OffloadConfig) -> bool:
     """Whether coded weights are decoded as they are needed: on a GPU; on the CPU, which is slow, on request."""
-    if not uses_codes(config):
+    if not config.uses_codes:
         return False
     return config.codec != "auto" if backend.device.type == "cpu" else coding.available(backend.device)
 
 
-def uses_codes(config: OffloadConfig) -> bool:
-    return config.codec != "none" and config.backend != "uva"
-
-
-def machine_elsewhere(profile: Profile) -> Machine:
-    """A GPU that is not here, with this machine's host."""
+def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
+    """A GPU that is not here, with this machine's host, where what holds so many bytes would leave it."""
     return Machine(
         profile=profile,
         on_cpu=False,
         free_nbytes=profile.device_nbytes,
         total_nbytes=profile.device_nbytes,
-        host_free_nbytes=cpu.free_nbytes(),
-        host_total_nbytes=available_nbytes(),
+        host_free_nbytes=cpu.free_nbytes() + held_nbytes,
+        host_total_nbytes=available_nbytes() + held_nbytes,
     )
 
 
-def machine_of(config: OffloadConfig, backend: Backend, homes: Homes) -> Machine:
-    """What there is to place in: memory that this model's weights take now counts as free where they would leave it."""
-    machine, there = machine_of_device(backend, config), [h for h in homes.homes.values() if h.file is None]
-    host_nbytes = sum(h.group.nbytes for h in there if h.origin.type == "cpu")
-    device_nbytes = sum(h.group.nbytes for h in there if h.origin == backend.device)
+def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = None) -> Machine:
+    """What there is to place in: memory that a model's weights take now counts as free where they would leave it."""
+    there = [home for home in homes.homes.values() if home.file is None] if homes else []
+    held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
+    machine = machine_elsewhere(profile_for(backend), held_nbytes)
+    on_cpu, free, total = backend.device.type == "cpu", machine.host_free_nbytes, machine.host_total_nbytes
+    if not on_cpu:
+        free, total = cuda.memory(backend.device)
+        free += sum(home.group.nbytes for home in there if home.origin == backend.device)
+
+    @cache
+    def is_readable() -> bool:
+        """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
+        is_allowed = config.pin_memory and config.use_uva
+        return on_cpu or (is_allowed and backend.device_view(torch.empty(1, pin_memory=True, device="cpu")) is not None)
+
     return replace(
         machine,
-        free_nbytes=machine.free_nbytes + device_nbytes,
-        total_nbytes=machine.total_nbytes + (host_nbytes if machine.on_cpu else 0),
-        host_free_nbytes=machine.host_free_nbytes + host_nbytes,
-        host_total_nbytes=machine.host_total_nbytes + host_nbytes,
-        disk_bytes_per_s=cache(partial(bench.rate_of_files, homes.files)),
+        on_cpu=on_cpu,
+        free_nbytes=free,
+        total_nbytes=total,
+        maps_host_memory=lambda: (homes is None or homes.can_map) and is_readable(),
+        can_decode=partial(can_decode, backend, config),
+        disk_bytes_per_s=cache(partial(bench.rate_of_files, homes.files if homes else ())),
     )
 
 
-def prospect_of_checkpoint(
-    path_or_repo_id: str | Path,
-    config: OffloadConfig,
-    machine: Machine,
-    *,
-    dtype: str | torch.dtype = "auto",
-    trust_remote_code: bool = False,
-) -> Prospect:
-    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone."""
+def planner_of(
+    homes: Homes, backend: Backend, config: OffloadConfig, memories: Sequence[Memory], kept: frozenset[str]
+) -> Planner:
+    """What plans with the weights where they are now, on this machine."""
+    by_alias = {alias: home.group for alias, home in homes.homes.items()}
+    weights = weights_of(by_alias, memories, by_row=homes.by_row, coded=homes.layouts, movable=homes.movable, kept=kept)
+    return Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
+
+
+def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Machine, **options: Any) -> Prospect:
+    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone.
+
+    `options` are the `dtype` and `trust_remote_code` of a load.
+    """
     from weightstream.adapters.skeleton import skeleton
 
-    found = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    found = skeleton(path, **options)
     by_alias = groups(found.model, allow_meta=True)
     entries = found.checkpoint.entries if found.checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
-    coded = (
-        _coded_in_files(by_alias, layouts) if layouts and uses_codes(config) and machine.can_decode() else _NONE_CODED
-    )
-    by_row, movable = tables_of(found.model, by_alias), frozenset(by_alias)
-    weights = weights_of(by_alias, by_row=by_row, movable=movable, coded=coded)
-    return prospect_of(found.model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
+    decodes = bool(layouts) and config.uses_codes and machine.can_decode()
+    coded = _coded_in_files(by_alias, layouts) if decodes else {}
+    weights = weights_of(by_alias, by_row=tables_of(found.model, by_alias), movable=frozenset(by_alias), coded=coded)
+    planner = Planner(config=config, machine=machine, weights=weights)
+    return prospect_of(found.model, by_alias, grains_of(found.model, by_alias), planner)
 
 
 def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -126,30 +123,32 @@ def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]
     return found
 
 
-def prospect_of(
-    model: nn.Module, by_alias: dict[str, Group], planner: Planner
-) -> tuple[list[list[UnitModule]], Prospect]:
-    """The units of a model in every grain, and what is planned with them."""
-    footprint = _footprint(model, planner.config)
-    grains = [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
-    planners = tuple(replace(planner, demand=_demand(footprint, units)) for units in grains)
-    return grains, Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
+def grains_of(model: nn.Module, by_alias: dict[str, Group]) -> Grains:
+    """The units of a model in every grain."""
+    return [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
+
+
+def prospect_of(model: nn.Module, by_alias: dict[str, Group], grains: Grains, planner: Planner) -> Prospect:
+    """What is planned with a model in these grains."""
+    planners = tuple(replace(planner, demand=demand) for demand in _demands(model, planner.config, grains))
+    return Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
 
 
 def weights_of(
     by_alias: Mapping[str, Group],
+    memories: Sequence[Memory] = (),
     *,
+    coded: Mapping[str, Layout] = MappingProxyType({}),
     by_row: frozenset[str] = frozenset(),
-    coded: Mapping[str, Layout] = _NONE_CODED,
-    before_read: Callable[[], None] = lambda: None,
-    **facts: Any,
+    **facts: frozenset[str],
 ) -> Weights:
-    """What a planner is told of these groups; `coded` are those that are in a file in coded form."""
+    """What a planner is told of these groups, whose bytes lie in `memories`; `coded` are in a file in coded form."""
     names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
 
     @cache
     def codes() -> dict[str, dict[int, int]]:
-        before_read()
+        for memory in memories:
+            memory.check()
         return {a: _sizes(group, coded.get(a)) for a, group in by_alias.items() if a not in by_row}
 
     return Weights(names=names, by_row=by_row, coded_in_files=frozenset(coded), codes=codes, **facts)
@@ -175,39 +174,22 @@ def tables_of(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
     return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
 
 
-def _footprint(model: nn.Module, config: OffloadConfig) -> tuple[Footprint, Workload] | None:
-    """What a step of a language model takes beside its weights; None where shapes do not tell."""
+def _demands(model: nn.Module, config: OffloadConfig, grains: Grains) -> list[Demand]:
+    """What a step of a language model takes beside its weights, in each grain; unknown where shapes do not tell."""
     settings = getattr(model, "config", None)
     if settings is None:
-        return None
+        return [Demand() for _ in grains]
     positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
     context = max(config.tokens, config.context or min(_CONTEXT, positions))
     workload = Workload(batch=config.batch, tokens=config.tokens, context=context)
     try:
-        return observe(model, workload), workload
+        found = observe(model, workload)
     except UnsupportedError as error:
         logger.info("activations and compute times are not known before the first step: %s", error)
-        return None
+        return [Demand() for _ in grains]
+    known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
+    return [replace(known, work=_by_name(found, units)) for units in grains]
 
 
-def _demand(found: tuple[Footprint, Workload] | None, units: Sequence[UnitModule]) -> Demand | None:
-    if found is None:
-        return None
-    footprint, workload = found
-    return Demand(
-        workload=workload,
-        work={unit.name: ops for unit, ops in zip(units, footprint.work(units), strict=True)},
-        activation_nbytes=footprint.activation_nbytes,
-        cache_nbytes=footprint.cache_nbytes,
-    )
-
-
-def _maps_host_memory(backend: Backend, config: OffloadConfig) -> bool:
-    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
-    if backend.device.type == "cpu":
-        return True
-    return (
-        config.pin_memory
-        and config.use_uva
-        and backend.device_view(torch.empty(1, device="cpu", pin_memory=True)) is not None
-    )
+def _by_name(found: Footprint, units: Sequence[UnitModule]) -> dict[str, tuple[Op, ...]]:
+    return {unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)}

@@ -17,9 +17,8 @@ from models import MODELS
 from weightstream import ConfigError
 from weightstream.errors import CheckpointError, PlanError
 from weightstream.plan.check import prove
-from weightstream.plan.manifest import Profile
+from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
-from weightstream.plan.work import Workload
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,7 +17,7 @@ from weightstream.adapters import shapes
 from weightstream.adapters.module import find_units
 from weightstream.adapters.shapes import Footprint, observe
 from weightstream.errors import UnsupportedError
-from weightstream.plan.work import Op, Workload
+from weightstream.plan.manifest import Op, Workload
 from weightstream.runtime.weights import Scope, UnitModule
 
 BF16 = torch.bfloat16

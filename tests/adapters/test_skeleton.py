@@ -222,7 +222,7 @@ import sys, time
 import torch, transformers
 from weightstream.adapters.shapes import observe
 from weightstream.adapters.skeleton import skeleton
-from weightstream.plan.work import Workload
+from weightstream.plan.manifest import Workload
 skeleton(sys.argv[1])
 begin = time.perf_counter()
 model = skeleton(sys.argv[1]).model

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+from weightstream.plan.placement import map_to_host
 from weightstream.plan.plan import Plan
 
 report = importlib.import_module("weightstream.cli.plan")  # in the package the command has this name
@@ -93,7 +94,8 @@ def test_what_is_read_from_disk_is_beside_what_streams() -> None:
 
 
 def test_what_is_read_in_place_is_a_column() -> None:
-    plan = Plan.build(Manifest(units=(unit_of(0, MIB),), order=(0,)), frozenset(), 0, mapped=frozenset({"blocks.0.0"}))
+    manifest = Manifest(units=(unit_of(0, MIB),), order=(0,))
+    plan = map_to_host(Plan.build(manifest.without({"blocks.0.0"}), frozenset(), 0), manifest, 0)
     assert cells(printed(plan))[1] == ["blocks.0", "1", "0B", "1.0MiB", "0B"]
 
 

@@ -21,7 +21,7 @@ from weightstream.adapters.steps import Steps
 from weightstream.cli import app
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison
-from weightstream.plan.work import Workload
+from weightstream.plan.manifest import Workload
 from weightstream.runtime.cpu import CpuBackend
 
 transformers = pytest.importorskip("transformers")

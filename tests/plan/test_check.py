@@ -14,6 +14,7 @@ from test_schedule import GRAIN, equal_plan, faults, orders, plan_of, unit_of
 from weightstream.errors import InvariantError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, UnitSpec
+from weightstream.plan.placement import map_to_host
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Extent
 
@@ -212,7 +213,7 @@ def test_over_budget_by_one_byte() -> None:
 
 def test_residents_count_against_the_budget() -> None:
     manifest = Manifest(units=(unit_of(0, 700, 512), unit_of(1, 512)), order=(0, 1))
-    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), GRAIN, budget=700 + GRAIN)
+    plan = replace(Plan.build(manifest, frozenset({"blocks.0.0"}), GRAIN), budget=700 + GRAIN)
     prove(plan)
     reported(replace(plan, budget=700 + GRAIN - 1), f"device bytes {700 + GRAIN} > budget {700 + GRAIN - 1}")
 
@@ -311,7 +312,8 @@ def test_a_model_without_units_or_positions_is_right() -> None:
 @pytest.mark.parametrize("wrong", ["unknown", "resident", "mapped"])
 def test_what_does_not_stream_is_not_on_disk(wrong: str) -> None:
     manifest = Manifest(units=tuple(unit_of(i, GRAIN, GRAIN) for i in range(3)), order=(0, 1, 2))
-    plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 2 * GRAIN, mapped=frozenset({"blocks.1.0"}))
+    aside = manifest.without({"blocks.1.0"})
+    plan = map_to_host(Plan.build(aside, frozenset({"blocks.0.0"}), 2 * GRAIN), manifest, 0)
     alias = {"unknown": "blocks.9.0", "resident": "blocks.0.0", "mapped": "blocks.1.0"}[wrong]
     assert list(violations(replace(plan, disk=frozenset({"blocks.0.1", "blocks.2.0"})))) == []
     reported(replace(plan, disk=frozenset({"blocks.0.1", alias})), "alias groups on disk that no unit has")

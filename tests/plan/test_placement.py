@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule import GRAIN, equal_plan, plan_of, unit_of
 
+from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.amounts import human
@@ -36,6 +37,14 @@ def model(*blocks: Sequence[int], outer: Sequence[UnitSpec] = ()) -> Manifest:
     """Blocks of the given tensor sizes, behind units that are no blocks."""
     units = (*outer, *(unit_of(i, *sizes) for i, sizes in enumerate(blocks)))
     return Manifest(units=units, order=tuple(range(len(units))))
+
+
+def grouped(size: int, num: int, step: int, **given: frozenset[str]) -> PrefetchOffloadConfig:
+    return PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=num, offload_prefetch_step=step, **given)
+
+
+def on_host(nbytes: int, **given: frozenset[str]) -> UVAOffloadConfig:
+    return UVAOffloadConfig(cpu_offload_gb=nbytes / 2**30, **given)
 
 
 def root(nbytes: int, *, enclosing: bool) -> UnitSpec:
@@ -352,7 +361,7 @@ def test_the_budget_of_a_refusal_is_enough() -> None:
 @pytest.mark.parametrize("prefetch_step", [1, 2, 3, 5])
 def test_the_classic_rule(group_size: int, num_in_group: int, layers: list[int], prefetch_step: int) -> None:
     manifest = model(*[(1024, 512)] * 24, outer=[root(2048, enclosing=False)])
-    plan = place_layers(manifest, group_size=group_size, num_in_group=num_in_group, prefetch_step=prefetch_step)
+    plan = place_layers(manifest, grouped(group_size, num_in_group, prefetch_step))
     streaming = [manifest.units[u].layer for u in range(len(manifest.units)) if plan.streams(u)]
     assert streaming == layers
     assert plan.ring_nbytes == min(prefetch_step, len(layers)) * 1536
@@ -364,9 +373,7 @@ def test_the_classic_rule(group_size: int, num_in_group: int, layers: list[int],
 
 def test_the_classic_rule_leaves_ineligible_tensors_where_they_are() -> None:
     manifest = model(*[(1024, 512)] * 4)
-    plan = place_layers(
-        manifest, group_size=2, num_in_group=1, prefetch_step=1, eligible=lambda name: name.endswith(".1")
-    )
+    plan = place_layers(manifest, grouped(2, 1, 1, offload_params=frozenset({"1.1", "3.1"})))
     assert plan.manifest.aliases.keys() - plan.resident == {"blocks.1.1", "blocks.3.1"}
     assert plan.unit_nbytes == (0, 512, 0, 512)
     assert plan.ring_nbytes == 512
@@ -374,7 +381,7 @@ def test_the_classic_rule_leaves_ineligible_tensors_where_they_are() -> None:
 
 
 def test_the_classic_rule_without_an_eligible_tensor_streams_nothing() -> None:
-    plan = place_layers(model((512,)), group_size=1, num_in_group=1, prefetch_step=1, eligible=lambda name: False)
+    plan = place_layers(model((512,)), grouped(1, 1, 1, offload_params=frozenset({"other"})))
     assert plan.step_nbytes == plan.ring_nbytes == 0
 
 
@@ -383,7 +390,7 @@ def test_the_classic_rule_keeps_what_an_enclosing_unit_shares_with_a_layer() -> 
         name="blocks.1", layer=1, tensors=(tensor("blocks.1.w", 512), tensor("blocks.1.tied", 1024, "embed.weight"))
     )
     manifest = Manifest(units=(root(1024, enclosing=True), unit_of(0, 512), tied), order=(0, 1, 2))
-    plan = place_layers(manifest, group_size=1, num_in_group=1, prefetch_step=1)
+    plan = place_layers(manifest, grouped(1, 1, 1))
     prove(plan)
     assert plan.manifest.aliases.keys() - plan.resident == {"blocks.0.0", "blocks.1.w"}
 
@@ -392,7 +399,7 @@ def test_host_bytes_take_tensors_in_order() -> None:
     manifest = model((1024, 512), (1024, 512), (1024, 512))
     in_order = [t for unit in manifest.units for t in unit.tensors]
     for asked in range(0, manifest.nbytes + GRAIN, 256):
-        plan = place_host_bytes(manifest, host_nbytes=asked)
+        plan = place_host_bytes(manifest, on_host(asked), zero_copy=False)
         gone = manifest.aliases.keys() - plan.resident
         assert gone == {t.alias for t in in_order[: len(gone)]}
         assert plan.host_nbytes >= min(asked, manifest.nbytes)
@@ -403,9 +410,9 @@ def test_host_bytes_take_tensors_in_order() -> None:
 
 def test_host_bytes_skip_ineligible_tensors_and_count_ties_once() -> None:
     manifest = model((1024, 512), (1024, 512))
-    plan = place_host_bytes(manifest, host_nbytes=1000, eligible=lambda name: name.endswith(".1"))
+    plan = place_host_bytes(manifest, on_host(1000, cpu_offload_params=frozenset({"0.1", "1.1"})), zero_copy=False)
     assert manifest.aliases.keys() - plan.resident == {"blocks.0.1", "blocks.1.1"}
-    tied = place_host_bytes(tied_model(), host_nbytes=2048 + 1024 + 512)
+    tied = place_host_bytes(tied_model(), on_host(2048 + 1024 + 512), zero_copy=False)
     assert tied_model().aliases.keys() - tied.resident == {"embed.weight", "b.0.up", "shared"}
     assert tied.host_nbytes == 2048 + 1024 + 512
     prove(tied)
@@ -414,7 +421,7 @@ def test_host_bytes_skip_ineligible_tensors_and_count_ties_once() -> None:
 def test_host_bytes_are_not_spent_on_enclosing_units() -> None:
     manifest = model((1024,), (1024,), (1024,), outer=[root(2048, enclosing=True)])
     for asked in (512, 1024, 2048, 3072):
-        plan = place_host_bytes(manifest, host_nbytes=asked)
+        plan = place_host_bytes(manifest, on_host(asked), zero_copy=False)
         prove(plan)
         assert plan.host_nbytes >= asked, f"asked for {asked} bytes on the host, {plan.host_nbytes} are"
 

@@ -15,9 +15,8 @@ from test_schedule import GRAIN, equal_plan, lazy_fills, plan_of, unit_of
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, per_second, rate
 from weightstream.plan.check import prove
-from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import Plan
-from weightstream.plan.work import Workload
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
-from test_placement import LINK_BOUND, SMALL_MODELS, budgets
+from test_placement import LINK_BOUND, SMALL_MODELS, budgets, grouped
 from test_placement import model as model_of
 
 from weightstream.config import ConfigWarning, OffloadConfig
@@ -19,12 +19,11 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost, placement
 from weightstream.plan.amounts import human
 from weightstream.plan.check import prove
-from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
+from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
 from weightstream.plan.placement import place, place_layers
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.work import Op, Workload, unit_seconds
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -111,7 +110,7 @@ def prospect(
         "cache_nbytes": settings.pop("cache_nbytes", 0),
     }
     base = Planner(config=OffloadConfig.from_kwargs(**settings), machine=on or machine(), weights=known)
-    demands = (None if workload is None else demand(m, workload, **nbytes) for m in manifests)
+    demands = (Demand() if workload is None else demand(m, workload, **nbytes) for m in manifests)
     return Prospect(grains=manifests, planners=tuple(replace(base, demand=found) for found in demands))
 
 
@@ -219,7 +218,6 @@ def test_the_table_is_read_in_place_where_something_must_stream() -> None:
 @pytest.mark.parametrize(
     "never",
     [
-        {"weights": {"can_map": lambda: False}},
         {"on": machine(maps_host_memory=lambda: False)},
         {"on": machine(on_cpu=True)},
         {"weights": {"by_row": frozenset()}, "workload": replace(BATCH, batch=65)},
@@ -299,8 +297,8 @@ def test_named_weights_are_read_in_place_whatever_fits() -> None:
     assert plan_of(SMALL, on=machine(on_cpu=True), device_budget=nbytes // 2, zero_copy_params=["3.q"]).mapped == {
         "3.q"
     }
-    refused = {"can_map": lambda: False}
-    assert plan_of(SMALL, weights=refused, device_budget=nbytes // 2, zero_copy_params=["3.q"]).mapped == frozenset()
+    refused = machine(maps_host_memory=lambda: False)
+    assert plan_of(SMALL, on=refused, device_budget=nbytes // 2, zero_copy_params=["3.q"]).mapped == frozenset()
 
 
 def test_named_weights_are_read_over_the_link() -> None:
@@ -460,7 +458,7 @@ def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, 
     """Seconds and bytes of the best of all choices, each simulated."""
     choices = placement._choices(manifest, placement.always_resident(manifest), budget)
     slots = ((r, ring, slot) for r, ring, unit_nbytes in choices for slot in (0, unit_nbytes))
-    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, budget=budget) for r, ring, slot in slots)
+    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot) for r, ring, slot in slots)
     found = [(cost.simulate_s(plan, profile), plan.device_nbytes) for plan in plans]
     least = min(step_s for step_s, _ in found)
     return least, min(nbytes for step_s, nbytes in found if step_s <= least + 1e-9)
@@ -497,7 +495,7 @@ def classic(found: Prospect) -> Iterator[tuple[int, float, tuple[int, int, int]]
     """Device bytes and seconds of thirty settings, with blocks as units."""
     manifest, profile = found.grains[0], found.planners[0].profile(found.grains[0])
     for size, num, step in CLASSIC:
-        plan = place_layers(manifest, group_size=size, num_in_group=num, prefetch_step=step, profile=profile)
+        plan = place_layers(manifest, grouped(size, num, step), profile=profile)
         yield plan.device_nbytes, plan.step_s, (size, num, step)
 
 

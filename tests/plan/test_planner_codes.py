@@ -300,12 +300,12 @@ def test_the_buffer_is_no_larger_for_a_head(percent: int) -> None:
 def test_a_unit_that_is_nearly_all_of_the_model_stays_plain(can_map: bool) -> None:
     """To decode it takes more memory than to hold it."""
     shape = SMALL | {"layers": 1, "vocab": 131072}
-    plan = plan_of(shape, weights={"can_map": lambda: can_map}, device_budget=500 * MIB)
+    plan = plan_of(shape, on=machine(maps_host_memory=lambda: can_map), device_budget=500 * MIB)
     assert HEAD not in plan.manifest.codes
     one = decoder("block", **shape).without(
         frozenset({TABLE, *(f"0.{part}" for part in ("q", "k", "v", "o", "norm1"))})
     )
-    planner = ahead(shape, None, weights={"can_map": lambda: can_map}, device_budget=260 * MIB).planners[0]
+    planner = ahead(shape, None, on=machine(maps_host_memory=lambda: can_map), device_budget=260 * MIB).planners[0]
     assert planner(one).manifest.codes == {}
 
 
@@ -487,7 +487,7 @@ def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
 @pytest.mark.parametrize("budget", [6 * GIB, 13 * GIB])
 def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     """A plan that takes what was predicted, refined, is predicted to take the same, and is the best there is."""
-    found = ahead(EIGHT, device_budget=budget, grains=("block",), weights={"can_map": lambda: False})
+    found = ahead(EIGHT, device_budget=budget, grains=("block",), on=machine(maps_host_memory=lambda: False))
     planner, plan = found.planners[0], found.plan()[1]
     assert plan.manifest.codes
     assert (plan.step_nbytes > 0) == (budget == 6 * GIB)
@@ -516,7 +516,7 @@ def test_a_coded_plan_says_so() -> None:
 
 
 def test_a_model_that_fits_coded_says_so() -> None:
-    plan = plan_of(EIGHT, device_budget=13 * GIB, weights={"can_map": lambda: False})
+    plan = plan_of(EIGHT, device_budget=13 * GIB, on=machine(maps_host_memory=lambda: False))
     assert plan.offloaded_nbytes == 0
     assert plan.summary().startswith("everything fits: 12.")
     assert "(4-bit code of 15.0GiB) resident + 416.0MiB decode buffer, nothing streams" in plan.summary()

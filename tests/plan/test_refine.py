@@ -18,11 +18,10 @@ import weightstream
 from weightstream import front, prospects
 from weightstream.plan import cost
 from weightstream.plan import refine as refinement
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner, Way
 from weightstream.plan.refine import Refined, Times, refine, unit_s
-from weightstream.plan.work import Workload
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
 from wrapped import Delay, Wrapper
@@ -227,8 +226,7 @@ def test_of_units_that_did_not_run_nothing_is_concluded() -> None:
 
 
 def placed(planner: Planner, manifest: Manifest, mapped: frozenset[str]) -> Plan:
-    way = Way(manifest=manifest, mapped=mapped, aside=manifest.without(mapped), sizes={})
-    return planner._placed(way, planner.profile(manifest))
+    return planner._placed(manifest, Way(mapped, manifest.without(mapped), {}), planner.profile(manifest))
 
 
 def test_reading_in_place_costs_what_it_did_before() -> None:
@@ -382,7 +380,7 @@ def always_better(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
     def found(planner: Planner, plan: Plan, times: Times) -> Refined:
         asked.append(times)
         resident = frozenset(sorted(plan.manifest.aliases)[: 2 if len(plan.resident) != 2 else 1])
-        better = Plan.build(plan.manifest, resident, 2 * LAYER, budget=BUDGET)
+        better = replace(Plan.build(plan.manifest, resident, 2 * LAYER), budget=BUDGET)
         return Refined(planner=planner, plan=plan, better=better)
 
     monkeypatch.setattr("weightstream.runtime.refinement.refine", found)

@@ -17,6 +17,7 @@ from weightstream.adapters.module import find_units
 from weightstream.codec import coding, reference
 from weightstream.errors import StoreError
 from weightstream.plan.manifest import Manifest
+from weightstream.plan.placement import map_to_host
 from weightstream.plan.plan import Plan
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
@@ -131,7 +132,7 @@ class Rig:
             made = made.coded(sizes)
         resident = frozenset(names if place.endswith("resident") else ())
         mapped = frozenset(names if place == "mapped" else ())
-        plan = Plan.build(made, resident, 8 * NBYTES, mapped=mapped)
+        plan = map_to_host(Plan.build(made.without(mapped), resident, 8 * NBYTES), made, 0)
         return replace(plan, disk=frozenset(names)) if place == "disk" else plan
 
     def assert_streams(self, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from fixtures_structure import Stack
 from models import MODELS, assert_same, randomise
 from streaming import plain, run
 from weightstream.adapters.module import find_blocks, find_units, row_tables
+from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import InvariantError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
@@ -127,7 +128,7 @@ def test_a_step_reads_what_is_mapped_over_the_link() -> None:
 @pytest.mark.parametrize("host_nbytes", [0, 1, 4096, 4097, 9216, 10**6])
 def test_host_bytes_in_order_up_to_the_tensor_that_reaches_them(host_nbytes: int) -> None:
     manifest = manifest_of((4096, 512), (4096, 512), (4096, 512))
-    plan = place_host_bytes(manifest, host_nbytes=host_nbytes, zero_copy=True)
+    plan = place_host_bytes(manifest, UVAOffloadConfig(cpu_offload_gb=host_nbytes / 2**30), zero_copy=True)
     prove(plan)
     taken = [t.alias for t in manifest.tensors()][: len(plan.mapped)]
     assert plan.mapped == set(taken)
@@ -149,7 +150,7 @@ def leaves_of(num_layers: int) -> Manifest:
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_layers_of_leaf_units_have_a_ring_of_whole_layers(step: int) -> None:
-    plan = place_layers(leaves_of(8), group_size=2, num_in_group=1, prefetch_step=step)
+    plan = place_layers(leaves_of(8), PrefetchOffloadConfig(offload_group_size=2, offload_prefetch_step=step))
     prove(plan)
     assert plan.ring_nbytes == step * 3072
     assert streamed(plan) == {f"{layer}.{part}.w" for layer in (1, 3, 5, 7) for part in ("up", "down")}

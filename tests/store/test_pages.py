@@ -653,7 +653,7 @@ def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: 
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Models of a checkpoint are copied from pinned pages of it, as on a GPU."""
     device = Device()
-    monkeypatch.setattr(weightstream.front, "_pages", lambda *args: PageCache(device.pin, device.unpin))
+    monkeypatch.setattr(weightstream.front, "_pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
     yield device
     assert sorted(device.unpinned) == sorted(device.pinned), "each once"
     assert device.pinned

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from weightstream.adapters import hf_private
-from weightstream.plan.work import Op, Rate
+from weightstream.plan.manifest import Op, Rate
 from weightstream.runtime.values import tensors_in
 
 _aten = torch.ops.aten

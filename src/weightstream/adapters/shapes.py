@@ -24,7 +24,7 @@ from weightstream.adapters import hf_private, launch
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
 from weightstream.errors import UnsupportedError
-from weightstream.plan.work import Op, Workload
+from weightstream.plan.manifest import Op, Workload
 from weightstream.runtime.values import tensors_in
 from weightstream.runtime.weights import UnitModule
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightstream.errors import UnsupportedError
-from weightstream.plan.work import Workload
+from weightstream.plan.manifest import Workload
 
 CACHES = ("past_key_values", "cache_params")
 _SEED = 7

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
 from weightstream.plan.manifest import Manifest, Profile
@@ -25,7 +27,7 @@ def codings(manifest: Manifest, sizes: Sizes, profile: Profile) -> list[Codes]:
         return (plain[alias] - nbytes) * profile.decode_bytes_per_s(bits)
 
     smallest = {alias: min(codes.items(), key=itemgetter(1)) for alias, codes in sizes.items()}
-    cheapest = {a: max(codes.items(), key=lambda code, a=a: saved_in_time(a, code)) for a, codes in sizes.items()}  # type: ignore[misc]
+    cheapest = {alias: max(codes.items(), key=partial(saved_in_time, alias)) for alias, codes in sizes.items()}
     tried = [*(_worth_the_buffer(manifest, codes) for codes in (smallest, cheapest)), smallest, {}]
     return [codes for index, codes in enumerate(tried) if codes not in tried[:index]]
 
@@ -71,4 +73,4 @@ def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
                 spare -= more
                 codes[alias] = bits, codes[alias][1] + more
     manifest = plan.manifest.coded({alias: code for alias, code in codes.items() if code[0]})
-    return Plan.build(manifest, frozenset(manifest.aliases), 0, budget=plan.budget)
+    return replace(Plan.build(manifest, frozenset(manifest.aliases), 0), budget=plan.budget)

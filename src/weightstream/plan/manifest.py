@@ -1,12 +1,18 @@
-"""The manifest: what a model's weights are and in which order a step needs them. Knows no torch and no device."""
+"""The manifest: a model's weights and their order, what a step computes, what a machine can do. Knows no torch.
+
+An op takes the larger of its arithmetic over the rate of its kind, its bytes over the bandwidth of device memory, and
+the least time of a kernel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 KEPT = "(kept on the device)"  # the name of a unit without a module
+Rate = Literal["half", "single", "attention", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +150,7 @@ class Manifest:
         """The same units and order, less some of the weights."""
         if not aliases:
             return self
-        kept = (tuple(t for t in unit.tensors if t.alias not in aliases) for unit in self.units)
-        units = (replace(unit, tensors=tensors) for unit, tensors in zip(self.units, kept, strict=True))
+        units = (replace(u, tensors=tuple(t for t in u.tensors if t.alias not in aliases)) for u in self.units)
         return replace(self, units=tuple(units))
 
     def keeping(self, aliases: frozenset[str]) -> Manifest:
@@ -194,10 +199,9 @@ class Profile:
 
     def compute_s(self, index: int, unit: UnitSpec, *, streams: bool = False) -> float:
         """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both."""
-        if self.unit_s and not self.host_s:
-            return self.unit_s[index]
         if self.unit_s:
-            return max(self.unit_s[index], self.host_s[index] + self.overhead_s * streams)
+            host_s = self.host_s[index] + self.overhead_s * streams if self.host_s else 0.0
+            return max(self.unit_s[index], host_s)
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
         device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
         return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s)
@@ -220,3 +224,42 @@ class Profile:
 
     def copy_s(self, nbytes: int) -> float:
         return self.copy_latency_s + nbytes / self.link_bytes_per_s if nbytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What a step is given: `batch` sequences of `tokens` new tokens each, `context` positions once they are in."""
+
+    batch: int = 1
+    tokens: int = 1
+    context: int = 4096
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, tokens {self.tokens}, context {self.context}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
+
+    `half` and `single` are matrix products in 16-bit floats and in float32. `after`: it runs once the unit is released,
+    before the next one opens.
+    """
+
+    rate: Rate = "none"
+    flops: float = 0.0
+    nbytes: int = 0
+    after: bool = False
+
+    def seconds(self, profile: Profile) -> float:
+        rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
+        rates |= {"attention": profile.attention_flops_per_s, "none": float("inf")}
+        return max(self.flops / rates[self.rate], self.nbytes / profile.device_bytes_per_s, profile.op_s)
+
+
+def unit_seconds(ops: Sequence[Op], profile: Profile) -> tuple[float, float, float]:
+    """Seconds of a unit of these ops on the device and of their launches on the host, and the share of those on the
+    device that follow the unit's release."""
+    seconds = [op.seconds(profile) for op in ops]
+    after = sum(s for s, op in zip(seconds, ops, strict=True) if op.after)
+    return sum(seconds), profile.op_launch_s * len(ops), after / (sum(seconds) or 1.0)

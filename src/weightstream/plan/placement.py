@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.amounts import human
@@ -28,8 +29,10 @@ _DEPTHS = (1, 2, 3, 4, 6, 8)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
+_ASSUMED = Profile()
 
-Eligible = Callable[[str], bool]
+Names = frozenset[str]
+_NONE = Names()
 T = TypeVar("T")
 
 
@@ -62,14 +65,14 @@ def fastest(
     return best
 
 
-def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = None) -> Plan:
+def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED) -> Plan:
     """The fastest plan, by prediction, whose residents and ring fit `budget` bytes; None: everything stays.
 
     Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
     """
-    profile, buffer = profile or Profile(), buffer_nbytes(manifest)
+    buffer = buffer_nbytes(manifest)
     if budget is None or manifest.nbytes + buffer <= budget:
-        return cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0, budget=budget), profile)
+        return replace(cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0), profile), budget=budget)
     forced = always_resident(manifest)
     compute_s = least_compute_s(manifest, profile)
 
@@ -81,8 +84,8 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile | None = N
 
     def plan_of(choice: tuple[Choice, int]) -> Plan:
         (residents, ring, _), slot = choice
-        plan = Plan.build(manifest, residents, ring, slot_nbytes=slot, budget=budget)
-        return replace(plan, step_s=cost.simulate_s(plan, profile))
+        plan = Plan.build(manifest, residents, ring, slot_nbytes=slot)
+        return replace(plan, budget=budget, step_s=cost.simulate_s(plan, profile))
 
     bounds = [(bound_s(choice), choice) for choice in _choices(manifest, forced, budget - buffer)]
     plan = fastest(((bound, (c, slot)) for bound, c in bounds for slot in (0, c.unit_nbytes)), plan_of, tie_s=_TIE_S)
@@ -97,58 +100,54 @@ def least_compute_s(manifest: Manifest, profile: Profile) -> float:
 
 
 def place_layers(
-    manifest: Manifest,
-    *,
-    group_size: int,
-    num_in_group: int,
-    prefetch_step: int,
-    eligible: Eligible = lambda name: True,
-    profile: Profile | None = None,
+    manifest: Manifest, prefetch: PrefetchOffloadConfig, *, kept: Names = _NONE, profile: Profile = _ASSUMED
 ) -> Plan:
-    """The classic rule: layer i streams when `i % group_size >= group_size - num_in_group`, through as many slots as
-    `prefetch_step`; everything else is resident, and so are units too small to be worth a copy (a norm on its own)."""
+    """The classic rule: layer i streams when `prefetch` offloads it, through `offload_prefetch_step` slots.
+
+    Everything else is resident: so are tensors that are `kept`, and units too small to be worth a copy (a norm).
+    """
     streamed: set[str] = set()
     limit = _small_nbytes(manifest)
     for unit in manifest.units:
-        if unit.nbytes > limit and unit.layer is not None and unit.layer % group_size >= group_size - num_in_group:
-            streamed |= {t.alias for t in unit.tensors if eligible(t.name)}
-    return _with_slots(manifest, streamed, prefetch_step, profile)
+        if unit.nbytes > limit and unit.layer is not None and prefetch.offloads(unit.layer):
+            names = (t for t in unit.tensors if t.name not in kept and selects(prefetch.offload_params, t.name))
+            streamed.update(t.alias for t in names)
+    return _with_slots(manifest, streamed, prefetch.offload_prefetch_step, profile)
 
 
 def place_host_bytes(
     manifest: Manifest,
+    uva: UVAOffloadConfig,
     *,
-    host_nbytes: int,
-    eligible: Eligible = lambda name: True,
     zero_copy: bool = False,
-    profile: Profile | None = None,
+    kept: Names = _NONE,
+    profile: Profile = _ASSUMED,
 ) -> Plan:
-    """Tensors in order until `host_nbytes` are on the host: read from there (`zero_copy`), else through two slots."""
+    """Tensors in order until `uva.nbytes` are on the host: read from there (`zero_copy`), else through two slots."""
     streamed: set[str] = set()
-    kept = frozenset[str]() if zero_copy else _enclosing(manifest)
+    stuck = _NONE if zero_copy else _enclosing(manifest)
     taken = 0
     for tensor in manifest.tensors():
-        if taken >= host_nbytes:
-            break
-        if tensor.alias not in streamed and tensor.alias not in kept and eligible(tensor.name):
+        is_free = tensor.name not in kept and tensor.alias not in streamed and tensor.alias not in stuck
+        if is_free and taken < uva.nbytes and selects(uva.cpu_offload_params, tensor.name):
             streamed.add(tensor.alias)
             taken += tensor.nbytes
     if zero_copy:
-        plan = place(manifest.without(frozenset(streamed)), budget=None, profile=profile)
+        plan = place(manifest.without(streamed), budget=None, profile=profile)
         return map_to_host(plan, manifest, taken, profile)
     return _with_slots(manifest, streamed, 2, profile)
 
 
-def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile | None = None) -> Plan:
+def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile = _ASSUMED) -> Plan:
     """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
     mapped = frozenset(manifest.aliases.keys() - plan.manifest.aliases.keys())
-    read_s = read_nbytes / (profile or Profile()).link_bytes_per_s
-    times = {"step_s": plan.step_s + read_s, "copy_s": plan.copy_s + read_s}
-    return replace(plan, manifest=manifest, mapped=mapped | plan.mapped, **times)  # type: ignore[arg-type]
+    read_s = read_nbytes / profile.link_bytes_per_s
+    mapped |= plan.mapped
+    return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s, copy_s=plan.copy_s + read_s)
 
 
 def place_homes(
-    plan: Plan, *, host_budget: int, movable: frozenset[str], remedy: str, profile: Profile | None = None
+    plan: Plan, *, host_budget: int, movable: frozenset[str], remedy: str, profile: Profile = _ASSUMED
 ) -> Plan:
     """The plan with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of host memory.
 
@@ -169,23 +168,23 @@ def place_homes(
     columns = _columns(plan.manifest, elsewhere)
     plain = _plain_nbytes(plan.manifest, elsewhere)
     kept = _fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
-    profile, placed = profile or Profile(), replace(plan, disk=movable - kept)
+    placed = replace(plan, disk=movable - kept)
     step_s = plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile)
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
 
 
-def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile | None) -> Plan:
+def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile) -> Plan:
     """A slot holds the most that a layer streams, or a unit outside of the layers."""
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
     sizes = streamed_nbytes(manifest, resident)
     owners = [unit.name if unit.layer is None else unit.layer for unit in manifest.units]
-    together: Counter[object] = Counter()
+    together: Counter[str | int] = Counter()
     for owner, nbytes in zip(owners, sizes, strict=True):
         together[owner] += nbytes
     slot = max(together.values(), default=0)
     whole = all(together[owner] == n for owner, n in zip(owners, sizes, strict=True) if not isinstance(owner, str))
     plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot if whole else 0)
-    return cost.predicted(plan, profile or Profile())
+    return cost.predicted(plan, profile)
 
 
 def _enclosing(manifest: Manifest) -> frozenset[str]:

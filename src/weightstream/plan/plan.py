@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, rate
-from weightstream.plan.manifest import Manifest
+from weightstream.plan.manifest import Manifest, Workload
 from weightstream.plan.schedule import Extent, aligned, allocate, first_fills, refills
-from weightstream.plan.work import Workload
+
+_NUMBERS = (
+    *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
+    *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
+    *("step_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,50 +59,29 @@ class Plan:
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
     @classmethod
-    def build(
-        cls,
-        manifest: Manifest,
-        resident: frozenset[str],
-        ring_nbytes: int,
-        *,
-        slot_nbytes: int = 0,
-        budget: int | None = None,
-        mapped: frozenset[str] = frozenset(),
-    ) -> Plan:
+    def build(cls, manifest: Manifest, resident: frozenset[str], ring_nbytes: int, *, slot_nbytes: int = 0) -> Plan:
         """The plan that follows from a choice of residents and a ring; see `schedule.allocate` for `slot_nbytes`."""
-        sizes = streamed_nbytes(manifest, resident | mapped)
-        extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes)
-        after = refills(manifest.order, extents)
-        return cls(
-            manifest=manifest,
-            resident=resident,
-            ring_nbytes=max((e.offset + e.nbytes for e in extents), default=0),
-            extents=extents,
-            first=first_fills(manifest.order, extents, after),
-            after=after,
-            budget=budget,
-            slot_nbytes=slot_nbytes,
-            mapped=mapped,
-        )
+        extents = allocate(manifest.order, streamed_nbytes(manifest, resident), ring_nbytes, slot_nbytes)
+        used, fills = max((e.offset + e.nbytes for e in extents), default=0), _fills(manifest.order, extents)
+        return cls(manifest=manifest, resident=resident, ring_nbytes=used, slot_nbytes=slot_nbytes, **fills)
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
         sizes = streamed_nbytes(self.manifest, self.resident | self.mapped)
         extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes)
-        manifest, after = replace(self.manifest, order=order), refills(order, extents)
-        return replace(self, manifest=manifest, extents=extents, first=first_fills(order, extents, after), after=after)
+        return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
 
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
         placed, aliases = self.resident | self.mapped, self.manifest.units[unit].aliases()
-        return dict(_spread((alias, n) for alias, n in aliases.items() if alias not in placed and n))
+        return _spread({alias: n for alias, n in aliases.items() if alias not in placed and n})
 
     def streams(self, unit: int) -> bool:
         return self.extents[unit].nbytes > 0
 
     def decoded(self, unit: int) -> dict[str, int]:
         """Coded alias groups of a unit -> byte offset inside the buffer."""
-        return dict(_spread(self.manifest.decoded[unit].items()))
+        return _spread(self.manifest.decoded[unit])
 
     def opens(self, unit: int) -> bool:
         """Whether something has to be done before the unit computes."""
@@ -181,7 +166,7 @@ class Plan:
             buffer = f" + {human(self.buffer_nbytes)} decode buffer"
         if not self.offloaded_nbytes:
             return f"everything fits: {total} resident{buffer}, nothing streams"
-        num = sum(self.streams(u) for u in range(len(self.manifest.units)))
+        num = sum(extent.nbytes > 0 for extent in self.extents)
         mapped = f" + {human(self.mapped_nbytes)} zero-copy" if self.mapped else ""
         disk = f", {human(self.step_disk_nbytes)} of it from disk" if self.disk else ""
         return (
@@ -205,16 +190,9 @@ class Plan:
 
     def numbers(self) -> dict[str, Any]:
         """Its bytes and predicted seconds."""
-        names = ["budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"]
-        names += ["cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"]
-        names += ["step_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit"]
-        found = {name: getattr(self, name) for name in names} | {"machine": self.machine or None}
-        found |= {
-            "nbytes": self.manifest.decoded_nbytes,
-            "held_nbytes": self.manifest.nbytes,
-            "code": self.code or None,
-        }
-        return found | {"tokens_per_s": self.tokens_per_s}
+        whole = {"nbytes": self.manifest.decoded_nbytes, "held_nbytes": self.manifest.nbytes}
+        named = {"machine": self.machine or None, "code": self.code or None}
+        return {name: getattr(self, name) for name in _NUMBERS} | whole | named
 
     def to_json(self) -> str:
         return _adapter().dump_json(self).decode()
@@ -232,12 +210,15 @@ class Plan:
         return "\n".join([self.summary(), *predicted])
 
 
-def _spread(sized: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+def _fills(order: Sequence[int], extents: tuple[Extent, ...]) -> dict[str, Any]:
+    """The schedule of units that lie at these extents."""
+    after = refills(order, extents)
+    return {"extents": extents, "first": first_fills(order, extents, after), "after": after}
+
+
+def _spread(sizes: Mapping[str, int]) -> dict[str, int]:
     """Each at the next aligned byte."""
-    cursor = 0
-    for alias, nbytes in sized:
-        yield alias, cursor
-        cursor += aligned(nbytes)
+    return dict(zip(sizes, accumulate(map(aligned, sizes.values()), initial=0), strict=False))
 
 
 def buffer_nbytes(manifest: Manifest) -> int:

@@ -9,7 +9,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.amounts import human
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Machine, Planner
+from weightstream.plan.planner import Planner
 
 _BISECTIONS = 8
 _AS_FAST = 1e-3
@@ -22,32 +22,26 @@ class Prospect:
     grains: tuple[Manifest, ...]
     planners: tuple[Planner, ...]
 
-    @property
-    def machine(self) -> Machine:
-        return self.planners[0].machine
-
     def plan(self) -> tuple[int, Plan]:
         """The grain whose plan is predicted to be faster, then smaller, and that plan.
 
         Finer units need less ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
         """
-        plans: dict[int, Plan] = {}
-        refused: PlanError | None = None
+        plans: list[tuple[int, Plan]] = []
         for index, (manifest, planner) in enumerate(zip(self.grains, self.planners, strict=True)):
             try:
-                plans[index] = planner(manifest)
-            except PlanError as error:
-                refused = error
-        if refused is not None and not plans:
-            raise refused
-        return min(plans.items(), key=lambda found: (found[1].step_s, found[1].device_nbytes, found[0]))
+                plans.append((index, planner(manifest)))
+            except PlanError:
+                if index == len(self.grains) - 1 and not plans:
+                    raise
+        return min(plans, key=lambda found: (found[1].step_s, found[1].device_nbytes))
 
     def within(self, budget: int) -> Prospect:
         """The same with another device budget."""
-        host = tuple(entry for entry in self.planners[0].config.max_memory if entry[0] == "cpu")
-        over = {"device_budget": budget, "max_memory": host}
-        planners = (replace(p, config=p.config.model_copy(update=over)) for p in self.planners)
-        return replace(self, planners=tuple(planners))
+        given = self.planners[0].config
+        over = {"device_budget": budget, "max_memory": tuple(entry for entry in given.max_memory if entry[0] == "cpu")}
+        config = given.model_copy(update=over)
+        return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
 
     def sweep(self, budgets: Iterable[int]) -> Iterator[tuple[int, Plan | None]]:
         """The plan at each budget, None where none fits."""
@@ -75,7 +69,8 @@ class Prospect:
 
     def shortage(self, plan: Plan) -> str | None:
         """In words, where weights, activations and cache are more than the device has free; None: they fit."""
-        machine, workspace_nbytes = self.machine, self.machine.profile.workspace_nbytes
+        machine = self.planners[0].machine
+        workspace_nbytes = machine.profile.workspace_nbytes
         needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
         known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
         if not known or needed <= machine.free_nbytes:

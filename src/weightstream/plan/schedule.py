@@ -40,9 +40,7 @@ class Extent:
     nbytes: int
 
     def overlaps(self, other: Extent) -> bool:
-        if not self.nbytes or not other.nbytes:
-            return False
-        return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
+        return max(self.offset, other.offset) < min(self.offset + self.nbytes, other.offset + other.nbytes)
 
 
 def allocate(
