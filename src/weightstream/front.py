@@ -113,7 +113,7 @@ def from_pretrained(
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
         device, device_budget, config, host_budget: as for `offload`; its other settings may be given too.
         dtype: "auto" keeps the checkpoint's; another casts once, into `offload_folder`.
-        offload_folder: where converted weights are kept for the next load; default: a temporary folder.
+        offload_folder: where weights are written that have to be converted; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
         kwargs: passed on to the model class, such as `trust_remote_code`, `revision`, `attn_implementation`.
 
@@ -147,7 +147,7 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
-            _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.decoded), loaded.folder)
+            _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.lazy), loaded.folder)
         on_failure.pop_all()
     return loaded.model
 
@@ -261,7 +261,7 @@ def _offload(
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     by_alias = _weights(model)
     # of its own: another model may have weights of the same names
-    spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
+    spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
     homes = Homes(
         by_alias,
         backend,
@@ -318,6 +318,7 @@ def _planner(
         {alias: home.group for alias, home in homes.homes.items()},
         by_row=homes.by_row,
         coded=homes.layouts,
+        in_parts=homes.in_parts,
         before_read=partial(_check, mappings),
         movable=homes.movable,
         kept=kept,

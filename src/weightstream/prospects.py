@@ -141,21 +141,25 @@ def weights_of(
     *,
     by_row: frozenset[str] = frozenset(),
     coded: Mapping[str, Layout] = _NONE_CODED,
+    in_parts: Mapping[str, Sequence[torch.Tensor]] = MappingProxyType({}),
     before_read: Callable[[], None] = lambda: None,
     **facts: Any,
 ) -> Weights:
-    """What a planner is told of these groups; `coded` are those that are in a file in coded form."""
+    """What a planner is told of these groups.
+
+    `coded` are those that are in a file in coded form, `in_parts` the bytes of those whose memory holds none yet.
+    """
     names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
 
     @cache
     def codes() -> dict[str, dict[int, int]]:
         before_read()
-        return {a: _sizes(group, coded.get(a)) for a, group in by_alias.items() if a not in by_row}
+        return {a: _sizes(group, coded.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
 
     return Weights(names=names, by_row=by_row, coded_in_files=frozenset(coded), codes=codes, **facts)
 
 
-def _sizes(group: Group, layout: Layout | None) -> dict[int, int]:
+def _sizes(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> dict[int, int]:
     """The bytes of a group by the bits of each code: in a file, from a sample, or assumed; parameters can be coded."""
     dtype = group.members[0].spec.dtype
     if layout is not None:
@@ -163,7 +167,7 @@ def _sizes(group: Group, layout: Layout | None) -> dict[int, int]:
     if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.kind is not nn.Parameter for m in group.members):
         return {}
     if not group.home.is_meta:
-        return estimates(group.home, dtype)
+        return estimates(parts or [group.home], dtype)
     count = group.nbytes // ELEMENTS[dtype].nbytes
     least = {bits: Layout(dtype=dtype, bits=bits, count=count, num_escapes=0).nbytes for bits in ASSUMED_BITS[dtype]}
     return {bits: max(n, aligned(round(count * ASSUMED_BITS[dtype][bits] / 8))) for bits, n in least.items()}

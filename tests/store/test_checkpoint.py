@@ -239,15 +239,6 @@ def test_absent_name_gives_the_nearest(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path).tensor("layers.0.weight")
 
 
-def test_fingerprint_follows_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(4)}, path)
-    first = Checkpoint.open(path).fingerprint()
-    assert Checkpoint.open(tmp_path).fingerprint() == first
-    os.utime(path, ns=(0, 12345))
-    assert Checkpoint.open(path).fingerprint() != first
-
-
 # Checkpoint: what lies
 
 GOOD = entry("F32", [2], 0, 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.shard import Mapped, Shard, choose
 
-_CONVERTED = "converted"  # in the growing folder: tensors that had to be made before they could be written
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _Key = tuple[int, tuple[int, ...]]
 
@@ -45,15 +43,14 @@ def pack(
     source = local_path(path_or_repo_id, trust_remote_code)
     folder = source if source.is_dir() else source.parent
     with store.growing(_place(out.expanduser(), folder)) as partial_folder:
-        converted = partial_folder / _CONVERTED
         loaded = load_pretrained(
-            source, offload_folder=converted, trust_remote_code=trust_remote_code, progress=progress
+            source, offload_folder=partial_folder, trust_remote_code=trust_remote_code, progress=progress
         )
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
         nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
         told = partial(_tell, advance, nbytes + (nbytes + rest_nbytes) * (1 + verify))
-        mappings: list[Mapped] = [*loaded.mappings, *loaded.decoded]
+        mappings: list[Mapped] = [*loaded.mappings, *loaded.lazy]
         coder = _coder()
         layouts = choose(candidates, codec, mappings, coder, told)
         units = [unit for unit in (*streamed, rest) if unit]
@@ -62,7 +59,8 @@ def pack(
         for shard in shards if verify else ():
             shard.verify(partial_folder / shard.name, mappings, told)
         store.copy_beside(folder, partial_folder)
-        shutil.rmtree(converted, ignore_errors=True)
+        if loaded.folder is not None:
+            loaded.folder.close()
     return shards
 
 

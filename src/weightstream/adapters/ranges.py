@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.header import torch_dtype
 
 _WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
 _FACTOR = (
@@ -36,6 +39,36 @@ class Range:
     name: str
     begin: int
     end: int
+
+
+def gather(
+    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
+    checkpoint, gathered from there; and the names in the checkpoint that are of no other use.
+
+    What is made of the same tensors is gathered together, and only if that takes all of their bytes.
+    """
+    converted = {name: place for name, (place, is_converted) in places.items() if place and is_converted}
+    plain = [entry for entry in map(checkpoint.entries.__getitem__, converted) if entry.layout is None]
+    if not plain:
+        return {}, set()
+    shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
+    found = byte_ranges(model, shown)
+    under_own_names = hf_private.places(model, found)
+    found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
+    left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
+    for part in chain.from_iterable(found.values()):
+        left[part.name] -= part.end - part.begin
+    other_places = {place for name, place in converted.items() if left[name]}
+    used = {name for name, place in converted.items() if place not in other_places}
+    tensors: dict[str, torch.Tensor] = {}
+    state = model.state_dict()
+    for name, ranges in found.items():
+        if used.issuperset(part.name for part in ranges):
+            data = checkpoint.gather(name, [(part.name, part.begin, part.end) for part in ranges])
+            tensors[name] = data.view(state[name].dtype).view(state[name].shape)
+    return tensors, used
 
 
 def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Range, ...]]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,7 +17,7 @@ import torch
 
 from weightstream.errors import CheckpointError, StoreError
 from weightstream.store import coded
-from weightstream.store.decoded import DecodedMemory
+from weightstream.store.decoded import DecodedMemory, Extent, LazyMemory
 from weightstream.store.header import TensorEntry, read_header, read_json, torch_dtype
 from weightstream.store.mapping import FileMapping
 
@@ -33,6 +31,7 @@ _OTHER_FORMATS = MappingProxyType(
         ".onnx": "ONNX ({}); use the safetensors version of the model",
     }
 )
+_ALIGN_NBYTES = 8  # of the largest items
 SUFFIXES = (".safetensors", *_OTHER_FORMATS, ".ot", ".npz", ".pkl")  # of weights
 
 
@@ -54,7 +53,7 @@ class Checkpoint:
         self.mappings = tuple(mappings)
         self.metadata = MappingProxyType(dict(metadata))
         self.entries = MappingProxyType(dict(entries))
-        self.decoded: dict[str, DecodedMemory] = {}  # of the coded entries that were asked for
+        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, and what was gathered
         self._by_path = {mapping.path: mapping for mapping in self.mappings}
 
     @classmethod
@@ -113,16 +112,28 @@ class Checkpoint:
 
     def bytes(self, entry: TensorEntry) -> torch.Tensor:
         """The bytes of a tensor where they are: a view of the file, or of what a coded one is decoded into."""
-        if entry.layout is not None:
-            return self.memory(entry.name).bytes(0, entry.layout.raw_nbytes)
-        return self._by_path[entry.path].bytes(entry.begin, entry.end)
+        mapping = self._by_path[entry.path]
+        if entry.layout is None:
+            return mapping.bytes(entry.begin, entry.end)
+        if entry.name not in self.lazy:  # one for all that view it
+            self.lazy[entry.name] = DecodedMemory.of_entry(entry, mapping)
+        return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
-    def memory(self, name: str) -> DecodedMemory:
-        """What a coded tensor is decoded into: one for all that view it."""
-        if name not in self.decoded:
-            entry = self.entries[name]
-            self.decoded[name] = DecodedMemory.of_entry(entry, self._by_path[entry.path])
-        return self.decoded[name]
+    def gather(self, name: str, parts: Iterable[tuple[str, int, int]]) -> torch.Tensor:
+        """The bytes [begin, end) of tensors that are not coded, one after another: a view of the file where they lie
+        so, else of a `LazyMemory` that is called `name` and holds nothing until it is populated."""
+        extents: list[Extent] = []
+        for source, begin, end in parts:
+            entry = self.entries[source]
+            mapping, begin, end = self._by_path[entry.path], entry.begin + begin, entry.begin + end
+            if extents and extents[-1][0] is mapping and extents[-1][2] == begin:
+                begin = extents.pop()[1]
+            extents.append((mapping, begin, end))
+        (mapping, begin, end), *others = extents
+        if not others and begin % _ALIGN_NBYTES == 0:
+            return mapping.bytes(begin, end)
+        memory = self.lazy[name] = LazyMemory.of_extents(name, extents)
+        return memory.bytes(0, memory.nbytes)
 
     @_refusing()
     def verify(self) -> None:
@@ -132,11 +143,6 @@ class Checkpoint:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns `tensor(name)` of every name."""
         return {name: self.tensor(name) for name in self.entries}
-
-    def fingerprint(self) -> str:
-        """Returns a hex digest over name, size, mtime and inode of every file; contents are not read."""
-        facts = sorted([mapping.path.name, *mapping.identity] for mapping in self.mappings)
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _weights_of(folder: Path) -> str:

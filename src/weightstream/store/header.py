@@ -49,6 +49,11 @@ class TensorEntry:
     layout: Layout | None = None
     crc32: int | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.begin
+
 
 def _read(mapping: FileMapping, begin: int, end: int) -> bytes:
     mapping.populate(begin, end)

@@ -19,7 +19,7 @@ from weightstream.codec.format import BITS, Layout, can_code
 from weightstream.errors import StoreError, UnsupportedError
 from weightstream.store import coded
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.decoded import DecodedMemory
+from weightstream.store.decoded import LazyMemory
 from weightstream.store.header import CODES, dtype_name
 from weightstream.store.mapping import FileMapping
 
@@ -29,7 +29,7 @@ _LEAST_CODED = 64 << 10  # weights
 _CODES = MappingProxyType({"none": (), "auto": BITS, "3bit": (3,), "4bit": (4,)})
 _WORTH = MappingProxyType({"auto": 0.97, "3bit": 1.0, "4bit": 1.0})  # of the bytes: decoding has a price
 
-Mapped = FileMapping | DecodedMemory
+Mapped = FileMapping | LazyMemory
 Advance = Callable[[int], None]  # told how many more bytes of tensors are done
 
 
@@ -107,7 +107,7 @@ class Shard:
             raise StoreError(f"{path}: the header differs from the source: the disk or the memory may be failing")
         for name, tensor in self.tensors.items():
             found = written.tensor(name)
-            homes: list[Mapped] = [*written.mappings, *written.decoded.values()]
+            homes: list[Mapped] = [*written.mappings, *written.lazy.values()]
             with readable(tensor, mappings) as expected, readable(found, homes) as data:
                 same = (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and torch.equal(data, expected)
             if not same:
@@ -149,5 +149,5 @@ def readable(tensor: torch.Tensor, mappings: Sequence[Mapped]) -> Iterator[torch
         yield data
     finally:
         for mapping, _ in viewed:
-            if isinstance(mapping, DecodedMemory):
-                mapping.forget()  # else a model that was coded would be in memory as a whole
+            if isinstance(mapping, LazyMemory):
+                mapping.forget()  # else a model that is not in its file as it is would be in memory as a whole
