@@ -103,16 +103,16 @@ def prospect_of_checkpoint(
     """What `from_pretrained` would plan with, from config.json and the headers of the shards alone."""
     from weightstream.adapters.skeleton import skeleton
 
-    found = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
-    by_alias = groups(found.model, allow_meta=True)
-    entries = found.checkpoint.entries if found.checkpoint is not None else {}
+    model, checkpoint = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    by_alias = groups(model, allow_meta=True)
+    entries = checkpoint.entries if checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
     coded = (
         _coded_in_files(by_alias, layouts) if layouts and uses_codes(config) and machine.can_decode() else _NONE_CODED
     )
-    by_row, movable = tables_of(found.model, by_alias), frozenset(by_alias)
+    by_row, movable = tables_of(model, by_alias), frozenset(by_alias)
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded=coded)
-    return prospect_of(found.model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
+    return prospect_of(model, by_alias, Planner(config=config, machine=machine, weights=weights))[1]
 
 
 def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:

@@ -27,14 +27,13 @@ from typer.testing import CliRunner
 
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.cli import app
-from weightstream.codec import chunks, reference
-from weightstream.codec.chunks import Coder
+from weightstream.codec import coding, reference
 from weightstream.codec.format import TILE, Layout
 from weightstream.errors import CheckpointError, StoreError
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import DecodedMemory
-from weightstream.store.shard import Shard, choose
+from weightstream.store.pack import Shard, choose
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,7 +133,7 @@ def weights(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> torch.Tensor
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", **options: Any) -> list[Shard]:
-    layouts = choose(tensors, codec, [], Coder(), lambda nbytes: None)
+    layouts = choose(tensors, codec, [], torch.device("cpu"), lambda nbytes: None)
     units = [{name: tensor} for name, tensor in tensors.items()] if options else [tensors]
     shards = store.lay_out(units, {}, layouts=layouts, **options)
     store.write(folder, shards, [], lambda nbytes: None)
@@ -222,7 +221,7 @@ def test_every_kind_beside_plain_tensors(count: int, sharded: bool, tmp_path: Pa
     layouts = {name: entry.layout for name, entry in checkpoint.entries.items()}
     assert {name for name, layout in layouts.items() if layout is not None} == {"bf16", "f16", "f8", "constant"}
     assert "weightstream" not in checkpoint.metadata
-    found = checkpoint.tensors()
+    found = {name: checkpoint.tensor(name) for name in checkpoint.entries}
     assert checkpoint.lazy.keys() == {"bf16", "f16", "f8", "constant"}
     for name in checkpoint.lazy:
         assert not bits(found[name]).any()
@@ -238,18 +237,18 @@ def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
     """Exponents that are far apart: some are in 15 symbols and not in 7, and then most are in neither."""
     values = weights(1 << 17) * (2.0 ** (torch.arange(1 << 17) % 10)).to(torch.bfloat16)
     tensors = {"w": values}
-    sizes = {layout.bits: layout.nbytes for layout in Coder().layouts(bits(values), "bfloat16", [3, 4])}
+    sizes = {layout.bits: layout.nbytes for layout in coding.layouts(bits(values), "bfloat16", [3, 4])}
     assert 0.75 < sizes[4] / values.nbytes < 0.97
     assert sizes[4] < sizes[3]
     for codec, expected in (("auto", 4), ("3bit", 3), ("4bit", 4)):
-        (layout,) = choose(tensors, codec, [], Coder(), lambda nbytes: None).values()
+        (layout,) = choose(tensors, codec, [], torch.device("cpu"), lambda nbytes: None).values()
         assert layout.bits == expected
     values[::3] *= 1e-25
     values[1::9] *= 1e25
-    (size,) = (layout.nbytes for layout in Coder().layouts(bits(values), "bfloat16", [4]))
+    (size,) = (layout.nbytes for layout in coding.layouts(bits(values), "bfloat16", [4]))
     assert 0.97 < size / values.nbytes < 1
-    assert choose(tensors, "4bit", [], Coder(), lambda nbytes: None)
-    assert not choose(tensors, "auto", [], Coder(), lambda nbytes: None)
+    assert choose(tensors, "4bit", [], torch.device("cpu"), lambda nbytes: None)
+    assert not choose(tensors, "auto", [], torch.device("cpu"), lambda nbytes: None)
 
 
 @pytest.mark.parametrize("count", [1, TILE, 64 * TILE, 64 * TILE + 1, 150 * TILE - 7])
@@ -257,27 +256,27 @@ def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
 def test_chunks_are_the_reference(count: int, dtype: str, code: int) -> None:
     data = bits(weights(count, dtype=dtype))
     layout, expected = reference.encode(data, dtype, code)
-    (found,) = Coder().layouts(data, dtype, [code])
+    (found,) = coding.layouts(data, dtype, [code])
     assert found == layout
-    assert torch.equal(torch.cat(list(Coder().pieces(data, layout))), expected)
+    assert torch.equal(torch.cat(list(coding.pieces(data, layout))), expected)
     out = torch.empty_like(data)
-    chunks.decode(expected, layout, out)
+    coding.decode(expected, layout, out)
     assert torch.equal(out, data)
 
 
 def test_weights_that_change_while_they_are_coded() -> None:
     data = bits(weights(TILE))
-    (layout,) = Coder().layouts(data, "bfloat16", [3])
+    (layout,) = coding.layouts(data, "bfloat16", [3])
     data[: TILE // 2] = torch.randint(0, 256, (TILE // 2,), dtype=torch.uint8)
     with pytest.raises(StoreError, match="the weights changed"):
-        list(Coder().pieces(data, layout))
+        list(coding.pieces(data, layout))
 
 
 def test_memory_stays_flat() -> None:
     data = bits(weights(200 * TILE))
-    (layout,) = Coder().layouts(data, "bfloat16", [3])
-    sizes = [piece.numel() for piece in Coder(num_tiles=16).pieces(data, layout)]
-    assert sizes == [16 * layout.tile_nbytes] * 12 + [8 * layout.tile_nbytes, layout.nbytes - layout.starts_at]
+    (layout,) = coding.layouts(data, "bfloat16", [3])
+    sizes = [piece.numel() for piece in coding.pieces(data, layout)]
+    assert sizes == [64 * layout.tile_nbytes] * 3 + [8 * layout.tile_nbytes, layout.nbytes - layout.starts_at]
 
 
 # Verifying
@@ -290,12 +289,13 @@ def test_shards_of_a_coded_pack(source: Path, packs: Path, tmp_path: Path, monke
     assert len(list(out.glob("*.safetensors"))) > 3
     assert_same_state(decoded(out), load_file(source / "model.safetensors"))
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == Checkpoint.open(packs / "auto").nbytes
+    whole = Checkpoint.open(packs / "auto").entries.values()
+    assert index["metadata"]["total_size"] == sum(entry.nbytes for entry in whole)
 
 
 def decoded(folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint.open(folder)
-    tensors = checkpoint.tensors()
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.entries}
     for memory in checkpoint.lazy.values():
         memory.populate(0, 0)
     return tensors
@@ -381,7 +381,7 @@ def test_whatever_the_bytes_are_decoding_stays_inside(tmp_path: Path) -> None:
     for _ in range(5):
         coded = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8, generator=generator)
         out = torch.full((layout.raw_nbytes + 64,), 7, dtype=torch.uint8)
-        chunks.decode(coded, layout, out[32:-32])
+        coding.decode(coded, layout, out[32:-32])
         assert bool((out[:32] == 7).all() and (out[-32:] == 7).all())
 
 
@@ -625,15 +625,16 @@ def rss_nbytes() -> int:
     return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
 
 
-def made(count: int = 3 * TILE + 5, **options: Any) -> tuple[DecodedMemory, torch.Tensor]:
+def made(count: int = 3 * TILE + 5) -> tuple[DecodedMemory, torch.Tensor]:
     data = bits(weights(count))
     layout, coded = reference.encode(data, "bfloat16", 3)
-    return DecodedMemory("w", Path("file"), layout, lambda: coded, **options), data
+    return DecodedMemory("w", Path("file"), layout, lambda: coded), data
 
 
 def test_nothing_is_filled_until_it_is_read() -> None:
     calls: list[str] = []
-    memory, data = made(check=lambda: calls.append("check"))
+    memory, data = made()
+    memory.check = lambda: calls.append("check")  # type: ignore[method-assign]
     decode = memory.decode
     memory.decode = lambda *rest: calls.append("decode") or decode(*rest)
     view = memory.bytes(2, 100).view(torch.bfloat16).view(7, 7)
@@ -670,7 +671,8 @@ def test_a_check_that_fails_decodes_nothing() -> None:
     def gone() -> None:
         raise StoreError("gone")
 
-    memory, _ = made(check=gone)
+    memory, _ = made()
+    memory.check = gone  # type: ignore[method-assign]
     with pytest.raises(StoreError, match="gone"):
         memory.populate(0, 1)
     assert not memory.is_filled

@@ -28,7 +28,7 @@ from weightstream.cli import app
 from weightstream.errors import StoreError, UnsupportedError, WeightstreamError
 from weightstream.store import pack as store
 from weightstream.store.folder import OffloadFolder
-from weightstream.store.shard import Shard
+from weightstream.store.pack import Shard
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -361,7 +361,7 @@ import torch
 from weightstream.errors import CheckpointError
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.shard import Shard
+from weightstream.store.pack import Shard
 
 root = Path(sys.argv[1])
 (root / "source").mkdir()

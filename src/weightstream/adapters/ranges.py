@@ -25,9 +25,8 @@ from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.header import torch_dtype
 
 _WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
-_FACTOR = (
-    0x1E3779B97F4A7C15  # odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs
-)
+# Odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs.
+_FACTOR = 0x1E3779B97F4A7C15
 _INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
 _MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
 
@@ -81,11 +80,10 @@ def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
     sources = _Sources(tensors)
     tokens: Any = copy.deepcopy(model)
     for module in tokens.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    made = torch.empty(_token_shape(tensor.shape), dtype=torch.int64, device="meta")
-                    table[name] = nn.Parameter(made, requires_grad=False)
+        for name, param in module._parameters.items():
+            if param is not None:
+                made = torch.empty(_token_shape(param.shape), dtype=torch.int64, device="meta")
+                module._parameters[name] = nn.Parameter(made, requires_grad=False)
     names = {id(module): name for name, module in tokens.named_modules()}
     wanted = model.state_dict()
     found: dict[str, tuple[Range, ...]] = {}

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,57 +25,36 @@ _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skeleton:
-    """A model on meta in evaluation mode, and what is known of its files.
-
-    `checkpoint` is None where there are no weights on this machine; `nbytes` then is what an index says, or None.
-    """
-
-    model: Any
-    folder: Path
-    checkpoint: Checkpoint | None
-    nbytes: int | None
-
-
 def skeleton(
-    path_or_repo_id: str | Path,
-    *,
-    dtype: str | torch.dtype = "auto",
-    model_class: type | None = None,
-    trust_remote_code: bool = False,
-    **hub: Any,
-) -> Skeleton:
-    """Builds the model that `load_pretrained` would load, with shapes in place of weights.
+    path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+) -> tuple[Any, Checkpoint | None]:
+    """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
 
-    A folder needs no more than its config.json, and of a repository on the hub only JSON files are got; `hub` are
-    `revision`, `token`, `cache_dir` and `local_files_only`. Raises `CheckpointError`, `UnsupportedError`.
+    The checkpoint is None where its weights are not all on this machine: a folder needs no more than its config.json,
+    and of a repository on the hub only JSON files are got. Raises `CheckpointError`, `UnsupportedError`.
     """
     check_dtype(dtype)
-    path = local_path(path_or_repo_id, trust_remote_code, weights=False, **hub)
+    path = local_path(path_or_repo_id, trust_remote_code, weights=False)
     folder = path if path.is_dir() else path.parent
-    checkpoint, nbytes = _weights(path)
+    checkpoint = _weights(path)
     with refused_as_checkpoint(path_or_repo_id, "build"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code)
+        config, cls = config_and_class(folder, None, trust_remote_code)
         model = build(cls, config, dtype, checkpoint)
         if checkpoint is not None:
             _compare(folder, model, checkpoint)
     model.name_or_path = model.config.name_or_path = str(path_or_repo_id)
-    return Skeleton(model=model.eval(), folder=folder, checkpoint=checkpoint, nbytes=nbytes)
+    return model.eval(), checkpoint
 
 
-def _weights(path: Path) -> tuple[Checkpoint | None, int | None]:
-    """The headers of the weights and their bytes; of weights that are not all here, the bytes that an index tells."""
+def _weights(path: Path) -> Checkpoint | None:
     names = os.listdir(path) if path.is_dir() else [path.name]
     if path.is_dir() and _INDEX in names and "model.safetensors" not in names:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong
-            index = json.loads((path / _INDEX).read_bytes())
-            if not set(index["weight_map"].values()) <= set(names):
-                return None, index.get("metadata", {}).get("total_size")
+            if not set(json.loads((path / _INDEX).read_bytes())["weight_map"].values()) <= set(names):
+                return None
     elif path.is_dir() and not any(name.endswith(SUFFIXES) for name in names):
-        return None, None
-    checkpoint = Checkpoint.open(path)
-    return checkpoint, checkpoint.nbytes
+        return None
+    return Checkpoint.open(path)
 
 
 def _dtype(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None) -> torch.dtype:

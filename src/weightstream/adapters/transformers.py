@@ -36,10 +36,9 @@ from weightstream.store.mapping import FileMapping
 
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
+_OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _TRIM_NBYTES = 32 << 20
-_REFUSED = frozenset(
-    "config state_dict device_map max_memory quantization_config gguf_file tp_plan tp_size".split()  # noqa: SIM905
-)
+_OURS = ("config", "state_dict", "device_map", "max_memory", "quantization_config", "gguf_file", "tp_plan", "tp_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +61,6 @@ def load_pretrained(
     dtype: str | torch.dtype = "auto",
     offload_folder: Path | None = None,
     model_class: type | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
     verify_checksums: bool = True,
@@ -73,14 +70,14 @@ def load_pretrained(
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. With
-    `decode` so are those that the file holds coded. Other keywords go to transformers. Raises `CheckpointError`,
-    `UnsupportedError`, `StoreError`.
+    `decode` so are those that the file holds coded. Other keywords go to the hub or to transformers. Raises
+    `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
     check_dtype(dtype)
-    if refused := sorted(_REFUSED & kwargs.keys()):
+    if refused := sorted(kwargs.keys() & set(_OURS)):
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
-    hub = {name: kwargs.pop(name) for name in ("token", "cache_dir") if name in kwargs}
-    path = local_path(path_or_repo_id, trust_remote_code, revision=revision, local_files_only=local_files_only, **hub)
+    hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+    path = local_path(path_or_repo_id, trust_remote_code, **hub)
     folder = path if path.is_dir() else path.parent
     checkpoint = Checkpoint.open(path)
     if verify_checksums:
