@@ -101,7 +101,7 @@ def prospect_of_checkpoint(
     trust_remote_code: bool = False,
 ) -> Prospect:
     """What `from_pretrained` would plan with, from config.json and the headers of the shards alone."""
-    from weightstream.adapters.skeleton import skeleton
+    from weightstream.adapters.hub import skeleton
 
     model, checkpoint = skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
     by_alias = groups(model, allow_meta=True)

@@ -23,8 +23,8 @@ from transformers.core_model_loading import (  # noqa: E402
 )
 
 from weightstream.adapters import hf_private  # noqa: E402
+from weightstream.adapters.hub import skeleton  # noqa: E402
 from weightstream.adapters.ranges import Range, byte_ranges  # noqa: E402
-from weightstream.adapters.skeleton import skeleton  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import models
+from weightstream.adapters.hub import skeleton
 from weightstream.adapters.module import Grain, find_units
-from weightstream.adapters.skeleton import skeleton
 from weightstream.adapters.transformers import load_pretrained
 from weightstream.cli import app
 from weightstream.errors import CheckpointError, ConfigError, WeightstreamError
@@ -223,7 +223,7 @@ _PLAN = """
 import sys, time
 import torch, transformers
 from weightstream.adapters.shapes import observe
-from weightstream.adapters.skeleton import skeleton
+from weightstream.adapters.hub import skeleton
 from weightstream.plan.work import Workload
 skeleton(sys.argv[1])
 begin = time.perf_counter()

@@ -11,10 +11,9 @@ import copy
 from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +30,7 @@ _INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
 _MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Bytes `begin` to `end` of the tensor `name` of a checkpoint."""
 
     name: str
@@ -65,7 +63,7 @@ def gather(
     state = model.state_dict()
     for name, ranges in found.items():
         if used.issuperset(part.name for part in ranges):
-            data = checkpoint.gather(name, [(part.name, part.begin, part.end) for part in ranges])
+            data = checkpoint.gather(name, ranges)
             tensors[name] = data.view(state[name].dtype).view(state[name].shape)
     return tensors, used
 

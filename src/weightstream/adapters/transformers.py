@@ -25,9 +25,8 @@ import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
-from weightstream.adapters.hub import check_dtype, config_and_class, local_path, refused_as_checkpoint
+from weightstream.adapters.hub import build, check_dtype, config_and_class, local_path, refused_as_checkpoint
 from weightstream.adapters.ranges import gather
-from weightstream.adapters.skeleton import build
 from weightstream.errors import CheckpointError, ConfigError
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory

@@ -96,7 +96,8 @@ class Checkpoint:
         if entry.layout is None:
             return entry.mapping.bytes(entry.begin, entry.end)
         if entry.name not in self.lazy:  # one for all that view it
-            self.lazy[entry.name] = DecodedMemory.of_entry(entry)
+            extent = (entry.mapping, entry.begin, entry.end)
+            self.lazy[entry.name] = DecodedMemory.of_extent(entry.name, entry.layout, extent)
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
     def gather(self, name: str, parts: Iterable[tuple[str, int, int]]) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 
 from weightstream.codec import coding
 from weightstream.codec.format import Layout
-from weightstream.store.header import TensorEntry
 from weightstream.store.mapping import FileMapping, Memory, give_back, reserve
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
@@ -94,12 +93,9 @@ class DecodedMemory(LazyMemory):
         self.source, self.decode = source, decode
 
     @classmethod
-    def of_entry(cls, entry: TensorEntry) -> DecodedMemory:
+    def of_extent(cls, name: str, layout: Layout, extent: Extent) -> DecodedMemory:
         """That of a coded tensor of a file."""
-        if entry.layout is None:
-            raise ValueError(f"{entry.name} is not coded")
-        extent = (entry.mapping, entry.begin, entry.end)
-        return cls(entry.name, entry.path, entry.layout, partial(_coded, *extent), extents=[extent])
+        return cls(name, extent[0].path, layout, partial(_coded, *extent), extents=[extent])
 
     def _write(self, out: torch.Tensor) -> None:
         self.decode(self.source(), self.layout, out)

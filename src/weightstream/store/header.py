@@ -173,7 +173,8 @@ def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]
         name: {
             "dtype": CODES[layout.dtype],
             "shape": list(shapes[name]),
-            **layout.record(),
+            "bits": layout.bits,
+            "escapes": layout.num_escapes,
             "crc32": sums.get(name, _MOST_CRC32),
         }
         for name, layout in layouts.items()
