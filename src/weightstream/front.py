@@ -83,6 +83,8 @@ def from_pretrained(
     device_budget: int | str | None = None,
     dtype: str | torch.dtype = "auto",
     config: OffloadConfig | None = None,
+    offload_folder: str | Path | None = None,
+    host_budget: int | str | None = None,
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -90,12 +92,11 @@ def from_pretrained(
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, config: as for `offload`.
+        device, device_budget, config, host_budget: as for `offload`; its other settings may be given too.
         dtype: "auto" keeps the checkpoint's; another casts once, into `offload_folder`.
+        offload_folder: where weights are written that have to be converted; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
-        kwargs: settings, as for `offload`, such as `host_budget`, and `offload_folder`, where converted weights are
-            kept for the next load (default: a temporary folder); all others go to the model class, such as
-            `trust_remote_code`, `revision`, `attn_implementation`.
+        kwargs: passed on to the model class, such as `trust_remote_code`, `revision`, `attn_implementation`.
 
     Returns:
         The transformers model, in eval mode; its streamer is at `model.weightstream`.
@@ -111,7 +112,8 @@ def from_pretrained(
             f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
     settings = OffloadConfig.take_from(kwargs)
-    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
+    config = (config or OffloadConfig()).merged(**settings).resolved()
     # the device first: a wrong one is told before gigabytes are read
     with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
         loaded = load_pretrained(
@@ -126,7 +128,7 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
-            _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.decoded), loaded.folder)
+            _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.lazy), loaded.folder)
         on_failure.pop_all()
     return loaded.model
 
@@ -240,7 +242,7 @@ def _offload(
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     by_alias = _weights(model)
     # of its own: another model may have weights of the same names
-    spill = OffloadFolder(None, inside=config.offload_folder) if config.offload_folder is not None else None
+    spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
     arena, pages = _pinned(backend, config)
     pages = pages if mappings else None  # nothing else is in files
     empty, by_row = weights.empty_tensors(model), prospects.tables_of(model, by_alias)

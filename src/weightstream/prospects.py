@@ -90,7 +90,10 @@ def planner_of(
 ) -> Planner:
     """What plans with the weights where they are now, on this machine."""
     by_alias = {alias: home.group for alias, home in homes.homes.items()}
-    weights = weights_of(by_alias, memories, by_row=homes.by_row, coded=homes.layouts, movable=homes.movable, kept=kept)
+    coded, parts, movable = homes.layouts, homes.in_parts, homes.movable
+    weights = weights_of(
+        by_alias, memories, by_row=homes.by_row, coded=coded, in_parts=parts, movable=movable, kept=kept
+    )
     return Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
 
 
@@ -99,17 +102,17 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
 
     `options` are the `dtype` and `trust_remote_code` of a load.
     """
-    from weightstream.adapters.skeleton import skeleton
+    from weightstream.adapters.hub import skeleton
 
-    found = skeleton(path, **options)
-    by_alias = groups(found.model, allow_meta=True)
-    entries = found.checkpoint.entries if found.checkpoint is not None else {}
+    model, checkpoint = skeleton(path, **options)
+    by_alias = groups(model, allow_meta=True)
+    entries = checkpoint.entries if checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
     decodes = bool(layouts) and config.uses_codes and machine.can_decode()
     coded = _coded_in_files(by_alias, layouts) if decodes else {}
-    weights = weights_of(by_alias, by_row=tables_of(found.model, by_alias), movable=frozenset(by_alias), coded=coded)
+    weights = weights_of(by_alias, by_row=tables_of(model, by_alias), movable=frozenset(by_alias), coded=coded)
     planner = Planner(config=config, machine=machine, weights=weights)
-    return prospect_of(found.model, by_alias, grains_of(found.model, by_alias), planner)
+    return prospect_of(model, by_alias, grains_of(model, by_alias), planner)
 
 
 def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -140,21 +143,25 @@ def weights_of(
     *,
     coded: Mapping[str, Layout] = MappingProxyType({}),
     by_row: frozenset[str] = frozenset(),
+    in_parts: Mapping[str, Sequence[torch.Tensor]] = MappingProxyType({}),
     **facts: frozenset[str],
 ) -> Weights:
-    """What a planner is told of these groups, whose bytes lie in `memories`; `coded` are in a file in coded form."""
+    """What a planner is told of these groups, whose bytes lie in `memories`.
+
+    `coded` are those that are in a file in coded form, `in_parts` the bytes of those whose memory holds none yet.
+    """
     names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
 
     @cache
     def codes() -> dict[str, dict[int, int]]:
         for memory in memories:
             memory.check()
-        return {a: _sizes(group, coded.get(a)) for a, group in by_alias.items() if a not in by_row}
+        return {a: _sizes(group, coded.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
 
     return Weights(names=names, by_row=by_row, coded_in_files=frozenset(coded), codes=codes, **facts)
 
 
-def _sizes(group: Group, layout: Layout | None) -> dict[int, int]:
+def _sizes(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> dict[int, int]:
     """The bytes of a group by the bits of each code: in a file, from a sample, or assumed; parameters can be coded."""
     dtype = group.members[0].spec.dtype
     if layout is not None:
@@ -162,7 +169,7 @@ def _sizes(group: Group, layout: Layout | None) -> dict[int, int]:
     if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.kind is not nn.Parameter for m in group.members):
         return {}
     if not group.home.is_meta:
-        return estimates(group.home, dtype)
+        return estimates(parts or [group.home], dtype)
     count = group.nbytes // ELEMENTS[dtype].nbytes
     least = {bits: Layout(dtype=dtype, bits=bits, count=count, num_escapes=0).nbytes for bits in ASSUMED_BITS[dtype]}
     return {bits: max(n, aligned(round(count * ASSUMED_BITS[dtype][bits] / 8))) for bits, n in least.items()}

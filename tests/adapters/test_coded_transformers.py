@@ -18,7 +18,7 @@ from models import assert_same, floats, step, tokens, weights
 from streaming import least_budget
 from weightstream.cli import app
 from weightstream.errors import CheckpointError, PlanError
-from weightstream.store import shard
+from weightstream.store import pack
 
 __all__ = ["code_all", "told"]
 
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             return path
         if codec != "plain":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(shard, "_LEAST_CODED", 8192)
+                patch.setattr(pack, "_LEAST_CODED", 8192)
                 result = CliRunner().invoke(app, ["pack", str(made(name)), str(path), "--codec", codec])
             assert result.exit_code == 0, result.output
             return path

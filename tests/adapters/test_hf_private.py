@@ -15,7 +15,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import cache_utils  # noqa: E402
+from transformers import cache_utils, core_model_loading  # noqa: E402
 
 from weightstream.adapters import hf_private  # noqa: E402
 
@@ -116,6 +116,21 @@ def test_places_of_names() -> None:
         "model.layers.1.block_sparse_moe.experts.0.w1.weight": (f"{experts}.gate_up_proj", True),
         f"{experts}.gate_up_proj": (f"{experts}.gate_up_proj", False),
     }, lost("rename_source_key")
+
+
+def test_conversions_are_remembered() -> None:
+    """By what a model is saved as; `save_pretrained` turns these round."""
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
+    name = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
+    for names, num in (([name], 1), (["model.norm.weight"], 0)):
+        model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+        with needs("was_used"):
+            hf_private.remember_conversions(model, names)
+        found = [t for t in model._weight_conversions if type(t).__name__ == "WeightConverter"]
+        assert len(found) == num, lost("was_used")
+    assert "_weight_conversions" in inspect.getsource(core_model_loading.revert_weight_conversion), lost(
+        "the attribute"
+    )
 
 
 def test_a_model_is_built_on_meta_in_its_dtype() -> None:

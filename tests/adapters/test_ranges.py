@@ -23,8 +23,8 @@ from transformers.core_model_loading import (  # noqa: E402
 )
 
 from weightstream.adapters import hf_private  # noqa: E402
+from weightstream.adapters.hub import skeleton  # noqa: E402
 from weightstream.adapters.ranges import Range, byte_ranges  # noqa: E402
-from weightstream.adapters.skeleton import skeleton  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -85,7 +85,7 @@ def test_bytes_are_those_that_transformers_loads(name: str, tmp_path: Path) -> N
             tensor.data.normal_()
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    built = skeleton(tmp_path).model
+    built = skeleton(tmp_path)[0]
     found = byte_ranges(built, tensors)
     assert all(tensor.is_meta for tensor in built.parameters())
     state = cls.from_pretrained(tmp_path, dtype="auto").state_dict()

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import models
+from weightstream.adapters.hub import skeleton
 from weightstream.adapters.module import Grain, find_units
-from weightstream.adapters.skeleton import skeleton
 from weightstream.adapters.transformers import load_pretrained
 from weightstream.cli import app
 from weightstream.errors import CheckpointError, ConfigError, WeightstreamError
@@ -83,21 +83,22 @@ def test_manifest_is_that_of_the_loaded_model(
     folder = saved(name, tmp_path)
     with monkeypatch.context() as patch:
         patch.delattr(Checkpoint, "tensor")  # headers only
-        found = skeleton(folder)
+        model, checkpoint = skeleton(folder)
     assert warnings_of(caplog) == []
     loaded = load_pretrained(folder)
-    assert manifests(found.model) == manifests(loaded.model)
-    assert type(found.model) is type(loaded.model)
-    assert {t.device.type for t in (*found.model.parameters(), *found.model.buffers())} == {"meta"}
-    assert not any(module.training for module in found.model.modules())
-    assert found.nbytes == loaded.checkpoint.nbytes
+    assert manifests(model) == manifests(loaded.model)
+    assert type(model) is type(loaded.model)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert not any(module.training for module in model.modules())
+    assert checkpoint is not None
+    assert checkpoint.entries.keys() == loaded.checkpoint.entries.keys()
 
 
 @pytest.mark.parametrize("name", ["llama-bf16", "t5", "mixtral", "bert"])
 def test_manifest_in_another_dtype(name: str, tmp_path: Path) -> None:
     """Of t5, transformers keeps some weights in float32."""
     folder = saved(name, tmp_path)
-    found = manifests(skeleton(folder, dtype="float16").model)
+    found = manifests(skeleton(folder, dtype="float16")[0])
     assert found == manifests(load_pretrained(folder, dtype="float16").model)
     kinds = {tensor.dtype for unit in found[0].units for tensor in unit.tensors if tensor.dtype.startswith("float")}
     assert kinds == ({"float16", "float32"} if name in ("t5", "llama-bf16", "mixtral") else {"float16"})
@@ -109,25 +110,25 @@ def test_config_alone_is_enough(name: str, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "config.json").write_bytes((folder / "config.json").read_bytes())
-    found = skeleton(str(alone))
-    assert (found.checkpoint, found.nbytes) == (None, None)
-    assert manifests(found.model) == manifests(skeleton(folder).model)
+    model, checkpoint = skeleton(str(alone))
+    assert checkpoint is None
+    assert manifests(model) == manifests(skeleton(folder)[0])
 
 
 def test_ties_are_one_parameter(tmp_path: Path) -> None:
-    model = skeleton(saved("llama-bf16", tmp_path)).model
+    model = skeleton(saved("llama-bf16", tmp_path))[0]
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_shards_and_index(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path, max_shard_size="100KB")
-    whole = skeleton(folder)
-    assert whole.checkpoint is not None
-    assert len(whole.checkpoint.mappings) > 3
+    whole, checkpoint = skeleton(folder)
+    assert checkpoint is not None
+    assert len(checkpoint.mappings) > 3
     next(folder.glob("model-00002*")).unlink()
-    found = skeleton(folder)
-    assert (found.checkpoint, found.nbytes) == (None, whole.nbytes)
-    assert manifests(found.model) == manifests(whole.model)
+    model, checkpoint = skeleton(folder)
+    assert checkpoint is None
+    assert manifests(model) == manifests(whole)
     index = folder / "model.safetensors.index.json"
     index.write_text("[]")
     with pytest.raises(CheckpointError, match="not an object"):
@@ -137,9 +138,10 @@ def test_shards_and_index(tmp_path: Path) -> None:
 def test_packed_folder(llama: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pack", str(llama), str(tmp_path / "packed")])
     assert result.exit_code == 0, result.output
-    found = skeleton(tmp_path / "packed")
-    assert found.nbytes == skeleton(llama).nbytes
-    assert manifests(found.model) == manifests(load_pretrained(tmp_path / "packed").model)
+    model, checkpoint = skeleton(tmp_path / "packed")
+    assert checkpoint is not None
+    assert checkpoint.entries.keys() == Checkpoint.open(llama).entries.keys()
+    assert manifests(model) == manifests(load_pretrained(tmp_path / "packed").model)
 
 
 def test_dtype_of_the_file_where_the_config_names_none(llama: Path) -> None:
@@ -147,17 +149,17 @@ def test_dtype_of_the_file_where_the_config_names_none(llama: Path) -> None:
     save_file({k: v.bfloat16() for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
     config = {key: value for key, value in config_of(llama).items() if key not in ("dtype", "torch_dtype")}
     (llama / "config.json").write_text(json.dumps(config))
-    model = skeleton(llama).model
+    model, _ = skeleton(llama)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert manifests(model) == manifests(load_pretrained(llama).model)
 
 
 def test_headers_of_another_model_are_told(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = skeleton(llama)
-    held = sum(p.numel() for p in found.model.parameters())
+    model, _ = skeleton(llama)
+    held = sum(p.numel() for p in model.parameters())
     (llama / "config.json").write_text(json.dumps(config_of(llama) | {"num_hidden_layers": 7}))
     assert warnings_of(caplog) == []
-    wanted = sum(p.numel() for p in skeleton(llama).model.parameters())
+    wanted = sum(p.numel() for p in skeleton(llama)[0].parameters())
     (message,) = warnings_of(caplog)
     assert f"hold {held} weights" in message
     assert f"it has {wanted}" in message
@@ -208,24 +210,24 @@ def test_of_the_hub_only_json_is_got(llama: Path, monkeypatch: pytest.MonkeyPatc
     asked: list[Any] = []
 
     def download(name: str, *, allow_patterns: list[str], **options: Any) -> str:
-        asked.append((name, allow_patterns, options["revision"]))
+        asked.append((name, allow_patterns, sorted(options)))
         return str(llama)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = skeleton("somebody/model", revision="main")
-    assert asked == [("somebody/model", ["*.json"], "main")]
-    assert found.model.name_or_path == "somebody/model"
+    model, _ = skeleton("somebody/model")
+    assert asked == [("somebody/model", ["*.json"], ["ignore_patterns"])]
+    assert model.name_or_path == "somebody/model"
 
 
 _PLAN = """
 import sys, time
 import torch, transformers
 from weightstream.adapters.shapes import observe
-from weightstream.adapters.skeleton import skeleton
+from weightstream.adapters.hub import skeleton
 from weightstream.plan.manifest import Workload
 skeleton(sys.argv[1])
 begin = time.perf_counter()
-model = skeleton(sys.argv[1]).model
+model, _ = skeleton(sys.argv[1])
 observe(model, Workload(context=4096))
 seconds = time.perf_counter() - begin
 status = dict(line.split(":") for line in open("/proc/self/status"))  # ru_maxrss would count the parent's memory

@@ -52,7 +52,8 @@ def assert_exact(data: torch.Tensor, dtype: str, bits: int) -> Layout:
     assert coded.numel() == layout.nbytes
     assert torch.equal(decoded(coded, layout), data)
     assert not coded[layout.escapes_at + layout.num_escapes :].any()
-    assert layout_of(dtype, layout.count, layout.record(), layout.nbytes) == layout
+    record = {"bits": layout.bits, "escapes": layout.num_escapes}
+    assert layout_of(dtype, layout.count, record, layout.nbytes) == layout
     return layout
 
 

@@ -34,20 +34,20 @@ def true_nbytes(data: torch.Tensor, dtype: str) -> dict[int, int]:
 def test_exact_where_all_tiles_are_looked_at(dtype: str, bits: int, pattern: str) -> None:
     data = PATTERNS[pattern](dtype)
     layout, coded = reference.encode(data, dtype, bits)
-    assert estimates(data, dtype)[bits] == coded.numel() == layout.nbytes
+    assert estimates([data], dtype)[bits] == coded.numel() == layout.nbytes
 
 
 @kinds
 @pytest.mark.parametrize("count", [1, 3, 4096, 64 * TILE - 1, 64 * TILE])
 def test_exact_up_to_64_tiles(dtype: str, bits: int, count: int) -> None:
     data = spread(dtype, count, 0.5, 2.0, seed=0)
-    assert estimates(data, dtype)[bits] == true_nbytes(data, dtype)[bits]
+    assert estimates([data], dtype)[bits] == true_nbytes(data, dtype)[bits]
 
 
 @dtypes
 def test_one_pass_gives_all_codes(dtype: str) -> None:
     data = gaussian(dtype, 100 * TILE)
-    assert list(estimates(data, dtype)) == codes(dtype)
+    assert list(estimates([data], dtype)) == codes(dtype)
     assert torch.equal(data, gaussian(dtype, 100 * TILE))
 
 
@@ -59,7 +59,7 @@ def test_gaussian_weights_never_take_more(dtype: str, scale: float) -> None:
     for seed in range(20):
         data = gaussian(dtype, (65 + 7 * seed) * TILE - seed, scale, seed)
         true = true_nbytes(data, dtype)
-        excess += [nbytes / true[bits] - 1 for bits, nbytes in estimates(data, dtype).items()]
+        excess += [nbytes / true[bits] - 1 for bits, nbytes in estimates([data], dtype).items()]
     assert min(excess) > 0
     assert max(excess) < 0.006
 
@@ -73,7 +73,7 @@ def test_the_error_is_that_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = rows.to(torch.bfloat16).view(torch.uint8)
     true = true_nbytes(tiles.view(-1), "bfloat16")[3]
     orders = (torch.randperm(600, generator=source) for _ in range(200))
-    num_more = sum(estimates(tiles[order].view(-1), "bfloat16")[3] < true for order in orders)
+    num_more = sum(estimates([tiles[order].view(-1)], "bfloat16")[3] < true for order in orders)
     assert 15 < num_more < 55
 
 
@@ -82,7 +82,7 @@ def test_the_error_is_that_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_gaussian_weights(dtype: str, scale: float) -> None:
     data = gaussian(dtype, 3_000_001, scale)
     true = true_nbytes(data, dtype)
-    assert all(true[bits] < nbytes < 1.006 * true[bits] for bits, nbytes in estimates(data, dtype).items())
+    assert all(true[bits] < nbytes < 1.006 * true[bits] for bits, nbytes in estimates([data], dtype).items())
 
 
 @dtypes
@@ -92,14 +92,14 @@ def test_outlier_rows(dtype: str) -> None:
     rows[::37] *= 30.0
     data = rows.to(getattr(torch, dtype)).view(-1).view(torch.uint8)
     true = true_nbytes(data, dtype)
-    assert all(true[bits] < nbytes < 1.03 * true[bits] for bits, nbytes in estimates(data, dtype).items())
+    assert all(true[bits] < nbytes < 1.03 * true[bits] for bits, nbytes in estimates([data], dtype).items())
 
 
 @kinds
 def test_random_bits_are_seen_to_gain_nothing(dtype: str, bits: int) -> None:
     data = noise(dtype, 200 * TILE)
     true = true_nbytes(data, dtype)[bits]
-    assert data.numel() < true < estimates(data, dtype)[bits] < 1.006 * true
+    assert data.numel() < true < estimates([data], dtype)[bits] < 1.006 * true
 
 
 @kinds
@@ -107,7 +107,18 @@ def test_no_more_escapes_than_weights(dtype: str, bits: int) -> None:
     """Tiles that differ as much as tiles can: half of them escape nearly all."""
     data = torch.cat([noise(dtype, 100 * TILE), gaussian(dtype, 100 * TILE)])
     layout = Layout(dtype=dtype, bits=bits, count=200 * TILE, num_escapes=200 * TILE)
-    assert true_nbytes(data, dtype)[bits] < estimates(data, dtype)[bits] <= 1.001 * layout.nbytes
+    assert true_nbytes(data, dtype)[bits] < estimates([data], dtype)[bits] <= 1.001 * layout.nbytes
+
+
+@kinds
+@pytest.mark.parametrize("num_tiles", [50, 1000])
+def test_bytes_that_lie_in_parts(dtype: str, bits: int, num_tiles: int) -> None:
+    """Experts of different scales, of which all are looked at."""
+    scales = (0.01, 1.0, 0.1, 3.0, 0.3)
+    parts = [gaussian(dtype, num_tiles * TILE // len(scales) + 100, scale) for scale in scales]
+    true = true_nbytes(torch.cat(parts), dtype)[bits]
+    found = estimates(parts, dtype)[bits]
+    assert true == found if num_tiles < 64 else true <= found < 1.01 * true
 
 
 def test_reads_the_sampled_tiles_alone(tmp_path: Path) -> None:
@@ -117,9 +128,9 @@ def test_reads_the_sampled_tiles_alone(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(nbytes)
     data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-    estimates(data[: 65 * 8192], "bfloat16")  # what a first call takes
+    estimates([data[: 65 * 8192]], "bfloat16")  # what a first call takes
     before = process.memory_info().shared
-    found = estimates(data, "bfloat16")
+    found = estimates([data], "bfloat16")
     grown = process.memory_info().shared - before
     layout = Layout(dtype="bfloat16", bits=3, count=nbytes // 2, num_escapes=0)
     assert found[3] == layout.nbytes + layout.nbytes // 1000
@@ -131,7 +142,7 @@ def test_takes_little_time() -> None:
     taken = []
     for _ in range(20):
         begin = time.perf_counter()
-        estimates(data, "bfloat16")
+        estimates([data], "bfloat16")
         taken.append(time.perf_counter() - begin)
     assert min(taken) < 0.01  # 1.5 ms alone on a core
 

@@ -24,7 +24,7 @@ from weightstream.cli import app
 from weightstream.codec import coding
 from weightstream.errors import CheckpointError, OffloadError
 from weightstream.runtime.binding import Binding
-from weightstream.store import shard
+from weightstream.store import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -463,7 +463,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "plain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "_LEAST_CODED", 8192)
+        patch.setattr(pack, "_LEAST_CODED", 8192)
         result = CliRunner().invoke(app, ["pack", str(folder / "plain"), str(folder / "coded"), "--codec", "3bit"])
     assert result.exit_code == 0, result.output
     return folder

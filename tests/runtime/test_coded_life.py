@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -197,10 +197,10 @@ def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 <
     """Make estimates of tensors up to `most` bytes too small by this share; returns what was estimated."""
     found: list[str] = []
 
-    def less(data: torch.Tensor, dtype: str) -> dict[int, int]:
+    def less(parts: Sequence[torch.Tensor], dtype: str) -> dict[int, int]:
         found.append(dtype)
-        sizes = estimate.estimates(data, dtype)
-        return {bits: int(n * share) // 512 * 512 for bits, n in sizes.items()} if data.numel() <= most else sizes
+        sizes, nbytes = estimate.estimates(parts, dtype), sum(part.numel() for part in parts)
+        return {bits: int(n * share) // 512 * 512 for bits, n in sizes.items()} if nbytes <= most else sizes
 
     monkeypatch.setattr(prospects, "estimates", less)
     return found

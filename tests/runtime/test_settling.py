@@ -82,7 +82,7 @@ def coded_in(tensor: torch.Tensor, path: Path) -> DecodedMemory:
         mapping.populate(64, end)
         return mapping.bytes(64, end)
 
-    return DecodedMemory(path.name, path, layout, source, check=mapping.check, extents=[(mapping, 64, end)])
+    return DecodedMemory(path.name, path, layout, source, extents=[(mapping, 64, end)])
 
 
 def of(origin: str, model: nn.Module, folder: Path) -> list[Any]:

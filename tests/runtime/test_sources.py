@@ -97,7 +97,6 @@ class Rig:
             self.path,
             self.layout,
             lambda: (mapping.populate(begin, end), mapping.bytes(begin, end))[1],
-            check=mapping.check,
             extents=[(mapping, begin, end)],
         )
         return self.found(lazy.bytes(0, NBYTES), lazy)

@@ -33,11 +33,10 @@ from weightstream import Streamer
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError, StoreError
 from weightstream.runtime.homes import Homes
-from weightstream.store import pagemap
+from weightstream.store import mapping as mapping_module
 from weightstream.store import pages as pages_module
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.mapping import FileMapping, Window
-from weightstream.store.pagemap import written_ranges
+from weightstream.store.mapping import FileMapping, Window, written_ranges
 from weightstream.store.pages import PageCache, Pages
 
 PAGE = mmap.PAGESIZE
@@ -84,9 +83,11 @@ def file_of(path: Path, num_pages: int, extra: int = 0) -> Path:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to ask: PAGEMAP_SCAN, and reading an entry per page, which is all that an older kernel has."""
     if request.param == "read":
-        monkeypatch.setattr(pagemap, "_SCAN", 0)  # no such request
+        monkeypatch.setattr(mapping_module, "_SCAN", 0)  # no such request
     else:
-        monkeypatch.setattr(pagemap, "_read", lambda *args: pytest.skip("this kernel has no PAGEMAP_SCAN"))
+        monkeypatch.setattr(
+            mapping_module, "_read_entries", lambda *args: pytest.skip("this kernel has no PAGEMAP_SCAN")
+        )
     return str(request.param)
 
 
@@ -109,7 +110,7 @@ WRITES = st.lists(st.tuples(st.integers(0, 40 * PAGE - 1), st.integers(1, 3 * PA
 
 @settings(max_examples=80, deadline=None)
 @given(writes=WRITES, reads=WRITES, begin=st.integers(0, 9 * PAGE), nbytes=st.integers(1, 30 * PAGE))
-@pytest.mark.parametrize("request_code", [pagemap._SCAN, 0])
+@pytest.mark.parametrize("request_code", [mapping_module._SCAN, 0])
 def test_exactly_the_pages_that_were_written_are_told(
     request_code: int,
     writes: list[tuple[int, int]],
@@ -121,7 +122,7 @@ def test_exactly_the_pages_that_were_written_are_told(
     path = tmp_path_factory.getbasetemp() / "forty-pages"
     if not path.exists():
         file_of(path, 40)
-    mapping, before = FileMapping(path), pagemap._SCAN
+    mapping, before = FileMapping(path), mapping_module._SCAN
     data = mapping.bytes(0, mapping.nbytes)
     wanted: set[int] = set()
     for start, length in reads:
@@ -132,10 +133,10 @@ def test_exactly_the_pages_that_were_written_are_told(
     first = begin // PAGE
     inside = range(first, -(-(begin + nbytes) // PAGE))
     try:
-        pagemap._SCAN = request_code
+        mapping_module._SCAN = request_code
         found = written_pages(data.data_ptr() + begin, nbytes)
     finally:
-        pagemap._SCAN = before
+        mapping_module._SCAN = before
     assert found == {page - first for page in wanted & set(inside)}
 
 
@@ -160,14 +161,14 @@ def test_a_mapping_tells_positions_in_its_file_and_an_empty_one_tells_none(tmp_p
     assert FileMapping(tmp_path / "empty").written() == []
 
 
-@pytest.mark.parametrize(("request_code", "gib"), [(pagemap._SCAN, 64), (0, 8)])
+@pytest.mark.parametrize(("request_code", "gib"), [(mapping_module._SCAN, 64), (0, 8)])
 def test_a_huge_mapping_that_nobody_touched_is_told_fast(
     request_code: int, gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "huge"
     path.touch()
     os.truncate(path, gib << 30)  # sparse
-    monkeypatch.setattr(pagemap, "_SCAN", request_code)
+    monkeypatch.setattr(mapping_module, "_SCAN", request_code)
     mapping = FileMapping(path)
     place = (gib << 29) + 5 * PAGE
     mapping.bytes(place, place + 1).fill_(1)
@@ -191,7 +192,7 @@ def test_where_nobody_can_tell_the_answer_is_none(tmp_path: Path, monkeypatch: p
         patch.setattr(os, "open", no_proc)
         assert mapping.written() is None
     with monkeypatch.context() as patch:
-        patch.setattr(pagemap, "_SCAN", 0)
+        patch.setattr(mapping_module, "_SCAN", 0)
         patch.setattr(os, "pread", fails)
         assert mapping.written() is None
     assert mapping.written() == []
@@ -708,10 +709,11 @@ def copied_from_windows(streamer: Streamer, device: Device) -> set[str]:
     for unit in range(len(plan.manifest.units)):
         for alias in plan.streamed(unit):
             home = homes.homes[alias]
-            (copy,) = home.source.copies(torch.empty(home.group.nbytes, dtype=torch.uint8), streamer._backend)
-            source = copy.src
-            assert torch.equal(source, home.group.home), f"{alias}: the source holds other bytes than the home"
-            if device.holds(source):
+            ring, plain = (torch.empty(home.group.nbytes, dtype=torch.uint8) for _ in range(2))
+            sources = [copy.src for copy in home.source.copies(ring, streamer._backend)]
+            home.source.plain_into(plain)
+            assert torch.equal(torch.cat(sources), plain), f"{alias}: the source holds other bytes than the home"
+            if all(map(device.holds, sources)):
                 found.add(alias)
     return found
 

@@ -110,7 +110,7 @@ def _read(path: str, shrink: str) -> dict[str, list[Any]]:
     if shrink == "opened":
         os.truncate(path, 0)
     found = {}
-    for name, tensor in checkpoint.tensors().items():
+    for name, tensor in ((name, checkpoint.tensor(name)) for name in checkpoint.entries):
         entry = checkpoint.entries[name]
         mapping = next(mapping for mapping in checkpoint.mappings if mapping.path == entry.path)
         nbytes, first = tensor.numel() * tensor.element_size(), tensor.data_ptr()

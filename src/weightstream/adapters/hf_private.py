@@ -24,6 +24,9 @@ STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
+Place = tuple[str | None, bool]  # the tensor of a model that a name goes to, if any, and whether it is converted
+
+
 def is_loaded(param: torch.nn.Parameter) -> bool:
     """Whether this parameter has its values; those that are missing in the file are yet to get random ones."""
     return bool(getattr(param, LOADED, False))
@@ -72,19 +75,28 @@ def progress_bar(wanted: bool | None) -> Iterator[None]:
         switch[shown]()
 
 
-def places(model: Any, names: Iterable[str]) -> dict[str, tuple[str | None, bool]]:
-    """Of each name in a checkpoint: the tensor of the model that it goes to, if any, and whether it is converted."""
+def places(model: Any, names: Iterable[str]) -> dict[str, Place]:
+    """Where each name of a checkpoint goes."""
+    return _renamed(model, names)[0]
+
+
+def remember_conversions(model: Any, names: Iterable[str]) -> None:
+    """Have the model saved as one that transformers has loaded from these names, converting what it converts."""
+    model._weight_conversions = [transform for transform in _renamed(model, names)[1] if transform.was_used()]
+
+
+def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[Any]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     state, transforms = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    found: dict[str, tuple[str | None, bool]] = {}
+    found: dict[str, Place] = {}
     for name in sorted(names):
         place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
-    return found
+    return found, transforms
 
 
 def unused_names(model: Any, names: Iterable[str]) -> list[str]:

@@ -1,18 +1,32 @@
-"""What a path or a repository on the hub is: its folder, its config, and the class of the model. It reads no tensor."""
+"""What a path or a repository on the hub is: its folder, its config, the class of the model, and its skeleton.
+
+A skeleton is a transformers model without weights, told from config.json and the headers of shards. Each tensor has the
+shape, strides, dtype and ties that it would have once loaded: a plan of the skeleton is a plan of the model. Reads no
+tensor.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import os
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
 import transformers
+from torch import nn
 
+from weightstream.adapters import hf_private
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError, WeightstreamError
+from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 
+_LOGGER = logging.getLogger("weightstream")
+_INDEX = "model.safetensors.index.json"
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 
@@ -91,3 +105,90 @@ def refused_as_checkpoint(name: object, verb: str) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         raise CheckpointError(f"{name}: transformers cannot {verb} it: {kind}: {error}") from error
+
+
+def skeleton(
+    path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+) -> tuple[Any, Checkpoint | None]:
+    """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
+
+    The checkpoint is None where its weights are not all on this machine: a folder needs no more than its config.json,
+    and of a repository on the hub only JSON files are got. Raises `CheckpointError`, `UnsupportedError`.
+    """
+    check_dtype(dtype)
+    path = local_path(path_or_repo_id, trust_remote_code, weights=False)
+    folder = path if path.is_dir() else path.parent
+    checkpoint = _weights(path)
+    with refused_as_checkpoint(path_or_repo_id, "build"):
+        config, cls = config_and_class(folder, None, trust_remote_code)
+        model = build(cls, config, dtype, checkpoint)
+        if checkpoint is not None:
+            _compare(folder, model, checkpoint)
+    model.name_or_path = model.config.name_or_path = str(path_or_repo_id)
+    return model.eval(), checkpoint
+
+
+def _weights(path: Path) -> Checkpoint | None:
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    if path.is_dir() and _INDEX in names and "model.safetensors" not in names:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong
+            if not set(json.loads((path / _INDEX).read_bytes())["weight_map"].values()) <= set(names):
+                return None
+    elif path.is_dir() and not any(name.endswith(SUFFIXES) for name in names):
+        return None
+    return Checkpoint.open(path)
+
+
+def _dtype(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None) -> torch.dtype:
+    """The dtype that transformers would load: "auto" is the config's, or that of the first floats in the file."""
+    if dtype == "auto":
+        entries = checkpoint.entries.values() if checkpoint is not None else ()
+        kinds = (entry.dtype for entry in entries if entry.dtype in ("float16", "bfloat16", "float32", "float64"))
+        dtype = config.dtype or next(kinds, "float32")
+    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found
+
+
+def build(cls: Any, config: Any, dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> Any:
+    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded."""
+    loaded = _dtype(dtype, config, checkpoint)
+    model = hf_private.build_on_meta(cls, config, loaded)
+    kept = hf_private.kept_dtype(model, loaded)
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                wanted = kept(f"{prefix}.{name}") or param.dtype
+                module._parameters[name] = made.setdefault(id(param), _loaded(param, wanted))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+            elif buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    hf_private.tie(model)
+    return model
+
+
+def _loaded(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    if param.is_meta and param.is_contiguous() and param.dtype is dtype:
+        return param
+    return nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta"), requires_grad=param.requires_grad)
+
+
+def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
+    """Warns where the headers hold another number of weights than the model: dtypes may differ, and names."""
+    once: set[int] = set()
+    wanted = 0
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in once or name in checkpoint.entries:
+            wanted += tensor.numel()
+        once.add(id(tensor))
+    sizes = {name: prod(entry.shape) for name, entry in checkpoint.entries.items()}
+    held = sum(sizes.values())
+    if held != wanted:
+        held -= sum(sizes[name] for name in hf_private.unused_names(model, sizes))
+    if held != wanted:
+        _LOGGER.warning(
+            "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",
+            *(folder, held, type(model).__name__, wanted),
+        )

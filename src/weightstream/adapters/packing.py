@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,13 @@ from weightstream.adapters.hub import local_path
 from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
-from weightstream.codec.chunks import Coder
 from weightstream.errors import ConfigError
 from weightstream.plan.placement import always_resident
 from weightstream.runtime.weights import groups, manifest, merge_tied
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.shard import Mapped, Shard, choose
+from weightstream.store.mapping import Memory
 
-_CONVERTED = "converted"  # in the growing folder: tensors that had to be made before they could be written
-_DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _Key = tuple[int, tuple[int, ...]]
 
 
@@ -36,7 +32,7 @@ def pack(
     trust_remote_code: bool = False,
     progress: bool = False,
     advance: Callable[[int, int], None] = lambda nbytes, total: None,
-) -> list[Shard]:
+) -> list[store.Shard]:
     """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
 
     `advance(nbytes, total)` is told how many more bytes of all are done. Raises as `load_pretrained` and
@@ -45,24 +41,24 @@ def pack(
     source = local_path(path_or_repo_id, trust_remote_code)
     folder = source if source.is_dir() else source.parent
     with store.growing(_place(out.expanduser(), folder)) as partial_folder:
-        converted = partial_folder / _CONVERTED
         loaded = load_pretrained(
-            source, offload_folder=converted, trust_remote_code=trust_remote_code, progress=progress
+            source, offload_folder=partial_folder, trust_remote_code=trust_remote_code, progress=progress
         )
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
         nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
         told = partial(_tell, advance, nbytes + (nbytes + rest_nbytes) * (1 + verify))
-        mappings: list[Mapped] = [*loaded.mappings, *loaded.decoded]
-        coder = _coder()
-        layouts = choose(candidates, codec, mappings, coder, told)
+        mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
+        device = _device()
+        layouts = store.choose(candidates, codec, mappings, device, told)
         units = [unit for unit in (*streamed, rest) if unit]
-        shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, coder=coder)
+        shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device)
         store.write(partial_folder, shards, mappings, told)
         for shard in shards if verify else ():
             shard.verify(partial_folder / shard.name, mappings, told)
         store.copy_beside(folder, partial_folder)
-        shutil.rmtree(converted, ignore_errors=True)
+        if loaded.folder is not None:
+            loaded.folder.close()
     return shards
 
 
@@ -80,12 +76,10 @@ def _place(out: Path, folder: Path) -> Path:
     return out.resolve()
 
 
-def _coder() -> Coder:
+def _device() -> torch.device:
     """A GPU that codes, else the CPU."""
     device = torch.accelerator.current_accelerator()
-    if device is None or coding.why_not(device) is not None:
-        return Coder()
-    return Coder(encode=coding.encode, device=str(device), num_tiles=_DEVICE_TILES)
+    return device if device is not None and coding.why_not(device) is None else torch.device("cpu")
 
 
 def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:

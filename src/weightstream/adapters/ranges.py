@@ -9,33 +9,63 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.header import torch_dtype
 
 _WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
-_FACTOR = (
-    0x1E3779B97F4A7C15  # odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs
-)
+# Odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs.
+_FACTOR = 0x1E3779B97F4A7C15
 _INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
 _MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Bytes `begin` to `end` of the tensor `name` of a checkpoint."""
 
     name: str
     begin: int
     end: int
+
+
+def gather(
+    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
+    checkpoint, gathered from there; and the names in the checkpoint that are of no other use.
+
+    What is made of the same tensors is gathered together, and only if that takes all of their bytes.
+    """
+    converted = {name: place for name, (place, is_converted) in places.items() if place and is_converted}
+    plain = [entry for entry in map(checkpoint.entries.__getitem__, converted) if entry.layout is None]
+    if not plain:
+        return {}, set()
+    shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
+    found = byte_ranges(model, shown)
+    under_own_names = hf_private.places(model, found)
+    found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
+    left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
+    for part in chain.from_iterable(found.values()):
+        left[part.name] -= part.end - part.begin
+    other_places = {place for name, place in converted.items() if left[name]}
+    used = {name for name, place in converted.items() if place not in other_places}
+    tensors: dict[str, torch.Tensor] = {}
+    state = model.state_dict()
+    for name, ranges in found.items():
+        if used.issuperset(part.name for part in ranges):
+            data = checkpoint.gather(name, ranges)
+            tensors[name] = data.view(state[name].dtype).view(state[name].shape)
+    return tensors, used
 
 
 def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Range, ...]]:
@@ -48,11 +78,10 @@ def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
     sources = _Sources(tensors)
     tokens: Any = copy.deepcopy(model)
     for module in tokens.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    made = torch.empty(_token_shape(tensor.shape), dtype=torch.int64, device="meta")
-                    table[name] = nn.Parameter(made, requires_grad=False)
+        for name, param in module._parameters.items():
+            if param is not None:
+                made = torch.empty(_token_shape(param.shape), dtype=torch.int64, device="meta")
+                module._parameters[name] = nn.Parameter(made, requires_grad=False)
     names = {id(module): name for name, module in tokens.named_modules()}
     wanted = model.state_dict()
     found: dict[str, tuple[Range, ...]] = {}

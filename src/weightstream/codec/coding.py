@@ -1,20 +1,34 @@
-"""The codec on a device: Triton kernels where they run, plain torch elsewhere. Chooses; knows no model and no plan."""
+"""The codec on a device: Triton kernels where they run, else plain torch, a few tiles at a time on several cores.
+
+Tiles do not depend on each other: their words, bases and escapes follow each other, and starts count on. Chooses; knows
+no model and no plan.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 
-from weightstream.codec import chunks, reference
-from weightstream.codec.format import Layout
+from weightstream.codec import reference
+from weightstream.codec.format import ELEMENTS, TILE, Layout
+from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
 
 Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _TRIED = 3 * 4096 + 5
+_NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
+_DEVICE_TILES = 2048  # 16 MiB of bfloat16
+_CPU = torch.device("cpu")
+_A = TypeVar("_A")
+_T = TypeVar("_T")
 
 
 @cache
@@ -49,33 +63,104 @@ def why_not(device: torch.device) -> str | None:
     return None if right else "a trial gave other bits"
 
 
+def layouts(data: torch.Tensor, dtype: str, codes: Sequence[int], device: torch.device = _CPU) -> list[Layout]:
+    """What flat bytes will be in each code, counted on a device."""
+
+    def num_escapes(part: torch.Tensor) -> list[int]:
+        counts = reference.histograms(part.to(device), dtype)
+        return [int(reference.windows(counts, bits)[1].sum()) for bits in codes]
+
+    count = data.numel() // ELEMENTS[dtype].nbytes
+    totals = zip(codes, zip(*_each(num_escapes, _parts(data, dtype, device)), strict=True), strict=True)
+    return [Layout(dtype=dtype, bits=bits, count=count, num_escapes=sum(found)) for bits, found in totals]
+
+
+def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> Iterator[torch.Tensor]:
+    """The coded form, made on a device, in pieces; raises `StoreError` where it has another layout than this."""
+    encode_part = encode if _has_kernels(device) else reference.encode
+
+    def encoded(part: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        found, coded = encode_part(part.to(device), layout.dtype, layout.bits)
+        return found, coded.cpu()
+
+    starts, bases, escapes, total = [torch.zeros(1, dtype=torch.int64, device="cpu")], [], [], 0
+    for part, coded in _each(encoded, _parts(data, layout.dtype, device)):
+        yield coded[: part.starts_at]
+        starts.append(coded[part.starts_at : part.bases_at].view(torch.int32)[1:].to(torch.int64) + total)
+        bases.append(coded[part.bases_at : part.escapes_at].clone())
+        escapes.append(coded[part.escapes_at : part.escapes_at + part.num_escapes].clone())
+        total += part.num_escapes
+    if total != layout.num_escapes:
+        raise StoreError(f"{total} escapes, {layout.num_escapes} when they were counted: the weights changed")
+    rest = torch.cat([torch.cat(starts).to(torch.int32).view(torch.uint8), *bases, *escapes])
+    yield torch.nn.functional.pad(rest, (0, layout.nbytes - layout.starts_at - rest.numel()))
+
+
+def _parts(data: torch.Tensor, dtype: str, device: torch.device) -> list[torch.Tensor]:
+    num_tiles = _NUM_TILES if device.type == "cpu" else _DEVICE_TILES
+    return list(data.split(num_tiles * TILE * ELEMENTS[dtype].nbytes))
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type != "cpu" and available(device)
+
+
 def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
     """The coded form of flat bytes, where they are."""
-    if data.device.type == "cpu" or not available(data.device):
-        coder = chunks.Coder(device=str(data.device))
-        (layout,) = coder.layouts(data, dtype, [bits])
-        return layout, torch.cat([piece.to(data.device) for piece in coder.pieces(data, layout)])
+    if not _has_kernels(data.device):
+        (layout,) = layouts(data, dtype, [bits], data.device)
+        return layout, torch.cat([piece.to(data.device) for piece in pieces(data, layout, data.device)])
     from weightstream.codec import triton_codec
 
     return triton_codec.encode(data, dtype, bits)
 
 
 def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
-    """Write the weights' bytes to `out`, on the same device; on a GPU it has room for whole words of 4 bytes."""
+    """Write the weights' bytes to `out`, on the same device; on a GPU it has room for whole words of 4 bytes.
+
+    Damaged bytes give wrong weights.
+    """
     decoding([(coded, layout, out)])()
 
 
 def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
-    if not parts or parts[0][0].device.type == "cpu" or not available(parts[0][0].device):
-        return partial(_each, [partial(chunks.decode, *part) for part in parts])
+    if not parts or not _has_kernels(parts[0][0].device):
+        return partial(_run, [partial(_decode_on_cores, *part) for part in parts])
     from weightstream.codec import triton_codec
 
     kinds = {(layout.dtype, layout.bits) for _, layout, _ in parts}
     found = [triton_codec.Decoding(p for p in parts if (p[1].dtype, p[1].bits) == kind) for kind in sorted(kinds)]
-    return found[0] if len(found) == 1 else partial(_each, found)
+    return found[0] if len(found) == 1 else partial(_run, found)
 
 
-def _each(runs: Sequence[Callable[[], None]]) -> None:
-    for run in runs:
-        run()
+def _run(works: Sequence[Callable[[], None]]) -> None:
+    for work in works:
+        work()
+
+
+def _decode_on_cores(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
+    def decoded(first: int) -> None:
+        reference.decode(coded, layout, out, first, min(first + _NUM_TILES, layout.num_tiles))
+
+    deque(_each(decoded, range(0, layout.num_tiles, _NUM_TILES)), maxlen=0)
+
+
+def _each(work: Callable[[_A], _T], items: Sequence[_A]) -> Iterator[_T]:
+    """The results in order, made by all cores, a few ahead of the one that is asked for."""
+    workers = min(len(os.sched_getaffinity(0)), len(items))
+    if workers < 2:
+        yield from map(work, items)
+        return
+    before = torch.get_num_threads()
+    try:
+        # Threads whose operations have none of their own: else each would use all cores.
+        with ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, 1)) as pool:
+            waiting: deque[Future[_T]] = deque()
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            yield from (future.result() for future in waiting)
+    finally:
+        torch.set_num_threads(before)  # what threads to come begin with

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -24,24 +26,27 @@ _STANDARD_ERRORS = 4
 _MARGIN = 1000  # one in as many bytes, for what is not alike all over: rows that are larger than others
 
 
-def estimates(data: torch.Tensor, dtype: str) -> dict[int, int]:
+def estimates(parts: Sequence[torch.Tensor], dtype: str) -> dict[int, int]:
     """Code -> at most how many bytes flat bytes on any device take in it: exact up to 64 tiles.
 
-    Above that, from 64 tiles that lie evenly apart: as weights differ within a tensor by chance, not one in 1,000
-    takes more. An own place for large values can be missed.
+    `parts` are the bytes, one after another. Above 64 tiles, from 64 that lie evenly apart: as weights differ within a
+    tensor by chance, not one in 1,000 takes more. An own place for large values can be missed.
     """
-    count = data.numel() // ELEMENTS[dtype].nbytes
-    counts = histograms(_sample(data, TILE * ELEMENTS[dtype].nbytes), dtype)
+    count = sum(part.numel() for part in parts) // ELEMENTS[dtype].nbytes
+    counts = histograms(_sample(parts, TILE * ELEMENTS[dtype].nbytes), dtype)
     return {bits: _nbytes(windows(counts, bits)[1], dtype, bits, count) for bits in BITS if can_code(dtype, bits)}
 
 
-def _sample(data: torch.Tensor, tile_nbytes: int) -> torch.Tensor:
-    """A copy of all, or of some of the whole tiles: of mapped files, nothing else is read."""
-    num_whole = data.numel() // tile_nbytes
-    if data.numel() <= _SAMPLE_TILES * tile_nbytes:
-        return data.clone()
-    tiles = torch.arange(_SAMPLE_TILES, device=data.device) * num_whole // _SAMPLE_TILES
-    return data[: num_whole * tile_nbytes].view(num_whole, tile_nbytes)[tiles].view(-1)
+def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
+    """A copy of all, or of some of the whole tiles of each part: of mapped files, nothing else is read."""
+    firsts = list(accumulate((part.numel() // tile_nbytes for part in parts), initial=0))
+    if sum(part.numel() for part in parts) <= _SAMPLE_TILES * tile_nbytes or firsts[-1] < _SAMPLE_TILES:
+        return torch.cat(list(parts))
+    tiles = []
+    for tile in (number * firsts[-1] // _SAMPLE_TILES for number in range(_SAMPLE_TILES)):
+        index = bisect(firsts, tile) - 1
+        tiles.append(parts[index][(tile - firsts[index]) * tile_nbytes :][:tile_nbytes])
+    return torch.cat(tiles)
 
 
 def _nbytes(escapes: torch.Tensor, dtype: str, bits: int, count: int) -> int:

@@ -97,10 +97,6 @@ class Layout:
         """Bytes of the weights themselves."""
         return self.count * self.element.nbytes
 
-    def record(self) -> dict[str, int]:
-        """What a file has to tell beside dtype and shape."""
-        return {"bits": self.bits, "escapes": self.num_escapes}
-
 
 def can_code(dtype: str, bits: int) -> bool:
     """Whether there is such a code, and it can be smaller than what it codes."""

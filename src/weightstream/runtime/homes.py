@@ -88,6 +88,13 @@ class Homes:
         return {alias: file.layout for alias, file in files if file is not None and file.layout is not None}
 
     @property
+    def in_parts(self) -> dict[str, list[torch.Tensor]]:
+        """Of the groups that nobody has read yet, and that are plain in several places of files: these."""
+        sources = {a: h.source for a, h in self.homes.items() if h.is_undecoded and h.layout is None}
+        files = {alias: source.extents for alias, source in sources.items() if isinstance(source, Mapped)}
+        return {a: [mapping.bytes(begin, end) for mapping, begin, end in extents] for a, extents in files.items()}
+
+    @property
     def movable(self) -> frozenset[str]:
         """Alias groups that can be on disk as things are now: those in files, and with an offload folder all."""
         if self._can_spill:

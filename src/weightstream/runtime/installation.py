@@ -20,6 +20,7 @@ from weightstream.errors import InvariantError, OffloadError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Planner
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
@@ -45,7 +46,7 @@ class Installation:
         compiled: Compiled,
         homes: Homes,
         backend: Backend,
-        planner: Callable[[Manifest], Plan],
+        planner: Planner,
         on_close: Callable[[], None],
     ) -> None:
         self.binding: Binding

@@ -105,7 +105,8 @@ class Learning:
             logger.info("weights read outside of their module's forward: %s", self.outside)
         reason: Exception | None = None
         try:
-            plan = installed.refinement.replan(installed.manifest(), self._asked)
+            movable = installed.homes.movable
+            plan = installed.refinement.replan(installed.manifest(), kept=self._asked, movable=movable)
             reason = self._try_switch(plan.reordered(order) if order is not None else plan)
         except PlanError as error:
             reason = error

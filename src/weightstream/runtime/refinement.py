@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from weightstream.errors import InvariantError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
@@ -25,7 +24,7 @@ _MOVES = 2  # to a better plan, at most: workloads that alternate must not move 
 class Refinement:
     """Plans, and plans again: with the measured times of steps, each kind of them once."""
 
-    def __init__(self, planner: Callable[[Manifest], Plan]) -> None:
+    def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._kind: Kind | None = None  # of the steps that the plan was held against last
         self._num_moves = 0
@@ -36,16 +35,16 @@ class Refinement:
         prove(plan)
         return plan
 
-    def replan(self, manifest: Manifest, kept: frozenset[str]) -> Plan:
-        """The same with these alias groups on the device for good. Raises `PlanError` where that does not fit."""
-        if not isinstance(self._planner, Planner):
-            raise PlanError("the plan was given and not made here")
+    def replan(self, manifest: Manifest, *, kept: frozenset[str], movable: frozenset[str]) -> Plan:
+        """The same with the alias groups `kept` on the device for good, now that those `movable` can be on disk.
+
+        Raises `PlanError` where that does not fit.
+        """
+        self._planner = replace(self._planner, weights=replace(self._planner.weights, movable=movable))
         return self.plan(manifest.plain().keeping(kept))
 
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""
-        if not isinstance(self._planner, Planner):
-            raise InvariantError(f"coded weights take more than the plan that was given says: {sizes}")
         known = dict(self._planner.weights.codes())
         known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
         weights = replace(self._planner.weights, codes=partial(dict, known))
@@ -53,7 +52,7 @@ class Refinement:
 
     def refine(self, plan: Plan, num_steps: int, timeline: Timeline) -> tuple[Plan, Plan | None] | None:
         """The plan in force as measured times predict it, and a better one to move to; None where nothing is new."""
-        if not isinstance(self._planner, Planner) or num_steps % _EVERY or timeline.kind in (None, self._kind):
+        if num_steps % _EVERY or timeline.kind in (None, self._kind):
             return None
         measured = timeline.measured()
         if measured is None or measured.num_steps < _FROM:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from weightstream.errors import OffloadError
-from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Planner
 from weightstream.runtime import guards
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
@@ -43,7 +43,7 @@ class Streamer:
         units: Sequence[UnitModule],
         homes: Homes,
         backend: Backend,
-        planner: Callable[[Manifest], Plan],
+        planner: Planner,
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
         plan: Plan | None = None,

@@ -1,4 +1,4 @@
-"""The arena: anonymous host memory of exactly the size asked for, pinned in place. Knows no model and no device.
+"""The arena: host memory that is pinned in place, and anonymous memory of exactly the size asked for. Knows no model.
 
 PyTorch's pinned allocator rounds every block up to a power of two; this does not. Pages are touched by writing the
 weights before they are pinned: pinning untouched memory takes ten times as long.
@@ -14,19 +14,21 @@ from contextlib import suppress
 import torch
 
 _PAGE = mmap.PAGESIZE
+Pin = Callable[[torch.Tensor], None]
 
 
 class Arena:
     """Blocks of host memory. `pin` and `unpin` are the device's; without them the memory stays pageable."""
 
-    def __init__(
-        self, pin: Callable[[torch.Tensor], None] | None = None, unpin: Callable[[torch.Tensor], None] | None = None
-    ) -> None:
-        self._pin = pin
+    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None) -> None:
+        self._pin, self._unpin = pin, unpin
         self._pinned: list[torch.Tensor] = []
-        self.nbytes = 0
-        self._unpin = unpin
         weakref.finalize(self, _unpin_all, self._pinned, unpin)  # before the memory is unmapped, whoever forgets us
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes pinned so far."""
+        return sum(block.numel() for block in self._pinned)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Fresh memory: flat uint8, page-aligned, rounded up to a page and no further. Not pinned yet."""
@@ -34,11 +36,10 @@ class Arena:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(AttributeError, OSError):  # a kernel without them does not know the advice
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self.nbytes += size
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def pin(self, block: torch.Tensor) -> None:
-        """Pin a block that `take` gave and the caller has written; raises `StoreError` if the system refuses."""
+        """Pin a block that the caller has written; raises `StoreError` if the system refuses."""
         if self._pin is not None:
             self._pin(block)
             self._pinned.append(block)
@@ -48,7 +49,6 @@ class Arena:
         addresses = {tensor.untyped_storage().data_ptr() for tensor in used}
         others = [block for block in self._pinned if block.data_ptr() not in addresses]
         self._pinned[:] = [block for block in self._pinned if block.data_ptr() in addresses]
-        self.nbytes -= sum(block.numel() for block in others)
         _unpin_all(others, self._unpin)
 
     def close(self) -> None:
@@ -56,8 +56,9 @@ class Arena:
         _unpin_all(self._pinned, self._unpin)
 
 
-def _unpin_all(blocks: list[torch.Tensor], unpin: Callable[[torch.Tensor], None] | None) -> None:
-    while blocks:
-        block = blocks.pop()
-        if unpin is not None:
-            unpin(block)
+def _unpin_all(blocks: list[torch.Tensor], unpin: Pin | None) -> None:
+    with suppress(IndexError):  # two threads may be here
+        while True:
+            block = blocks.pop()
+            if unpin is not None:
+                unpin(block)

@@ -14,19 +14,18 @@ import psutil
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yields a path beside `path`: what is written there takes the place of `path` at the end, or goes on an error.
 
-    What is durable is on the disk before it is in its place, so that a power cut leaves none of it or all.
+    It is on the disk before it is in its place, so that a power cut leaves none of it or all.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
-        if durable:
-            _sync(partial)
+        for child in [*partial.rglob("*"), partial]:
+            _sync(child)
         os.replace(partial, path)
-        if durable:
-            _sync(path.parent, inner=False)
+        _sync(path.parent)
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
@@ -44,9 +43,7 @@ def remove_leftovers(path: Path) -> None:
             shutil.rmtree(moved, ignore_errors=True)
 
 
-def _sync(path: Path, *, inner: bool = True) -> None:
-    for child in path.iterdir() if inner and path.is_dir() else ():
-        _sync(child)
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,20 +7,19 @@ its own folder only. A coded tensor has memory of its own, which it is decoded i
 from __future__ import annotations
 
 import contextlib
-import difflib
-import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from weightstream.errors import CheckpointError, StoreError
-from weightstream.store import coded
-from weightstream.store.decoded import DecodedMemory
-from weightstream.store.header import TensorEntry, read_header, read_json, torch_dtype
+from weightstream.store.decoded import DecodedMemory, Extent, LazyMemory
+from weightstream.store.header import REMEDY, TensorEntry, read_header, read_json, torch_dtype
 from weightstream.store.mapping import FileMapping
 
 _SAVE_AGAIN = "save it as safetensors: load it with transformers, then model.save_pretrained(folder)"
@@ -33,6 +32,8 @@ _OTHER_FORMATS = MappingProxyType(
         ".onnx": "ONNX ({}); use the safetensors version of the model",
     }
 )
+_ALIGN_NBYTES = 8  # of the largest items
+_PIECE_NBYTES = 16 << 20
 SUFFIXES = (".safetensors", *_OTHER_FORMATS, ".ot", ".npz", ".pkl")  # of weights
 
 
@@ -51,11 +52,8 @@ class Checkpoint:
     def __init__(
         self, mappings: Sequence[FileMapping], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
     ) -> None:
-        self.mappings = tuple(mappings)
-        self.metadata = MappingProxyType(dict(metadata))
-        self.entries = MappingProxyType(dict(entries))
-        self.decoded: dict[str, DecodedMemory] = {}  # of the coded entries that were asked for
-        self._by_path = {mapping.path: mapping for mapping in self.mappings}
+        self.mappings, self.entries, self.metadata = tuple(mappings), entries, metadata
+        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, and what was gathered
 
     @classmethod
     @_refusing()
@@ -64,79 +62,71 @@ class Checkpoint:
         path = Path(path)
         if os.path.isdir(path):  # Path.is_dir raises where a name is too long
             path = _within(path, _weights_of(path))
-        if path.suffix == ".json":
-            return cls._open_index(path)
         _refuse_other_format(path, [path])
-        mapping = FileMapping(path)
-        entries, metadata = _described(mapping)
-        return cls([mapping], entries, metadata)
-
-    @classmethod
-    def _open_index(cls, path: Path) -> Checkpoint:
-        weight_map = _read_weight_map(path)
+        weight_map = _read_weight_map(path) if path.suffix == ".json" else {}
         shards = {name: _within(path.parent, name) for name in sorted(set(weight_map.values()))}
-        mappings: list[FileMapping] = []
+        mappings = [FileMapping(shard) for shard in shards.values() or [path]]
         entries: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
-        for shard in shards.values():
-            mapping = FileMapping(shard)
-            held, more = _described(mapping)
+        for mapping in mappings:
+            held, more = read_header(mapping)
             metadata |= more
             for key in held.keys() & entries.keys():
-                raise CheckpointError(f"{path}: {key!r} is in two shards, {entries[key].path} and {shard}")
-            entries.update(held)
-            mappings.append(mapping)
+                raise CheckpointError(f"{path}: {key!r} is in two shards, {entries[key].path} and {mapping.path}")
+            entries |= held
         for key, name in weight_map.items():
             if key not in entries or entries[key].path != shards[name]:
                 raise CheckpointError(f"{path}: lists {key!r} in {name!r}, and that shard does not hold it")
         return cls(mappings, entries, metadata)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(entry.end - entry.begin for entry in self.entries.values())
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor that views the file; a copy where its offset is not a multiple of the item size.
 
         That of a coded one views its `DecodedMemory`, and holds nothing until that is populated.
         """
-        entry = self.entries.get(name)
-        if entry is None:
-            near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0)
-            raise CheckpointError(f"no tensor {name!r} in the checkpoint; the nearest names are {near}")
+        entry = self.entries[name]
         data, dtype = self.bytes(entry), torch_dtype(entry.dtype)
         if entry.layout is None and entry.begin % dtype.itemsize:
-            self._by_path[entry.path].populate(entry.begin, entry.end)  # else a file that shrank kills the process here
+            entry.mapping.populate(entry.begin, entry.end)  # else a file that shrank kills the process here
             data = data.clone()
         return data.view(dtype).view(entry.shape)
 
     def bytes(self, entry: TensorEntry) -> torch.Tensor:
         """The bytes of a tensor where they are: a view of the file, or of what a coded one is decoded into."""
-        if entry.layout is not None:
-            return self.memory(entry.name).bytes(0, entry.layout.raw_nbytes)
-        return self._by_path[entry.path].bytes(entry.begin, entry.end)
+        if entry.layout is None:
+            return entry.mapping.bytes(entry.begin, entry.end)
+        if entry.name not in self.lazy:  # one for all that view it
+            extent = (entry.mapping, entry.begin, entry.end)
+            self.lazy[entry.name] = DecodedMemory.of_extent(entry.name, entry.layout, extent)
+        return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
-    def memory(self, name: str) -> DecodedMemory:
-        """What a coded tensor is decoded into: one for all that view it."""
-        if name not in self.decoded:
-            entry = self.entries[name]
-            self.decoded[name] = DecodedMemory.of_entry(entry, self._by_path[entry.path])
-        return self.decoded[name]
+    def gather(self, name: str, parts: Iterable[tuple[str, int, int]]) -> torch.Tensor:
+        """The bytes [begin, end) of tensors that are not coded, one after another: a view of the file where they lie
+        so, else of a `LazyMemory` that is called `name` and holds nothing until it is populated."""
+        extents: list[Extent] = []
+        for source, begin, end in parts:
+            entry = self.entries[source]
+            mapping, begin, end = entry.mapping, entry.begin + begin, entry.begin + end
+            if extents and extents[-1][0] is mapping and extents[-1][2] == begin:
+                begin = extents.pop()[1]
+            extents.append((mapping, begin, end))
+        (mapping, begin, end), *others = extents
+        if not others and begin % _ALIGN_NBYTES == 0:
+            return mapping.bytes(begin, end)
+        memory = self.lazy[name] = LazyMemory.of_extents(name, extents)
+        return memory.bytes(0, memory.nbytes)
 
     @_refusing()
     def verify(self) -> None:
         """Raises `CheckpointError` where coded bytes do not have the checksum that the file tells."""
-        coded.verify([(entry, self._by_path[entry.path]) for entry in self.entries.values()])
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns `tensor(name)` of every name."""
-        return {name: self.tensor(name) for name in self.entries}
-
-    def fingerprint(self) -> str:
-        """Returns a hex digest over name, size, mtime and inode of every file; contents are not read."""
-        facts = sorted([mapping.path.name, *mapping.identity] for mapping in self.mappings)
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        coded = [entry for entry in self.entries.values() if entry.layout is not None]
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+            for entry, crc32 in zip(coded, pool.map(_crc32, coded), strict=True):
+                if crc32 != entry.crc32:
+                    raise CheckpointError(
+                        f"{entry.path}: tensor {entry.name!r}, bytes [{entry.begin}, {entry.end}): checksum "
+                        f"{crc32:08x}, was {entry.crc32:08x} when it was packed; {REMEDY}"
+                    )
 
 
 def _weights_of(folder: Path) -> str:
@@ -181,10 +171,14 @@ def _within(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _described(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    entries, metadata = read_header(mapping)
-    record = metadata.pop(coded.KEY, None)
-    return entries | (coded.entries(mapping.path, entries, record) if record is not None else {}), metadata
+def _crc32(entry: TensorEntry) -> int:
+    crc32 = 0
+    for begin in range(entry.begin, entry.end, _PIECE_NBYTES):
+        end = min(begin + _PIECE_NBYTES, entry.end)
+        entry.mapping.populate(begin, end)
+        piece: Any = entry.mapping.bytes(begin, end).numpy()
+        crc32 = zlib.crc32(piece, crc32)  # without the GIL
+    return crc32
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from weightstream.codec import chunks
+from weightstream.codec import coding
 from weightstream.codec.format import Layout
-from weightstream.store.header import TensorEntry
 from weightstream.store.mapping import FileMapping, Memory, give_back, reserve
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
@@ -32,10 +31,16 @@ class LazyMemory(Memory):
         self._lock = threading.Lock()
         super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
 
-    @staticmethod
-    def of_extents(name: str, extents: Sequence[Extent]) -> LazyMemory:
+    @classmethod
+    def of_extents(cls, name: str, extents: Sequence[Extent]) -> LazyMemory:
         """A tensor whose bytes are those of the extents, one after another, just as they are in the files."""
-        return _GatheredMemory(name, extents)
+        for mapping, begin, end in extents:
+            mapping.check_range(begin, end)
+        return cls(name, extents[0][0].path, sum(end - begin for _, begin, end in extents), extents)
+
+    def check(self) -> None:
+        for mapping in {mapping for mapping, _, _ in self.extents}:
+            mapping.check()
 
     def write(self, out: torch.Tensor) -> None:
         """Writes the bytes to `out`, on any device, and keeps none of them; raises `StoreError`."""
@@ -44,24 +49,27 @@ class LazyMemory(Memory):
             self._write(out)
 
     def _write(self, out: torch.Tensor) -> None:
-        raise NotImplementedError
+        at = 0
+        for mapping, begin, end in self.extents:
+            mapping.populate(begin, end)
+            out[at : at + end - begin].copy_(mapping.bytes(begin, end))
+            at += end - begin
 
     def populate(self, begin: int, end: int) -> None:
         """Makes sure that the bytes can be read: the first time, all are made; raises `StoreError`."""
-        self.check()
         self.check_range(begin, end)
-        if self.is_filled:
-            return
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            if not self.is_filled:
-                self._write(self.bytes(0, self.nbytes))
+        with self._lock:
+            if self.is_filled:
+                self.check()
+            else:
+                self.write(self.bytes(0, self.nbytes))
                 self.is_filled = True
 
     def forget(self) -> None:
         """Gives the memory back, with whatever was written to it; the bytes are made again when they are read again."""
         with self._lock:
             self.is_filled = False
-            give_back(self._buffer)
+            give_back(self._buffer, self.path)
 
 
 class DecodedMemory(LazyMemory):
@@ -77,48 +85,20 @@ class DecodedMemory(LazyMemory):
         layout: Layout,
         source: Callable[[], torch.Tensor],
         *,
-        decode: Decode = chunks.decode,
-        check: Callable[[], None] = lambda: None,
+        decode: Decode = coding.decode,
         extents: Sequence[Extent] = (),
     ) -> None:
         super().__init__(name, path, layout.raw_nbytes, extents)
         self.layout: Layout = layout
-        self.source, self.decode, self._check = source, decode, check
+        self.source, self.decode = source, decode
 
     @classmethod
-    def of_entry(cls, entry: TensorEntry, mapping: FileMapping) -> DecodedMemory:
+    def of_extent(cls, name: str, layout: Layout, extent: Extent) -> DecodedMemory:
         """That of a coded tensor of a file."""
-        if entry.layout is None:
-            raise ValueError(f"{entry.name} is not coded")
-        extent = (mapping, entry.begin, entry.end)
-        source = partial(_coded, *extent)
-        return cls(entry.name, entry.path, entry.layout, source, check=mapping.check, extents=[extent])
-
-    def check(self) -> None:
-        self._check()
+        return cls(name, extent[0].path, layout, partial(_coded, *extent), extents=[extent])
 
     def _write(self, out: torch.Tensor) -> None:
         self.decode(self.source(), self.layout, out)
-
-
-class _GatheredMemory(LazyMemory):
-    """The bytes of several parts of files."""
-
-    def __init__(self, name: str, extents: Sequence[Extent]) -> None:
-        for mapping, begin, end in extents:
-            mapping.check_range(begin, end)
-        super().__init__(name, extents[0][0].path, sum(end - begin for _, begin, end in extents), extents)
-
-    def check(self) -> None:
-        for mapping in {mapping for mapping, _, _ in self.extents}:
-            mapping.check()
-
-    def _write(self, out: torch.Tensor) -> None:
-        at = 0
-        for mapping, begin, end in self.extents:
-            mapping.populate(begin, end)
-            out[at : at + end - begin].copy_(mapping.bytes(begin, end))
-            at += end - begin
 
 
 def _coded(mapping: FileMapping, begin: int, end: int) -> torch.Tensor:

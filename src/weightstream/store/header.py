@@ -1,7 +1,8 @@
 """The header of a safetensors file: what it tells of each tensor, and nothing believed before it is checked.
 
 A file is 8 bytes of little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), and the data,
-which the tensors fill without gap or overlap. The safetensors library checks that; what is checked here it takes.
+which the tensors fill without gap or overlap. The safetensors library checks that; what is checked here it takes. A
+coded tensor stands under its own name as bytes. What these are is one text of the file's metadata.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +19,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weightstream.codec.format import Layout
-from weightstream.errors import CheckpointError
+from weightstream.codec.format import VERSION, Layout, layout_of
+from weightstream.errors import CheckpointError, StoreError
 from weightstream.store.mapping import FileMapping
 
 _HEADER_LIMIT = 100_000_000
+CODED = "weightstream"  # the name of that text
+_FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
+_MOST_CRC32 = 2**32 - 1
+REMEDY = "damaged: get or pack it again"
 # fmt: off
 DTYPES = MappingProxyType({
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -41,13 +47,22 @@ class TensorEntry:
     """
 
     name: str
-    path: Path
+    mapping: FileMapping
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
     layout: Layout | None = None
     crc32: int | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.mapping.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.begin
 
 
 def _read(mapping: FileMapping, begin: int, end: int) -> bytes:
@@ -67,10 +82,10 @@ def read_json(mapping: FileMapping, begin: int, end: int) -> dict[str, Any]:
     """The object in these bytes of a file; raises `CheckpointError`, `StoreError`."""
     if end - begin > _HEADER_LIMIT:
         raise CheckpointError(f"{mapping.path}: {end - begin} bytes of JSON, over the limit of {_HEADER_LIMIT}")
-    return parsed(_read(mapping, begin, end), f"{mapping.path}: bytes [{begin}, {end})")
+    return _parsed(_read(mapping, begin, end), f"{mapping.path}: bytes [{begin}, {end})")
 
 
-def parsed(text: bytes, where: str) -> dict[str, Any]:
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
     """The object that is this JSON; raises `CheckpointError`."""
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
@@ -94,7 +109,9 @@ def read_header(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str,
         raise CheckpointError(f"{mapping.path}: truncated, damaged or not safetensors: {error}") from error
     mapping.check()  # else it is another file that the library has looked at
     metadata = header.pop("__metadata__", None) or {}
-    return {name: _entry(mapping, name, facts, data_begin) for name, facts in header.items()}, metadata
+    entries = {name: _entry(mapping, name, facts, data_begin) for name, facts in header.items()}
+    text = metadata.pop(CODED, None)
+    return entries | (_coded_entries(mapping.path, entries, text) if text is not None else {}), metadata
 
 
 def _entry(mapping: FileMapping, name: str, facts: Any, data_begin: int) -> TensorEntry:
@@ -104,13 +121,68 @@ def _entry(mapping: FileMapping, name: str, facts: Any, data_begin: int) -> Tens
     code, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if code not in DTYPES:
         raise CheckpointError(f"{where}: dtype {code!r} is not supported; known: {', '.join(DTYPES)}")
-    if nbytes_of(shape, torch_dtype(DTYPES[code]).itemsize) == math.inf:
+    if _nbytes_of(shape, torch_dtype(DTYPES[code]).itemsize) == math.inf:
         raise CheckpointError(f"{where}: {code} {str(shape)[:80]} is more than torch can hold")
     begin, end = (data_begin + offset for offset in offsets)
-    return TensorEntry(name=name, path=mapping.path, dtype=DTYPES[code], shape=tuple(shape), begin=begin, end=end)
+    return TensorEntry(name=name, mapping=mapping, dtype=DTYPES[code], shape=tuple(shape), begin=begin, end=end)
 
 
-def nbytes_of(shape: list[int], itemsize: int) -> float:
+def _coded_entries(path: Path, stored: Mapping[str, TensorEntry], text: str) -> dict[str, TensorEntry]:
+    """What the coded ones of the `stored` tensors are; raises `CheckpointError`."""
+    where = f"{path}: the text {CODED!r} of its metadata"
+    found = _parsed(text.encode(errors="surrogatepass"), where)
+    version, tensors = found.get("codec"), found.get("tensors")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{where} is of codec {str(version)[:20]!r}, this version reads {VERSION}: update it, or pack again"
+        )
+    if found.keys() != {"codec", "tensors"} or not isinstance(tensors, dict):
+        raise CheckpointError(f"{where} needs exactly codec and tensors, by name, has {str(found)[:80]}; {REMEDY}")
+    for name in tensors.keys() - stored.keys():
+        raise CheckpointError(f"{where} tells of {name[:80]!r}, which the file does not hold; {REMEDY}")
+    try:
+        return {name: _coded_entry(stored[name], facts) for name, facts in tensors.items()}
+    except StoreError as error:
+        raise CheckpointError(f"{path}: coded tensor {error}; {REMEDY}") from error
+
+
+def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
+    name, nbytes = repr(stored.name), stored.nbytes
+    if stored.dtype != "uint8" or stored.shape != (nbytes,):
+        raise StoreError(f"{name} must be bytes in a row, is {stored.dtype} {list(stored.shape)}")
+    if not isinstance(facts, dict) or facts.keys() != _FIELDS:
+        raise StoreError(f"{name}: needs exactly {', '.join(sorted(_FIELDS))}, has {str(facts)[:80]}")
+    code, shape, crc32 = facts["dtype"], facts["shape"], facts["crc32"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise StoreError(f"{name}: dtype {str(code)[:40]!r} is not known")
+    is_shape = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+    if not is_shape or (count := _nbytes_of(shape, 1)) >= 2**63:
+        raise StoreError(f"{name}: shape {str(shape)[:80]}: needs integers > 0, and a product below 2**63")
+    if type(crc32) is not int or not 0 <= crc32 <= _MOST_CRC32:
+        raise StoreError(f"{name}: crc32 {str(crc32)[:40]!r}: needs an integer of 32 bits")
+    try:
+        layout = layout_of(DTYPES[code], int(count), facts, nbytes)
+    except StoreError as error:
+        raise StoreError(f"{name}: shape {str(shape)[:80]}: {error}") from error
+    return replace(stored, dtype=layout.dtype, shape=tuple(shape), layout=layout, crc32=crc32)
+
+
+def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]], sums: Mapping[str, int]) -> str:
+    """The text for these coded tensors; of a checksum that is not known yet, the longest that it can be."""
+    tensors = {
+        name: {
+            "dtype": CODES[layout.dtype],
+            "shape": list(shapes[name]),
+            "bits": layout.bits,
+            "escapes": layout.num_escapes,
+            "crc32": sums.get(name, _MOST_CRC32),
+        }
+        for name, layout in layouts.items()
+    }
+    return json.dumps({"codec": VERSION, "tensors": tensors}, separators=(",", ":"))
+
+
+def _nbytes_of(shape: list[int], itemsize: int) -> float:
     """Returns the bytes of a tensor; infinity where torch, which counts zeros as ones in strides, would overflow."""
     count = itemsize
     for size in shape:

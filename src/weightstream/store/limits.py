@@ -10,10 +10,10 @@ import contextlib
 import os
 import re
 import resource
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
+from typing import NamedTuple
 
 import psutil
 from pydantic import ByteSize
@@ -21,8 +21,7 @@ from pydantic import ByteSize
 _NO_LIMIT = 1 << 62  # version 1 writes the largest multiple of a page below 2**63, version 2 "max"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Version:
+class _Version(NamedTuple):
     controller: str  # in the second field of /proc/self/cgroup
     kind: str  # of the file system
     limits: tuple[str, ...]
@@ -30,27 +29,15 @@ class _Version:
     page_cache: tuple[str, ...]  # of memory.stat: what the kernel takes back before it refuses
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limit:
+class _Limit(NamedTuple):
     name: str
     limit_nbytes: int
     free_nbytes: int
 
 
-_V1 = _Version(
-    controller="memory",
-    kind="cgroup",
-    limits=("memory.limit_in_bytes",),
-    usage="memory.usage_in_bytes",
-    page_cache=("total_inactive_file", "total_active_file"),
-)
-_V2 = _Version(
-    controller="",
-    kind="cgroup2",
-    limits=("memory.max", "memory.high"),
-    usage="memory.current",
-    page_cache=("inactive_file", "active_file"),
-)
+_V1_CACHE, _V2_CACHE = ("total_inactive_file", "total_active_file"), ("inactive_file", "active_file")
+_V1 = _Version("memory", "cgroup", ("memory.limit_in_bytes",), "memory.usage_in_bytes", _V1_CACHE)
+_V2 = _Version("", "cgroup2", ("memory.max", "memory.high"), "memory.current", _V2_CACHE)
 _RLIMITS = MappingProxyType({"vms": ("ulimit -v", resource.RLIMIT_AS), "data": ("ulimit -d", resource.RLIMIT_DATA)})
 
 
@@ -79,27 +66,25 @@ def _ram_nbytes() -> int:
 
 def _limits(root: Path) -> Iterator[_Limit]:
     for line in _lines(root / "proc/self/cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        for version in (_V1, _V2):
-            if version.controller in controllers.split(","):
-                yield from filter(None, (_limit(version, *group) for group in _groups(root, version, path)))
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        for version in (version for version in (_V1, _V2) if version.controller in controllers.split(",")):
+            yield from filter(None, (_limit(version, *group) for group in _groups(root, version, path)))
     for field, (name, kind) in _RLIMITS.items():
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
             free = limit - getattr(psutil.Process().memory_info(), field)
-            yield _Limit(name=name, limit_nbytes=limit, free_nbytes=free)
+            yield _Limit(name, limit, free)
 
 
 def _limit(version: _Version, path: PurePosixPath, folder: Path) -> _Limit | None:
     limit = min(_number(folder / name, _NO_LIMIT) for name in version.limits)
     if limit >= _NO_LIMIT:
         return None
-    held = _statistics(folder / "memory.stat")
+    statistics = [line.split() for line in _lines(folder / "memory.stat")]
+    found = [pair for pair in statistics if len(pair) == 2 and re.fullmatch(r"[0-9]{1,20}", pair[1])]
     # The statistics of version 2 may be older than the usage by seconds: never more than the whole limit is free.
-    used = _number(folder / version.usage, 0) - sum(held.get(name, 0) for name in version.page_cache)
-    title = os.fsencode(path).decode(errors="replace")
-    return _Limit(name=f"cgroup {title}", limit_nbytes=limit, free_nbytes=limit - max(0, used))
+    used = _number(folder / version.usage, 0) - sum(int(size) for name, size in found if name in version.page_cache)
+    return _Limit(f"cgroup {os.fsencode(path).decode(errors='replace')}", limit, limit - max(0, used))
 
 
 def _groups(root: Path, version: _Version, path: str) -> list[tuple[PurePosixPath, Path]]:
@@ -119,9 +104,8 @@ def _mounts(root: Path, version: _Version) -> Iterator[tuple[PurePosixPath, Path
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
         fields, facts = mount.split(), file_system.split()
-        if len(fields) < 5 or len(facts) < 3 or facts[0] != version.kind:
-            continue
-        if version.controller in ("", *facts[2].split(",")):
+        is_whole = len(fields) >= 5 and len(facts) >= 3
+        if is_whole and facts[0] == version.kind and version.controller in ("", *facts[2].split(",")):
             top, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5])
             yield PurePosixPath(top), root / point.lstrip("/")
 
@@ -137,8 +121,3 @@ def _number(path: Path, default: int) -> int:
         number = int(path.read_text())
         return number if number >= 0 else default
     return default
-
-
-def _statistics(path: Path) -> Mapping[str, int]:
-    pairs = (line.split() for line in _lines(path))
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and re.fullmatch(r"[0-9]{1,20}", pair[1])}

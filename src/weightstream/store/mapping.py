@@ -4,12 +4,17 @@ The map is private and writable: a write into a tensor that views it stays in th
 file. Pages that were only read belong to the page cache, so a mapped model costs no memory of its own. A window is a
 second map of a part of the file, shared and read-only: a device can copy from its pages where they are, and pages that
 were written to in this process are not in it.
+
+The kernel tells exactly which pages of a private map were written to: such a page is anonymous and no page of the file
+any more. It is asked with PAGEMAP_SCAN (Linux 6.7), which skips what nobody touched, or by reading /proc/self/pagemap,
+8 bytes per page.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -19,14 +24,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from weightstream.errors import StoreError
-from weightstream.store.pagemap import written_ranges
 
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
 _MADV_POPULATE_READ = 22
 _MAP_FIXED = 0x10
+_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
+_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_NUM_REGIONS = 512
+_CHUNK_PAGES = 1 << 18
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # foreign calls release the GIL, so a slow disk stalls one thread only
@@ -36,15 +46,17 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _map(descriptor: int, nbytes: int, path: Path, *, shared: bool = False, offset: int = 0) -> Any:
+def _map(descriptor: int, nbytes: int, path: Path, flags: int, offset: int = 0, at: Any = None) -> Any:
     # Not mmap.mmap: before Python 3.13 it keeps a descriptor per file, and folders hold thousands of files.
-    flags = _MAP_NORESERVE | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
-    flags |= mmap.MAP_ANONYMOUS if descriptor < 0 else 0
-    protection = mmap.PROT_READ if shared else mmap.PROT_READ | mmap.PROT_WRITE
-    address = _LIBC.mmap(None, nbytes, protection, flags, descriptor, offset)
+    protection = mmap.PROT_READ if flags & mmap.MAP_SHARED else mmap.PROT_READ | mmap.PROT_WRITE
+    address = _LIBC.mmap(at, nbytes, protection, flags | _MAP_NORESERVE, descriptor, offset)
     if address == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise StoreError(f"{path}: cannot map {nbytes} bytes: {reason}; see `ulimit -v` and vm.max_map_count")
+    return address
+
+
+def _buffer(address: int, nbytes: int) -> Any:
     buffer = (ctypes.c_ubyte * nbytes).from_address(address)
     # Tensors hold the buffer, so the map outlives the FileMapping. Not at exit: other threads may still read.
     weakref.finalize(buffer, _LIBC.munmap, address, nbytes).atexit = False
@@ -53,15 +65,13 @@ def _map(descriptor: int, nbytes: int, path: Path, *, shared: bool = False, offs
 
 def reserve(nbytes: int, path: Path) -> Any:
     """Zeros in whole pages, which take no memory until they are written to; `path` is what an error names."""
-    return _map(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, path)
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _buffer(_map(-1, nbytes, path, _ANONYMOUS), nbytes)
 
 
-def give_back(buffer: Any) -> None:
+def give_back(buffer: Any, path: Path) -> None:
     """Make zeros of reserved memory again, which take none."""
-    flags, protection = _MAP_FIXED | _MAP_NORESERVE | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-    address, nbytes = ctypes.addressof(buffer), ctypes.sizeof(buffer)
-    if _LIBC.mmap(address, nbytes, protection, flags | mmap.MAP_ANONYMOUS, -1, 0) == _MAP_FAILED:
-        raise StoreError(f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}; see vm.max_map_count")
+    _map(-1, ctypes.sizeof(buffer), path, _ANONYMOUS | _MAP_FIXED, at=ctypes.addressof(buffer))
 
 
 def _populate(address: int, nbytes: int) -> int:
@@ -123,7 +133,8 @@ class FileMapping(Memory):
         with opened(self.path) as descriptor:
             self.identity = _identity(os.fstat(descriptor))
             self.nbytes = self.identity[0]
-            super().__init__(str(path), _map(descriptor, self.nbytes, self.path) if self.nbytes else None)
+            address = _map(descriptor, self.nbytes, self.path, mmap.MAP_PRIVATE) if self.nbytes else 0
+            super().__init__(str(path), _buffer(address, self.nbytes) if address else None)
 
     def check(self) -> None:
         """Raises `StoreError` when the file was replaced, truncated, written or removed since it was mapped."""
@@ -168,7 +179,7 @@ class FileMapping(Memory):
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         with opened(self.path) as descriptor:
             self.compare(os.fstat(descriptor))
-            buffer = _map(descriptor, end - start, self.path, shared=True, offset=start)
+            buffer = _buffer(_map(descriptor, end - start, self.path, mmap.MAP_SHARED, start), end - start)
         return Window(self, start, torch.frombuffer(buffer, dtype=torch.uint8))
 
 
@@ -189,6 +200,50 @@ class Window:
         self.mapping.check()
         code = _populate(self.memory.data_ptr() + begin - self.begin, end - begin)
         self.mapping.raise_unread(code, begin, end)
+
+
+def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
+    """Returns ranges of bytes, relative to `address`, that hold every written page; None where nobody can tell."""
+    first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        try:
+            found = _scan(descriptor, first, end)
+        except OSError:  # an older kernel
+            found = _read_entries(descriptor, first, end)
+        return [(start - address, stop - address) for start, stop in found]
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _scan(descriptor: int, start: int, end: int) -> list[tuple[int, int]]:
+    regions = (ctypes.c_uint64 * (3 * _NUM_REGIONS))()
+    found: list[tuple[int, int]] = []
+    while start < end:
+        # size, flags, start, end, walk end, regions, their number, most pages; then the pages wanted: not of a file,
+        # and present or swapped out
+        words = [96, 0, start, end, 0, ctypes.addressof(regions), _NUM_REGIONS, 0]
+        argument = (ctypes.c_uint64 * 12)(*words, _FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT)
+        num = fcntl.ioctl(descriptor, _SCAN, argument)
+        found += [(regions[3 * i], regions[3 * i + 1]) for i in range(num)]
+        start = argument[4]
+    return found
+
+
+def _read_entries(descriptor: int, start: int, end: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for first in range(start // mmap.PAGESIZE, end // mmap.PAGESIZE, _CHUNK_PAGES):
+        num = min(_CHUNK_PAGES, end // mmap.PAGESIZE - first)
+        entries = np.frombuffer(os.pread(descriptor, 8 * num, 8 * first), dtype=np.uint64)
+        kinds = entries >> np.uint64(61)  # present, swapped, of a file or shared
+        anonymous = np.flatnonzero((kinds > 1) & (kinds % 2 == 0)).tolist()
+        found += [((first + index) * mmap.PAGESIZE, (first + index + 1) * mmap.PAGESIZE) for index in anonymous]
+    return found
 
 
 @contextmanager

@@ -7,22 +7,155 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from weightstream.codec.chunks import Coder
-from weightstream.codec.format import ALIGN_NBYTES, Layout
-from weightstream.errors import ConfigError, StoreError
+from weightstream.codec import coding
+from weightstream.codec.format import ALIGN_NBYTES, BITS, Layout, can_code
+from weightstream.errors import ConfigError, StoreError, UnsupportedError
 from weightstream.store.atomic import remove_leftovers, replacing
-from weightstream.store.checkpoint import SUFFIXES
-from weightstream.store.shard import PAGE_NBYTES, Advance, Mapped, Shard, stored_nbytes
+from weightstream.store.checkpoint import SUFFIXES, Checkpoint
+from weightstream.store.decoded import LazyMemory
+from weightstream.store.header import CODED, CODES, coded_text, dtype_name
+from weightstream.store.mapping import Memory
+
+_PAGE_NBYTES = 4096
+_PIECE_NBYTES = 16 << 20
+_LEAST_CODED = 64 << 10  # weights
+_CODES = MappingProxyType({"none": (), "auto": BITS, "3bit": (3,), "4bit": (4,)})
+_WORTH = MappingProxyType({"auto": 0.97, "3bit": 1.0, "4bit": 1.0})  # of the bytes: decoding has a price
 
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
+
+Advance = Callable[[int], None]  # told how many more bytes of tensors are done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """A safetensors file to be: a header of whole pages, and the tensors that follow it without gaps.
+
+    Those that have a layout are coded. Their checksums are known once they are written; the header has room for them.
+    """
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+    layouts: Mapping[str, Layout]
+    device: torch.device  # that codes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header({})) + sum(self.sizes().values())
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each tensor in the file."""
+        return {name: _stored_nbytes(name, tensor, self.layouts) for name, tensor in self.tensors.items()}
+
+    def header(self, sums: Mapping[str, int]) -> bytes:
+        """The beginning of the file, as long whatever the checksums are; raises `UnsupportedError` for a dtype."""
+        nbytes = -(-(8 + len(self._text({}))) // _PAGE_NBYTES) * _PAGE_NBYTES - 8
+        return nbytes.to_bytes(8, "little") + self._text(sums).ljust(nbytes)
+
+    def _text(self, sums: Mapping[str, int]) -> bytes:
+        texts = {"format": "pt", **self.metadata}
+        if self.layouts:
+            texts[CODED] = coded_text(self.layouts, {n: self.tensors[n].shape for n in self.layouts}, sums)
+        facts: dict[str, Any] = {"__metadata__": texts}
+        end = 0
+        for name, nbytes in self.sizes().items():
+            dtype, shape = dtype_name(self.tensors[name]), list(self.tensors[name].shape)
+            if dtype not in CODES:
+                raise UnsupportedError(f"{name} is {dtype}, which safetensors cannot hold")
+            begin, end = end, end + nbytes
+            code, shape = ("U8", [nbytes]) if name in self.layouts else (CODES[dtype], shape)
+            facts[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        return json.dumps(facts, separators=(",", ":")).encode()
+
+    def write(self, path: Path, mappings: Sequence[Memory], advance: Advance) -> None:
+        """Writes the file; raises `OSError` where that fails, `StoreError` where a mapped file changed."""
+        sums = dict.fromkeys(self.layouts, 0)
+        with open(path, "wb") as file:
+            file.seek(len(self.header(sums)))
+            for name, tensor in self.tensors.items():
+                for piece in self.pieces(name, mappings):
+                    file.write(piece)
+                    if name in sums:
+                        sums[name] = zlib.crc32(piece, sums[name])
+                advance(tensor.nbytes)
+            file.seek(0)
+            file.write(self.header(sums))
+
+    def pieces(self, name: str, mappings: Sequence[Memory]) -> Iterator[Any]:
+        """The bytes of a tensor in the file, in arrays."""
+        with _readable(self.tensors[name], mappings) as data:
+            if name in self.layouts:
+                yield from (piece.numpy() for piece in coding.pieces(data, self.layouts[name], self.device))
+            elif data.numel():
+                yield from (piece.numpy() for piece in data.split(_PIECE_NBYTES))
+
+    def verify(self, path: Path, mappings: Sequence[Memory], advance: Advance) -> None:
+        """Reads the file again; raises `StoreError` or `CheckpointError` where it is not what the source holds."""
+        with open(path, "rb") as file:  # the disk's bytes, not the page cache's
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        written = Checkpoint.open(path)
+        written.verify()
+        if written.entries.keys() != self.tensors.keys() or written.metadata != {"format": "pt", **self.metadata}:
+            raise StoreError(f"{path}: the header differs from the source: the disk or the memory may be failing")
+        for name, tensor in self.tensors.items():
+            found = written.tensor(name)
+            homes: list[Memory] = [*written.mappings, *written.lazy.values()]
+            with _readable(tensor, mappings) as expected, _readable(found, homes) as data:
+                same = (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and torch.equal(data, expected)
+            if not same:
+                raise StoreError(f"{path}: {name} differs from the source: the disk or the memory may be failing")
+            advance(tensor.nbytes)
+
+
+def _stored_nbytes(name: str, tensor: torch.Tensor, layouts: Mapping[str, Layout]) -> int:
+    """The bytes of a tensor in a file."""
+    return layouts[name].nbytes if name in layouts else tensor.nbytes
+
+
+def choose(
+    tensors: Mapping[str, torch.Tensor], codec: str, mappings: Sequence[Memory], device: torch.device, advance: Advance
+) -> dict[str, Layout]:
+    """The smallest code of each of these that are worth one; all bytes of those that can be coded are read."""
+    layouts: dict[str, Layout] = {}
+    for name, tensor in tensors.items():
+        dtype = dtype_name(tensor)
+        codes = [bits for bits in _CODES[codec] if tensor.numel() >= _LEAST_CODED and can_code(dtype, bits)]
+        if codes:
+            with _readable(tensor, mappings) as data:
+                best = min(coding.layouts(data, dtype, codes, device), key=lambda layout: layout.nbytes)
+            if best.nbytes < tensor.nbytes and best.nbytes <= _WORTH[codec] * tensor.nbytes:
+                layouts[name] = best
+        advance(tensor.nbytes)
+    return layouts
+
+
+@contextlib.contextmanager
+def _readable(tensor: torch.Tensor, memories: Sequence[Memory]) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor, brought in where it views one of `memories`; raises `StoreError` where that changed."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    memory = next((m for m in memories if m.locate(data.data_ptr()) is not None), None) if data.numel() else None
+    try:
+        if memory is not None:
+            begin = data.data_ptr() - memory.address
+            memory.populate(begin, begin + data.numel())
+        yield data
+    finally:
+        if isinstance(memory, LazyMemory):
+            memory.forget()  # else a model that is not in its file as it is would be in memory as a whole
 
 
 def lay_out(
@@ -30,16 +163,16 @@ def lay_out(
     metadata: Mapping[str, str],
     *,
     layouts: Mapping[str, Layout] = MappingProxyType({}),
-    coder: Coder = Coder(),  # noqa: B008  # frozen
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # it cannot change
     shard_nbytes: int = 5 * 10**9,
 ) -> list[Shard]:
     """The shards of a pack: a unit that would exceed `shard_nbytes` begins a new one, and so does one that would not
-    begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded by `coder`."""
-    aligned_nbytes = ALIGN_NBYTES if layouts else PAGE_NBYTES
+    begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded on `device`."""
+    aligned_nbytes = ALIGN_NBYTES if layouts else _PAGE_NBYTES
     files: list[dict[str, torch.Tensor]] = []
     end = 0
     for unit in units:
-        sizes = {name: stored_nbytes(name, tensor, layouts) for name, tensor in unit.items()}
+        sizes = {name: _stored_nbytes(name, tensor, layouts) for name, tensor in unit.items()}
         nbytes = sum(sizes.values())
         if not files or end % aligned_nbytes or (end and end + nbytes > shard_nbytes):
             files.append({})
@@ -57,7 +190,7 @@ def lay_out(
             tensors=tensors,
             metadata=metadata,
             layouts={name: layouts[name] for name in tensors if name in layouts},
-            coder=coder,
+            device=device,
         )
         for suffix, tensors in zip(suffixes, files, strict=True)
     ]
@@ -83,7 +216,7 @@ def growing(out: Path) -> Iterator[Path]:
         raise StoreError(f"{out} cannot be written: {error}") from error
 
 
-def write(folder: Path, shards: Sequence[Shard], mappings: Sequence[Mapped], advance: Advance) -> None:
+def write(folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], advance: Advance) -> None:
     """Writes the shards; raises `StoreError` where there is no room or a mapped file changed, `OSError`."""
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
     if needed > free:

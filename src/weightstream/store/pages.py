@@ -11,11 +11,11 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 
+from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 
 _PINNED_NBYTES = 512 << 20  # of one registration: the first range is ready soon, and their number stays small
@@ -45,22 +45,17 @@ class Pages:
 class PageCache:
     """Holds ranges of files in memory. `pin` and `unpin` are the device's; without them ranges are only read ahead."""
 
-    def __init__(
-        self,
-        pin: Callable[[torch.Tensor], None] | None = None,
-        unpin: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
-        self._pin, self._unpin = pin, unpin
+    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None) -> None:
+        self._arena = Arena(pin, unpin) if pin is not None else None
         self._pages: list[Pages] = []
-        self._pinned: list[torch.Tensor] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, _release, self._closed, self._pinned, unpin)
+        weakref.finalize(self, _release, self._closed, self._arena)
 
     @property
     def nbytes(self) -> int:
         """Bytes pinned so far."""
-        return sum(memory.numel() for memory in self._pinned)
+        return self._arena.nbytes if self._arena is not None else 0
 
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
@@ -70,15 +65,16 @@ class PageCache:
         """
         self._stop()
         kept = [each for each in self._pages if each.window is not None and each.ranges <= set(ranges)]
-        self._unpin_others(kept)
+        if self._arena is not None:
+            self._arena.keep(each.window.memory for each in kept if each.window is not None)
         pages = _merged([each for each in ranges if not any(each in held.ranges for held in kept)])
         self._pages = [*kept, *pages]
-        for each in pages if self._pin is None else ():
+        for each in pages if self._arena is None else ():
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        job = _Job(self._pin, self._unpin, self._pinned, self._closed, on_refusal)
+        job = partial(_bring_in, pages, self._arena, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
-        self._thread = threading.Thread(target=job.run, args=(pages,), name="weightstream-pages", daemon=False)
+        self._thread = threading.Thread(target=job, name="weightstream-pages", daemon=False)
         self._thread.start()
         of_range = {asked: each for each in self._pages for asked in each.ranges}
         return [of_range[asked] for asked in ranges]
@@ -87,7 +83,7 @@ class PageCache:
         """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
         self._stop()
         self._pages.clear()
-        _release(self._closed, self._pinned, self._unpin)
+        _release(self._closed, self._arena)
 
     def _stop(self) -> None:
         self._closed.set()
@@ -95,50 +91,36 @@ class PageCache:
             self._thread.join()
             self._thread = None
 
-    def _unpin_others(self, kept: Sequence[Pages]) -> None:
-        stays = {id(each.window.memory) for each in kept if each.window is not None}
-        others = [memory for memory in self._pinned if id(memory) not in stays]
-        self._pinned[:] = [memory for memory in self._pinned if id(memory) in stays]
-        for memory in others:
-            if self._unpin is not None:
-                self._unpin(memory)
 
-
-class _Job:
+def _bring_in(
+    pages: list[Pages], arena: Arena | None, closed: threading.Event, on_refusal: Callable[[Exception], None]
+) -> None:
     """What the thread does: it holds no PageCache, so that one that is forgotten can go."""
+    for each in pages:
+        try:
+            _bring_in_one(each, arena, closed)
+        except Exception as error:
+            if arena is not None:
+                on_refusal(error)
+            arena = None
+        finally:
+            each.done.set()  # whatever happened: somebody may wait for it
 
-    def __init__(
-        self, pin: Any, unpin: Any, pinned: list[torch.Tensor], closed: threading.Event, on_refusal: Any
-    ) -> None:
-        self._pin, self._unpin, self._pinned, self._closed = pin, unpin, pinned, closed
-        self._on_refusal = on_refusal
 
-    def run(self, pages: list[Pages]) -> None:
-        for each in pages:
-            try:
-                self._bring_in(each)
-            except Exception as error:
-                if self._pin is not None:
-                    self._on_refusal(error)
-                self._pin = None
-            finally:
-                each.done.set()  # whatever happened: somebody may wait for it
-
-    def _bring_in(self, each: Pages) -> None:
-        window = each.mapping.window(each.begin, each.end) if self._pin is not None else None
-        where: FileMapping | Window = window or each.mapping
-        start = each.begin // mmap.PAGESIZE * mmap.PAGESIZE
-        for begin in range(start, each.end, _PIECE_NBYTES):
-            if self._closed.is_set() or not threading.main_thread().is_alive():
-                return
-            where.populate(begin, min(each.end, begin + _PIECE_NBYTES))
-        if window is None:
+def _bring_in_one(each: Pages, arena: Arena | None, closed: threading.Event) -> None:
+    window = each.mapping.window(each.begin, each.end) if arena is not None else None
+    where: FileMapping | Window = window or each.mapping
+    start = each.begin // mmap.PAGESIZE * mmap.PAGESIZE
+    for begin in range(start, each.end, _PIECE_NBYTES):
+        if closed.is_set() or not threading.main_thread().is_alive():
             return
-        self._pin(window.memory)
-        self._pinned.append(window.memory)
-        each.window = window
-        if self._closed.is_set():  # forgotten meanwhile: nobody else will unpin it
-            _release(self._closed, self._pinned, self._unpin)
+        where.populate(begin, min(each.end, begin + _PIECE_NBYTES))
+    if window is None or arena is None:
+        return
+    arena.pin(window.memory)
+    each.window = window
+    if closed.is_set():  # forgotten meanwhile: nobody else will unpin it
+        _release(closed, arena)
 
 
 def _merged(ranges: Sequence[Range]) -> list[Pages]:
@@ -156,10 +138,7 @@ def _merged(ranges: Sequence[Range]) -> list[Pages]:
     return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))
 
 
-def _release(closed: threading.Event, pinned: list[torch.Tensor], unpin: Callable[[torch.Tensor], None] | None) -> None:
+def _release(closed: threading.Event, arena: Arena | None) -> None:
     closed.set()
-    with suppress(IndexError):  # two threads may be here
-        while True:
-            memory = pinned.pop()
-            if unpin is not None:
-                unpin(memory)
+    if arena is not None:
+        arena.close()
