@@ -1,9 +1,8 @@
 """The homes of all alias groups: moved when a plan settles, by what differs; moved back when it is undone.
 
-Residents go to the device. What streams stays where it is (RAM, or a file), or moves into pinned memory where the
-device copies from that alone, or into the offload folder where RAM is short. What a plan wants coded is encoded on the
-device, and its plain bytes are let go. What left its file and was not written to goes back there when a plan wants it
-on disk or in the page cache. Where bytes are, and how they are copied from there, is in sources.py. Knows no schedule.
+Residents go to the device. What streams stays where it is, or moves to pinned memory where the device copies from that
+alone, or to the offload folder where RAM is short. What left its file and was not written to can go back there. Where
+bytes are, and how they are copied from there, is in sources.py. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ class Homes:
         self._moves = Moves(backend, arena, spill)
         self._empty = [(tensor, tensor.device) for tensor in empty]
         self._memories = tuple(mappings)
-        for memory in mappings:
-            if isinstance(memory, DecodedMemory):
-                memory.decode = self._moves.decode
+        for memory in (m for m in mappings if isinstance(m, DecodedMemory)):
+            memory.decode = self._moves.decode
         self.homes = {alias: self._found(group) for alias, group in groups.items()}
 
     def _found(self, group: Group) -> Home:
@@ -75,9 +73,9 @@ class Homes:
         view, device = group.home, group.home.device
         if device.type != "cpu":
             return Home(group=group, origin=device, source=Resident(view=view))
-        memory = next((m for m in self._memories if m.locate(view.data_ptr()) is not None), None)
-        file = in_file(view, memory) if memory is not None else None
-        if file is None and memory is not None:
+        if (memory := next((m for m in self._memories if m.locate(view.data_ptr()) is not None), None)) is None:
+            return Home(group=group, origin=device, source=Pageable(view=view))
+        if (file := in_file(view, memory)) is None:
             memory.populate(0, memory.nbytes)  # a part of a coded tensor cannot be taken as it is
         return Home(group=group, origin=device, source=file or Pageable(view=view), file=file)
 
@@ -91,15 +89,14 @@ class Homes:
     def in_parts(self) -> dict[str, list[torch.Tensor]]:
         """Of the groups that nobody has read yet, and that are plain in several places of files: these."""
         sources = {a: h.source for a, h in self.homes.items() if h.is_undecoded and h.layout is None}
-        files = {alias: source.extents for alias, source in sources.items() if isinstance(source, Mapped)}
-        return {a: [mapping.bytes(begin, end) for mapping, begin, end in extents] for a, extents in files.items()}
+        files = ((alias, source.extents) for alias, source in sources.items() if isinstance(source, Mapped))
+        return {a: [mapping.bytes(begin, end) for mapping, begin, end in extents] for a, extents in files}
 
     @property
     def movable(self) -> frozenset[str]:
         """Alias groups that can be on disk as things are now: those in files, and with an offload folder all."""
-        if self._can_spill:
-            return frozenset(self.homes)
-        return frozenset(a for a, h in self.homes.items() if h.source.is_in_file or h.has_file)
+        homes = self.homes.items()
+        return frozenset(a for a, h in homes if self._can_spill or h.source.is_in_file or h.has_file)
 
     @property
     def files(self) -> tuple[FileMapping, ...]:
@@ -176,7 +173,7 @@ class Homes:
         else:
             self._moves.move(home, kind(view=torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin)))
         if home.file is not None and not self._is_given(home.file):
-            home.file = None
+            home.file = None  # it is of the offload folder
 
     def _is_given(self, source: Source) -> bool:
         """Whether the view is in a file that weights came from; the offload folder goes with the homes."""
@@ -199,7 +196,7 @@ class Homes:
         lost = []
         for alias, home in self.homes.items():
             on_disk, bits = alias in goal.plan.disk, goal.bits(alias)
-            if (on_disk or (alias not in goal.plan.resident and self._keeps_files)) and home.fits(bits) is not None:
+            if (on_disk or (alias not in goal.plan.resident and self._keeps_files())) and home.fits(bits) is not None:
                 home.forget_other_file()
             spills = self._can_spill or (home.source.is_in_file and home.layout is None)
             if on_disk and home.fits(bits) is None and (bits or not spills):
@@ -209,11 +206,6 @@ class Homes:
                 f"{len(lost)} weights cannot be on disk, such as {', '.join(lost[:4])}: no file holds them as they are "
                 "now, as they were updated or never were in one. Raise host_budget, or name an offload_folder"
             )
-
-    @property
-    def _keeps_files(self) -> bool:
-        """Whether what streams from host memory is copied from pages of its file, if it has one."""
-        return self._pages is not None or not self._moves.pins
 
     def _place(self, goal: Goal) -> None:
         plan, units = goal.plan, range(len(goal.plan.manifest.units))
@@ -227,12 +219,12 @@ class Homes:
         self._settle_residents(goal)
         for tensor, _ in self._empty:
             tensor.data = tensor.data.to(self._backend.device)
-        self._release_blocks()
+        self._keep_blocks()
         self._hold_pages(plan)
         self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
         for unit in units:
             self._settle_unit(goal, unit)
-        self._release_blocks()
+        self._keep_blocks()
 
     def _return_to_file(self, goal: Goal, alias: str) -> None:
         """Where a plan wants a weight in its file, copies start there again."""
@@ -247,10 +239,14 @@ class Homes:
             self._moves.too_large[alias] = {file.layout.bits: file.layout.nbytes}
         if alias in plan.disk:
             home.show(file)
-        elif self._keeps_files and not isinstance(home.source, PageWindow):
+        elif self._keeps_files() and not isinstance(home.source, PageWindow):
             home.show(file.mapped())
 
-    def _release_blocks(self) -> None:
+    def _keeps_files(self) -> bool:
+        """Whether what streams from host memory is copied from pages of its file, if it has one."""
+        return self._pages is not None or not self._moves.pins
+
+    def _keep_blocks(self) -> None:
         """Let go of pinned memory that nothing is in any more."""
         if self._arena is not None:
             self._arena.keep(part for home in self.homes.values() for part in home.source.parts)
@@ -386,21 +382,19 @@ class Homes:
             self.sources_changed = True
 
 
-class UnitCopies:
+class UnitCopies(dict[int, list[Copy]]):
     """The copies of every unit of a plan, made when the first fill of the unit needs them."""
 
     def __init__(self, homes: Homes, plan: Plan, ring: torch.Tensor) -> None:
         self._homes, self._plan, self._ring = homes, plan, ring
-        self._made: dict[int, list[Copy]] = {}
 
-    def __getitem__(self, unit: int) -> list[Copy]:
-        if unit not in self._made:
-            self._made[unit] = self._homes.copies(self._plan, unit, self._ring)
-        return self._made[unit]
+    def __missing__(self, unit: int) -> list[Copy]:
+        self[unit] = made = self._homes.copies(self._plan, unit, self._ring)
+        return made
 
     def forget(self, aliases: set[str]) -> list[int]:
         """The sources of these changed; returns the units that hold them."""
         units = [u for u in range(len(self._plan.manifest.units)) if aliases & self._plan.streamed(u).keys()]
         for unit in units:
-            self._made.pop(unit, None)
+            self.pop(unit, None)
         return units
