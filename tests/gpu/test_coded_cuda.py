@@ -301,7 +301,7 @@ class Early(Binding):
 
 def test_decoding_before_its_fill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=MOST_CYCLES)
-    monkeypatch.setattr("weightstream.runtime.streamer.Binding", Early)
+    monkeypatch.setattr("weightstream.runtime.installation.Binding", Early)
     with taught(**PLANS["3bit streams"]) as model:
         model.assert_equal(rounds=5)
         with pytest.raises(AssertionError), model.streamer.step():

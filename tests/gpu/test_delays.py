@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -143,7 +143,7 @@ def test_the_clock_checker_agrees(plan: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_clock_checker_sees_a_wait_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = clocked(monkeypatch, Forgetful)
-    with taught(**PLANS["all"]) as model:
+    with suppress(AssertionError), taught(**PLANS["all"]) as model:  # right or wrong: the clock needs no luck
         for x in model.inputs:
-            model.stack(x)  # right or wrong: the clock needs no luck
-        assert any("no event orders the fill" in race for race in clocks[0].races)
+            model.stack(x)
+    assert any("no event orders the fill" in race for race in clocks[0].races)
