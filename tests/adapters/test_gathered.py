@@ -144,3 +144,29 @@ def test_a_model_is_saved_as_it_was(saved: Any, tmp_path: Path) -> None:
     for shard in folder.glob("*.safetensors"):
         assert (tmp_path / "again" / shard.name).read_bytes() == shard.read_bytes()
     assert_streams(model, original, expected)
+
+
+UPDATES: dict[str, Any] = {
+    "data": lambda weight: weight.data.mul_(2),
+    "numpy of a view": lambda weight: weight.detach().view(torch.uint8).numpy().__ixor__(1),
+    "storage": lambda weight: weight.untyped_storage().__setitem__(1, 60),
+    "in place": lambda weight: weight.mul_(2),
+    "assigned": lambda weight: setattr(weight, "data", weight.data * 2),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_between_steps_however_they_are_made(update: str, saved: Any) -> None:
+    """Of memory that was gathered no kernel tells which pages were written to."""
+    original, folder = saved
+    expected = reference(original, folder)
+    model = weightstream.from_pretrained(folder, device="cpu", device_budget=int(0.4 * model_nbytes(expected)))
+    with torch.no_grad():
+        assert_streams(model, original, expected)
+        name = next(iter(in_parts(model)))
+        for _ in range(2):
+            for either in (model, expected):
+                UPDATES[update](either.get_parameter(name))
+            assert_streams(model, original, expected)
+    model.weightstream.remove()
+    assert_equal_weights(model, expected)

@@ -14,7 +14,7 @@ import weightstream
 from models import randomise
 
 NUM_UNITS = 64
-NUM_STEPS = 10
+NUM_STEPS = 48
 
 
 def num_calls(run: Callable[[], object]) -> float:

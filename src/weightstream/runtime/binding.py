@@ -78,8 +78,6 @@ class Binding:
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
-        for face in self.faces:
-            face.guard()
         self.engine = Engine(plan, backend, self._copies, counters, timeline)
         self.engine.prime()
         self.rest()
@@ -94,17 +92,22 @@ class Binding:
         self._leave_written()
         found = noticed(self.faces)
         self._stale([face for face in found if face.adopt() or face.changed()])
-        # the plain bytes of these may have been written to, and no version would tell
-        self._leave(self._homes.leave_files({f.member.spec.alias for f in found if f.member.lent and f.source.layout}))
-        self.engine.forget(face.unit for face in found)
+        # these may have been written to, and no version would tell
+        self._leave(self._homes.leave_files({face.member.spec.alias for face in found if face.is_past_file()}))
+        self._forget({face.member.spec.alias for face in found})
         for face in found:
             face.member.touched = False
+        for face in self.faces:
+            face.free()
+            face.guard_unread()
 
     @_unseen
     def rest(self) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._backend.record(Side.COMPUTE, self._step_end)
         self._homes.guard()
+        for face in self.faces:
+            face.guard()
 
     # -- units of eager steps --------------------------------------------------------------------------------------
 
@@ -179,10 +182,12 @@ class Binding:
 
     def look_for_kept(self, unit: Bound) -> None:
         """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
-        if unit.index not in self.kept and unit.num_views():
-            gc.collect()  # a cycle of objects may hold a view that cannot be reached any more
-            if unit.num_views():
-                self.kept.add(unit.index)
+        for generation in (1, 2):  # a cycle of objects may hold a view that cannot be reached any more; most are young
+            if unit.index in self.kept or not unit.num_views():
+                return
+            gc.collect(generation)
+        if unit.num_views():
+            self.kept.add(unit.index)
 
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
@@ -217,7 +222,6 @@ class Binding:
         for face in self.faces:
             face.show(face.home)
             face.agree()
-            face.guard()
         self.rest()
         if updated:
             self.engine.forget(self.engine.held())
@@ -375,21 +379,21 @@ class Binding:
 
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
-        left = self._homes.leave_written()
-        for face in self.faces if left else ():
-            if face.member.spec.alias in left and not face.changed():
-                face.member.lent = True  # for good, as nobody can tell when whoever holds the memory writes to it
-        self._leave(left)
+        if left := self._homes.leave_written():
+            for face in self.faces:  # for good, as nobody can tell when whoever holds the memory writes to it
+                face.member.lent |= face.member.spec.alias in left and not face.changed()
+            self._leave(left)
 
     def _stale(self, updated: list[Face]) -> None:
         """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""
-        if not updated:
-            return
         aliases = {face.member.spec.alias for face in updated}
         self._leave(self._homes.leave_files(aliases))
-        for unit in self.units:
-            mine = [face for face in unit.faces.faces if face.member.spec.alias in aliases]
-            for face in mine:
+        for face in self.faces if aliases else ():
+            if face.member.spec.alias in aliases:
                 face.agree()
-            if mine:
-                self.engine.forget([unit.index])
+        self._forget(aliases)
+
+    def _forget(self, aliases: set[str]) -> None:
+        """What the ring holds of these is stale, in whichever unit."""
+        if aliases:  # most steps update nothing
+            self.engine.forget({face.unit for face in self.faces if face.member.spec.alias in aliases})

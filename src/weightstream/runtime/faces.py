@@ -3,8 +3,8 @@
 Whoever reads, saves or updates a weight between steps sees the true bytes. Two kinds of change must not be missed: an
 update of the home after the ring was filled ahead (it would compute with stale bytes), and an update of the ring
 inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter, and data
-that is assigned shows by its address. Memory that was handed out (`.data`, numpy) raises no version, so a tensor that
-shows its home is guarded: it remembers that, and from then on counts as updated before every step. Of a view
+that is assigned shows by its address. Memory that was handed out (`.data`, numpy) raises no version, so between steps
+a tensor is guarded: it remembers that, and from then on counts as updated before every step. Of a view
 (`w.detach()`) nobody knows whether numpy took it out in turn: the tensor counts as updated once, before the next step.
 """
 
@@ -49,12 +49,13 @@ class Face:
     ring_at: tuple[int, tuple[int, ...]] = field(init=False)
     version: int = field(init=False)
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
-    compared: bool = False  # the forward's writes that raise no version were looked for
+    is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
 
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
         self.version = self.tensor._version
         self.on_access = partial(_before, self.member, self.source)  # a guard holds no views
+        self.is_lazy = self.source.source.lazy is not None
         self._locate()
 
     def _locate(self) -> None:
@@ -65,8 +66,16 @@ class Face:
         self.member.show(view)
 
     def guard(self) -> None:
-        """The home is shown: notice who takes the memory out, and decode it first where it holds nothing yet."""
+        """The home is shown, and no step is under way: notice who takes the memory out."""
         parameter.guard(self.tensor, self.member.kind, self.on_access)
+
+    def guard_unread(self) -> None:
+        """The home is shown in a step: decode it before it is read, where it holds nothing yet.
+
+        All others are plain then, as torch takes other ways, with other bits, where a class sees its calls.
+        """
+        if self.is_lazy and self.source.is_undecoded:
+            self.guard()
 
     def free(self) -> None:
         """Be a plain tensor, whatever is in the memory."""
@@ -79,6 +88,12 @@ class Face:
     def in_ring(self) -> bool:
         """Whether it shows its bytes of the ring, and no data that somebody assigned."""
         return (self.tensor.data_ptr(), self.tensor.stride()) == self.ring_at
+
+    def is_past_file(self) -> bool:
+        """Whether the home, once noticed, may hold other bytes than copies take from a file or a coded form."""
+        if self.source.layout is not None:
+            return self.member.lent
+        return self.is_lazy and not self.source.is_undecoded  # gathered: no kernel tells of writes to that memory
 
     def agree(self) -> None:
         self.version = self.tensor._version
@@ -99,7 +114,8 @@ class Face:
                 f"{data.stride()}, while it is offloaded (it was {self.home.dtype}, {tuple(self.home.shape)}, stride "
                 f"{self.home.stride()}): call remove(), change it, and offload again"
             )
-        self.relaid = self.relaid or data.stride() != self.home.stride()
+        if data.stride() != self.home.stride():
+            self.relaid = self.member.touched = True  # other faces of the tensor are to take it over too
         self.source.check()
         source = data.clone() if same_memory else data
         self.home = self.home.as_strided(data.shape, data.stride())
@@ -124,11 +140,10 @@ class Face:
     def _was_written(self, training: bool) -> bool:
         """Whether a forward may have written without a version: norms in training mode do, and kernels with caches of
         their own. Whether those do is seen in the first forward, where the bytes are compared."""
-        if not self.compared:
-            self.compared = True
+        if self.member.written is None:
             self.source.check()
             shown, home = (view.contiguous().view(-1).view(torch.uint8) for view in (self.ring, self.home))
-            self.member.written |= not torch.equal(shown.to(home.device), home)
+            self.member.written = not torch.equal(shown.to(home.device), home)
         return training or self.member.written
 
     def _fits(self, data: torch.Tensor) -> bool:
@@ -168,7 +183,7 @@ class UnitFaces:
         finally:
             for face in self.faces:
                 _DATA.__set__(face.tensor, face.home)
-                face.guard()
+                face.guard_unread()
             for shell in self._shells:
                 shell.follow()
 

@@ -156,6 +156,8 @@ class Installation:
             self._detach()
             self.homes.restore()
         finally:
+            for home in self.homes.homes.values():
+                home.forget()
             self.gate.change(Mode.REMOVED)
             self.graphs.clear()
             self.modules.session.close()

@@ -42,7 +42,7 @@ class Learning:
         """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
         binding, modules = self._installed.binding, self._installed.modules
         streamed = {id(face.tensor): face for face in binding.faces}
-        shown: dict[int, torch.Tensor] = {}
+        shown: set[int] = set()
 
         def on_read(tensor: torch.Tensor) -> None:
             face = streamed[id(tensor)]
@@ -50,7 +50,7 @@ class Learning:
                 return
             alias = face.member.spec.alias
             self.outside.setdefault(modules.reader(), set()).add(alias)
-            shown[id(tensor)] = face.home
+            shown.add(id(tensor))
             face.show(self._installed.homes.read(alias, face.member))
             self._installed.counters.count(face.home.nbytes, planned=False)
 
@@ -63,8 +63,9 @@ class Learning:
             with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
                 yield
         finally:
-            for key in shown:
-                streamed[key].show(shown[key])
+            for face in (streamed[key] for key in shown):
+                if not (face.changed() and face.adopt()):  # the model updated what it was given
+                    face.show(face.home)
 
     def learn(self, *, watched: bool) -> None:
         """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""

@@ -121,6 +121,11 @@ class Home:
         if self.file is not None and not self.holds_same(self.file):
             self.file = None
 
+    def forget(self) -> None:
+        """The weights are the model's alone again: whoever keeps the streamer keeps no memory of them."""
+        self.source, self.file = Pageable(view=torch.empty(0, dtype=torch.uint8, device="cpu")), None
+        self.group.home = self.source.view
+
     def holds_same(self, source: Source) -> bool:
         """Whether these are the plain bytes of a source; False where it cannot be read."""
         if source.view is self.source.view or self.is_undecoded:  # what was not read was not written to

@@ -98,13 +98,16 @@ def _plainly(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[...
 
     def method(self: torch.Tensor, *args: Any) -> Any:
         before(self, Access.READ)
-        ours, kept = type(self), self.__dict__.pop(_GUARD, None)
+        ours, kept = type(self), self.__dict__
+        # in its place, as what `__reduce_ex__` returns may hold the dictionary itself
+        self.__dict__ = {name: value for name, value in kept.items() if name != _GUARD}
         self.__class__ = base
         try:
             return call(self, *args)
         finally:
-            if kept is not None:
-                self.__dict__[_GUARD], self.__class__ = kept, ours
+            self.__dict__ = kept
+            if _GUARD in kept:
+                self.__class__ = ours
 
     return method
 

@@ -34,7 +34,7 @@ class Member:
     shells: tuple[Shell, ...]
     touched: bool = False  # since the last step: other data may be assigned, or written through a view
     lent: bool = False  # its memory was handed out: nothing tells when others write to it
-    written: bool = False  # its module's forward writes to it, and raises no version
+    written: bool | None = None  # its module's forward writes to it, and raises no version; None: not looked at yet
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
         """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
@@ -205,18 +205,18 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     Of owners that no Python object stands for nothing is told: the graphs of autograd hold views of weights. Nor is an
     array known that a tensor was made of, as `torch.from_numpy` does.
     """
-    storages = {alias: group.home.untyped_storage()._cdata for alias, group in by_alias.items()}
-    showing: Counter[int] = Counter()
+    handles = {alias: group.home.untyped_storage() for alias, group in by_alias.items()}
+    showing = Counter({handle._cdata: 1 for handle in handles.values()})  # a handle is an owner too
     for alias, group in by_alias.items():
-        showing[storages[alias]] += 1 + len(group.members)
+        showing[handles[alias]._cdata] += 1 + len(group.members)
     suspects = {storage for storage, num in showing.items() if torch._C._storage_Use_Count(storage) > num}
     if not suspects:
-        return []
+        return []  # to look at all objects takes up to a second
     gc.collect()  # what a cycle of objects holds is nobody's any more
     own = {id(tensor) for group in by_alias.values() for tensor in (group.home, *(m.tensor for m in group.members))}
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
     suspects &= {_memory_of(tensor) for tensor in tensors}
-    return [m.names[0] for alias, group in by_alias.items() if storages[alias] in suspects for m in group.members]
+    return [m.names[0] for alias, group in by_alias.items() if handles[alias]._cdata in suspects for m in group.members]
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
