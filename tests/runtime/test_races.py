@@ -77,8 +77,8 @@ MUTATIONS = {
     "drained is recorded after the fill that follows": [
         ("self._backend.record(Side.COMPUTE, fence.drained)", "pass"),
         (
-            "self._fill_due(self._cursor.release(unit))",
-            "self._fill_due(self._cursor.release(unit)); self._backend.record(Side.COMPUTE, fence.drained)",
+            "if due := self._cursor.release(unit):\n            self._fill_due(due)\n",
+            "self._fill_due(self._cursor.release(unit)); self._backend.record(Side.COMPUTE, fence.drained)\n",
         ),
     ],
     "a recorded release is not remembered": [("fence.last_read = fence.drained", "pass")],
@@ -197,7 +197,7 @@ def test_the_naive_ring_rule_is_seen_in_an_engine_that_trusts_it(seed: int, monk
         [
             ("held.move(State.EMPTY)", "pass"),
             ("if self.fences[unit].state is State.EMPTY and not self.is_blocked(unit):", "if True:"),
-            ("if state not in _NEXT[self.state]", "if False"),
+            ("if state not in self.state.next", "if False"),
         ],
     )
     results = {}

@@ -642,8 +642,10 @@ def ring(): return [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
 source = MemorySource(torch.zeros(1 << 20, dtype=torch.uint8))
 stagings = [Staging(ring(), num_threads=2) for _ in range(3)]
 readings = [stagings[0].start(Stuck(), 0, 1 << 20), *(s.start(source, 0, 1 << 20) for s in stagings[1:])]
+filled = [piece for reading in readings[1:] for piece in list(reading._pieces)[:2]]
 next(iter(readings[2])).release(threading.Event().wait)
 assert begun.wait(20)
+assert all(piece.done.wait(20) for piece in filled)  # a thread that is in torch when Python ends would abort
 assert sum(thread.name.startswith("weightstream-read") for thread in threading.enumerate()) == 6
 print("end")
 """

@@ -62,7 +62,8 @@ class LazyMemory(Memory):
             if self.is_filled:
                 self.check()
             else:
-                self.write(self.bytes(0, self.nbytes))
+                with torch.inference_mode(False):  # else what it makes could not be written to in `write`
+                    self.write(self.bytes(0, self.nbytes))
                 self.is_filled = True
 
     def forget(self) -> None:
