@@ -54,6 +54,7 @@ def test_a_plan_takes_seconds_and_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.stress
 def test_a_sweep_takes_seconds_more(tmp_path: Path) -> None:
     """20 s of one core, of which a third looks for what to code."""
     text, seconds = planned(tmp_path, "--sweep")
