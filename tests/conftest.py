@@ -5,6 +5,7 @@ Triton's kernels run in its interpreter where there is no GPU; Triton reads that
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,9 +19,27 @@ from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file of tests leaves behind was imported, and stays: no collection of garbage looks at it again."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         profile.save(torch.device("cpu"), CPU_PROFILE)
         yield
+
+
+@pytest.fixture
+def no_loading_bars() -> Iterator[None]:
+    """transformers writes nothing to the terminal while it loads."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()

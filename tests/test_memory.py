@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 import textwrap
+from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from safetensors.torch import save_file
+
+from models import llama_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,36 +20,19 @@ LAYERS = 22
 BUDGET = 512 << 20
 
 
+def shard_of(name: str) -> str:
+    return f"shard-{name.split('.')[2] if 'layers' in name else name}.safetensors"
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded Llama of 2.2 GiB, a shard per layer, written without holding it."""
     folder = tmp_path_factory.mktemp("large")
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=1024,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {n: p.shape for n, p in transformers.LlamaForCausalLM(config).named_parameters()}
-    random = np.random.default_rng(0)
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": LAYERS, "num_attention_heads": 16}
     weight_map: dict[str, str] = {}
-    shards: dict[str, dict[str, torch.Size]] = {}
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        shards.setdefault(f"shard-{parts[2] if 'layers' in name else 'rest'}.safetensors", {})[name] = shape
-    for shard, members in shards.items():
-        tensors = {}
-        for name, shape in members.items():
-            values = random.standard_normal(tuple(shape), dtype=np.float32) * 0.02 + (len(shape) == 1)
-            tensors[name] = torch.from_numpy(values).bfloat16()
-            weight_map[name] = shard
+    for shard, members in groupby(llama_tensors(folder, **sizes, vocab_size=1024), key=lambda pair: shard_of(pair[0])):
+        tensors = dict(members)
+        weight_map |= dict.fromkeys(tensors, shard)
         save_file(tensors, folder / shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ from weightstream.store.folder import OffloadFolder
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("no_loading_bars")
+
 NAMES = ("mixtral", "qwen3_moe-bf16")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weightstream
-from models import TEXT, randomise
+from generating import MODELS, STATIC, options
+from models import randomise
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,21 +27,6 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # no
 
 from weightstream.adapters import generation  # noqa: E402
 from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
-
-STATIC = {"cache_implementation": "static", "disable_compile": True}
-WINDOW = 12
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
-    "qwen3": lambda: transformers.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=16),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    ),
-    "gemma2": lambda: transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW),
-    "mistral": lambda: transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=WINDOW),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **TEXT, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
-    ),
-}
 
 
 class Graph(TorchDispatchMode):
@@ -135,11 +121,6 @@ def llama() -> Any:
 
 def prompt(length: int = 5, rows: int = 1) -> torch.Tensor:
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length))
-
-
-def options(num: int = 24, **more: Any) -> dict[str, Any]:
-    lengths = {"max_new_tokens": num, "min_new_tokens": num}
-    return lengths | {"do_sample": False, "repetition_penalty": 2.0, "pad_token_id": 0} | more
 
 
 def captured(

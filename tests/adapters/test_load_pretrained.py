@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
 from weightstream.store.folder import OffloadFolder
 
+pytestmark = pytest.mark.usefixtures("no_loading_bars")
+
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -29,13 +30,6 @@ SMALL = {
     "vocab_size": 1000,
     "max_position_embeddings": 64,
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def saved(folder: Path, model_class: Any, config: Any, **options: Any) -> Path:

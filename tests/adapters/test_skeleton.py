@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +28,8 @@ from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("no_loading_bars")
+
 LLAMA_405B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,13 +44,6 @@ LLAMA_405B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def saved(name: str, folder: Path, **options: Any) -> Path:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import weightstream
+from generating import MODELS, STATIC, options
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,32 +17,7 @@ from weightstream.adapters.generation import Decoding, generate  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-STATIC = {"cache_implementation": "static", "disable_compile": True}
-WINDOW = 12
 LONG = 1500
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
-    "qwen3": lambda: transformers.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=16),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    ),
-    "gemma2": lambda: transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW),
-    "mistral": lambda: transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=WINDOW),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **TEXT, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
-    ),
-}
 WINDOWED = ("gemma2", "mistral")
 
 
@@ -59,11 +34,6 @@ def halved(model: Any) -> int:
 
 def prompt(length: int = 5, rows: int = 1) -> torch.Tensor:
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length)).cuda()
-
-
-def options(num: int = 24, **more: Any) -> dict[str, Any]:
-    lengths = {"max_new_tokens": num, "min_new_tokens": num}
-    return lengths | {"do_sample": False, "repetition_penalty": 2.0, "pad_token_id": 0} | more
 
 
 def captured(model: Any, ids: torch.Tensor, **more: Any) -> tuple[Any, Decoding]:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import weightstream
 from coded_rig import cast, exact
+from models import TEXT
 from stack import Block, Stack, Taught, assert_equal, captured, floats, nbytes, slow, taught
 from weightstream.cli import app
 from weightstream.codec import coding
@@ -72,6 +73,7 @@ def test_every_mode_gives_the_plain_bits(name: str) -> None:
                 model.assert_equal(graph, rounds=4)
 
 
+@pytest.mark.alone  # the planner goes by rates that it measures here
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.78])
 def test_a_planner_that_chooses_codes_where_the_link_is_the_limit(share: float) -> None:
     with taught(**LARGE, share=share) as model:
@@ -92,6 +94,7 @@ def test_a_planner_that_chooses_leaves_what_fits_alone() -> None:
         model.assert_equal()
 
 
+@pytest.mark.alone
 def test_coded_residents_alone_fit_where_the_plain_ones_do_not() -> None:
     with taught(**LARGE, share=0.95) as model:
         plan = model.streamer.plan
@@ -324,7 +327,7 @@ def generation() -> Any:
 def test_captured_generation(name: str, codec: str, share: float, generation: Any) -> None:
     import transformers
 
-    wide = {**generation.TEXT, "hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
+    wide = {**TEXT, "hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**wide)
     if name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

@@ -158,10 +158,13 @@ def write_one_element_of_data(parameter: nn.Parameter) -> None:
 
 
 def write_to_numpy(parameter: nn.Parameter) -> None:
-    """An array of a view raises no version, and is gone before the next step."""
-    words = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
-    array = parameter.detach().view(words).numpy()
-    array ^= 1
+    """An array of a view raises no version, and is gone before the next step. Weights on a GPU have no such array."""
+    words = parameter.detach().view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+    if words.is_cuda:
+        words ^= 1
+    else:
+        array = words.numpy()
+        array ^= 1
 
 
 UPDATES = (

@@ -12,21 +12,19 @@ import resource
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_pack import assert_same_state, bits
-from typer.testing import CliRunner
+from test_pack import assert_same_state, bits, run
+from test_pack import read as header_of
 
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
-from weightstream.cli import app
 from weightstream.codec import coding, reference
 from weightstream.codec.format import TILE, Layout
 from weightstream.errors import CheckpointError, StoreError
@@ -36,6 +34,8 @@ from weightstream.store.decoded import DecodedMemory
 from weightstream.store.pack import Shard, choose
 
 transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("no_loading_bars")
 
 SMALL = {
     "hidden_size": 256,
@@ -47,13 +47,6 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def saved(folder: Path, dtype: str = "bfloat16", **facts: Any) -> Path:
@@ -82,10 +75,6 @@ def pack(packs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packs / "auto", tmp_path / "auto"))
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["pack", *map(str, arguments)])
-
-
 def packed(model: Path, out: Path, *flags: str) -> str:
     result = run(model, out, *flags)
     assert result.exit_code == 0, result.output
@@ -102,10 +91,8 @@ def refused(model: Path, out: Path, *flags: str) -> str:
 
 def read(path: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Where the data begins, the header, and what it tells of coded tensors."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    return 8 + length, header, json.loads(header["__metadata__"].get("weightstream", "{}"))
+    begin, header = header_of(path)
+    return begin, header, json.loads(header["__metadata__"].get("weightstream", "{}"))
 
 
 def populate(loaded: LoadedModel) -> None:

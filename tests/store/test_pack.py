@@ -33,6 +33,8 @@ from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("no_loading_bars")
+
 RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [2, 2, 2], "layer_type": "basic"}
 LOCAL = {"resnet": models.build_transformers("ResNetModel", lambda seed: pixels(seed), **RESNET)}
 
@@ -43,13 +45,6 @@ def pixels(seed: int) -> dict[str, Any]:
 
 def build(name: str) -> models.Model:
     return {**models.MODELS, **LOCAL}[name]()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def saved(name: str, folder: Path, **options: Any) -> Path:

@@ -12,12 +12,11 @@ from torch import nn
 
 import weightstream
 from models import MODELS, Model, model_nbytes, randomise, weights
-from weightstream.errors import PlanError
+from streaming import least_budget
 from weightstream.plan import planner
 
 KINDS = (torch.bfloat16, torch.float16)
 PLACES = ("streams", "in part", "resident")
-_RESOLUTION = 32
 
 
 @pytest.fixture
@@ -95,17 +94,10 @@ def offload(module: nn.Module, place: str = "streams", codec: str = "3bit", **se
 
 
 def budgets(module: nn.Module, codec: str = "3bit", places: Sequence[str] = PLACES) -> dict[str, int]:
-    """Place -> bytes of budget, within 1/32 of what all takes."""
+    """Place -> bytes of budget: the least that a refusal asks for, what all takes, and half way."""
     most = _held(module, 16 * model_nbytes(module) + (1 << 20), codec)
-    low, high = 0, most
-    while set(places) != {"resident"} and high - low > most // _RESOLUTION:
-        middle = (low + high) // 2
-        try:
-            _held(module, middle, codec)
-            high = middle
-        except PlanError:
-            low = middle
-    return {"streams": high, "in part": (high + most) // 2, "resident": most}
+    least = most if set(places) == {"resident"} else least_budget(module, "cpu", codec=codec)
+    return {"streams": least, "in part": (least + most) // 2, "resident": most}
 
 
 def _held(module: nn.Module, budget: int, codec: str) -> int:

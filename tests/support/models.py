@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -133,6 +134,21 @@ def build_transformers(
 
 def text(name: str, dtype: torch.dtype = torch.float32, **config: object) -> Callable[[], Model]:
     return build_transformers(name, token_inputs, dtype, **{**TEXT, **config})
+
+
+def llama_tensors(folder: Path, **sizes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Write the configuration of a bf16 Llama to a folder, and give its tensors: parts of one random block."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
+    most = max(shape.numel() for shape in shapes.values()) + 4096 * len(shapes)
+    block = (torch.randn(most, generator=torch.Generator().manual_seed(0)) * 0.03).bfloat16()
+    for index, (name, shape) in enumerate(shapes.items()):
+        values = block[index * 4096 : index * 4096 + shape.numel()].view(shape).clone()
+        yield name, values + 1 if len(shape) == 1 else values
 
 
 def vision(name: str, dtype: torch.dtype = torch.float32, **config: object) -> Callable[[], Model]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import weightstream
-from models import MODELS, Model, assert_same, model_nbytes, step, to_device, weights
+from models import MODELS, Model, assert_same, step, to_device, weights
 from weightstream.errors import PlanError
 
 DEVICES = (
@@ -17,33 +20,19 @@ DEVICES = (
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
     ),
 )
-# of a model's bytes: how far above the least budget that plans the search may stop
-_RESOLUTION = 32
 
 
-_LEAST: dict[object, int] = {}  # the search plans and offloads six times, and many tests are of one model
-
-
-def least_budget(module: nn.Module, device: str) -> int:
-    """A budget in bytes that plans, and within 1/32 of the model's bytes of one that does not."""
-    tensors = weights(module)
-    places = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
-    forms = [(t.shape, t.stride(), t.dtype, places.index(at)) for t, at in zip(tensors.values(), places, strict=True)]
-    key = device, type(module), tuple(tensors), tuple(forms)
-    if key not in _LEAST:
-        _LEAST[key] = _search(module, device)
-    return _LEAST[key]
-
-
-def _search(module: nn.Module, device: str) -> int:
-    low, high = 0, 2 * model_nbytes(module)
-    while high - low > model_nbytes(module) // _RESOLUTION:
-        middle = (low + high) // 2
-        if plans(module, device, middle):
-            high = middle
-        else:
-            low = middle
-    return high
+def least_budget(module: nn.Module, device: str, **settings: Any) -> int:
+    """The least budget in bytes that plans, as refusals tell it: sizes of codes are estimated before the first."""
+    budget = 1
+    for _ in range(4):
+        try:
+            weightstream.offload(module, device=device, device_budget=budget, **settings).remove()
+            return budget
+        except PlanError as error:
+            (asked,) = re.findall(r"= \S+ \((\d+) bytes\)", str(error))
+            budget = int(asked)
+    raise AssertionError(f"{budget} bytes do not do either")
 
 
 def plans(module: nn.Module, device: str, budget: int) -> bool:

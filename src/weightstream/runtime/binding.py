@@ -90,11 +90,10 @@ class Binding:
         self._homes.unguard()
         self._backend.wait(Side.COMPUTE, self._step_end)
         self._leave_written()
-        found = noticed(self.faces)
-        self._stale([face for face in found if face.adopt() or face.changed()])
+        found = self._see(self.faces)
         # these may have been written to, and no version would tell
-        self._leave(self._homes.leave_files({face.member.spec.alias for face in found if face.is_past_file()}))
-        self._forget({face.member.spec.alias for face in found})
+        self._leave(self._homes.leave_files({face.alias for face in found if face.is_past_file()}))
+        self._forget({face.alias for face in found})
         for face in found:
             face.member.touched = False
         for face in self.faces:
@@ -132,15 +131,10 @@ class Binding:
             raise
 
     def _bring(self, unit: Bound, is_inside: bool) -> None:
-        # a unit that ran before this one may have updated what was filled ahead
-        if found := noticed(unit.faces.faces):
-            self._stale([face for face in found if face.adopt() or face.changed()])
+        self._see(unit.faces.faces)  # a unit that ran before this one may have updated what was filled ahead
         if is_inside and self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
-        else:
-            self._wait(unit)
-
-    def _wait(self, unit: Bound) -> None:
+            return
         if unit.streams:
             self.engine.wait(unit.index)
         self.decode(unit.index)
@@ -381,19 +375,25 @@ class Binding:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
         if left := self._homes.leave_written():
             for face in self.faces:  # for good, as nobody can tell when whoever holds the memory writes to it
-                face.member.lent |= face.member.spec.alias in left and not face.changed()
+                face.member.lent |= face.alias in left and not face.changed()
             self._leave(left)
+
+    def _see(self, faces: list[Face]) -> list[Face]:
+        """Take in updates of the homes of these; returns those that may have been updated."""
+        if found := noticed(faces):
+            self._stale([face for face in found if face.adopt() or face.changed()])
+        return found
 
     def _stale(self, updated: list[Face]) -> None:
         """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""
-        aliases = {face.member.spec.alias for face in updated}
+        aliases = {face.alias for face in updated}
         self._leave(self._homes.leave_files(aliases))
         for face in self.faces if aliases else ():
-            if face.member.spec.alias in aliases:
+            if face.alias in aliases:
                 face.agree()
         self._forget(aliases)
 
     def _forget(self, aliases: set[str]) -> None:
         """What the ring holds of these is stale, in whichever unit."""
         if aliases:  # most steps update nothing
-            self.engine.forget({face.unit for face in self.faces if face.member.spec.alias in aliases})
+            self.engine.forget({face.unit for face in self.faces if face.alias in aliases})

@@ -62,6 +62,11 @@ class Face:
         self.home_at = self.home.data_ptr()
         self.ring_at = self.ring.data_ptr(), self.ring.stride()
 
+    @property
+    def alias(self) -> str:
+        """The group that the tensor is of."""
+        return self.member.spec.alias
+
     def show(self, view: torch.Tensor) -> None:
         self.member.show(view)
 

@@ -48,7 +48,7 @@ class Learning:
             face = streamed[id(tensor)]
             if id(tensor) in shown or binding.is_shown_by_open_unit(tensor):
                 return
-            alias = face.member.spec.alias
+            alias = face.alias
             self.outside.setdefault(modules.reader(), set()).add(alias)
             shown.add(id(tensor))
             face.show(self._installed.homes.read(alias, face.member))

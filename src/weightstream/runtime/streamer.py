@@ -106,13 +106,13 @@ class Streamer:
         trace = Trace(f"{type(self._modules.model).__name__} on {self.device}")
         with self._gate.turn:
             self._backend.synchronize()
-            self._binding.engine.timeline.begin_trace(trace)
+            self._installed.timeline.begin_trace(trace)
         try:
             yield trace
         finally:
             with self._gate.turn:
                 self._backend.synchronize()
-                self._binding.engine.timeline.end_trace()
+                self._installed.timeline.end_trace()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Streamer:
                 return forward(*args, **kwargs)
             self._modules.refuse_foreign()
             mode = Mode.LEARNING if self._learning.watching else Mode.EAGER
-            with self._binding.engine.timeline.step(kind_of(args, kwargs)), self._gate.entered(mode):
+            with self._installed.timeline.step(kind_of(args, kwargs)), self._gate.entered(mode):
                 output = self._run_eager(forward, args, kwargs)
             with torch.inference_mode(False), torch.no_grad():
                 self._learning.learn(watched=mode is Mode.LEARNING)
@@ -180,7 +180,7 @@ class Streamer:
         try:
             with self._awake(), self._learning.watched() if self._gate.mode is Mode.LEARNING else nullcontext():
                 self._binding.engine.begin_step()
-                self._binding.engine.counters.steps += 1
+                self._installed.counters.steps += 1
                 return forward(*args, **kwargs)
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
@@ -343,7 +343,7 @@ class Streamer:
 
     def _run_fixed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The model's forward at fixed addresses: compiled if that was asked for."""
-        entry, timeline = self._compiled.entry(forward), self._binding.engine.timeline
+        entry, timeline = self._compiled.entry(forward), self._installed.timeline
         with timeline.step(kind_of(args, kwargs)), self.step(), self._gate.entered(Mode.FORWARD):
             try:
                 return entry(*args, **kwargs)
