@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
 
 from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
+from weightstream.runtime.cuda import CUDA_PROFILE
 
 
 @pytest.hookimpl(trylast=True)
@@ -32,7 +34,15 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         profile.save(torch.device("cpu"), CPU_PROFILE)
+        if torch.cuda.is_available():  # beside other tests, or inside of one that delays copies, anything is measured
+            profile.save(torch.device("cuda", 0), CUDA_PROFILE)
         yield
+
+
+@pytest.fixture
+def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is measured: for tests that nothing else runs beside."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

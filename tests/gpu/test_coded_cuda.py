@@ -73,7 +73,8 @@ def test_every_mode_gives_the_plain_bits(name: str) -> None:
                 model.assert_equal(graph, rounds=4)
 
 
-@pytest.mark.alone  # the planner goes by rates that it measures here
+@pytest.mark.alone
+@pytest.mark.usefixtures("own_profile")
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.78])
 def test_a_planner_that_chooses_codes_where_the_link_is_the_limit(share: float) -> None:
     with taught(**LARGE, share=share) as model:
@@ -95,6 +96,7 @@ def test_a_planner_that_chooses_leaves_what_fits_alone() -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.usefixtures("own_profile")
 def test_coded_residents_alone_fit_where_the_plain_ones_do_not() -> None:
     with taught(**LARGE, share=0.95) as model:
         plan = model.streamer.plan

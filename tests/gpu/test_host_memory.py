@@ -83,7 +83,8 @@ def maps_of(folder: Path) -> set[str]:
 # -- pages of the file -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone  # a table is read where it lies, or copied: the planner goes by rates that it measures here
+@pytest.mark.alone  # a table is read where it lies, or copied: by rates that are measured
+@pytest.mark.usefixtures("own_profile")
 def test_copies_start_in_the_page_cache_and_nothing_is_held_twice(checkpoint: Path, plain: Any) -> None:
     with streamed(checkpoint) as model:
         assert_equal(model, plain)

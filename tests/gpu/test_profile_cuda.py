@@ -21,15 +21,11 @@ from weightstream.runtime.cuda import CUDA_PROFILE, CudaBackend
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
+    pytest.mark.usefixtures("own_profile"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
