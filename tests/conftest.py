@@ -21,6 +21,11 @@ from weightstream.runtime.cpu import CPU_PROFILE
 from weightstream.runtime.cuda import CUDA_PROFILE
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long goes first, or one worker would wait for it alone in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a file of tests leaves behind was imported, and stays: no collection of garbage looks at it again."""
