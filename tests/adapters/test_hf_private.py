@@ -17,16 +17,10 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import cache_utils, core_model_loading  # noqa: E402
 
+from models import TEXT  # noqa: E402
 from weightstream.adapters import hf_private  # noqa: E402
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
+SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
 
 class Strict(transformers.LlamaForCausalLM):

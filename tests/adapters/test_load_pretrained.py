@@ -15,21 +15,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from models import TEXT
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
 from weightstream.store.folder import OffloadFolder
 
 pytestmark = pytest.mark.usefixtures("no_loading_bars")
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 64,
-}
+SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 1000}
 
 
 def saved(folder: Path, model_class: Any, config: Any, **options: Any) -> Path:

@@ -22,18 +22,12 @@ from transformers.core_model_loading import (  # noqa: E402
     WeightConverter,
 )
 
+from models import TEXT  # noqa: E402
 from weightstream.adapters import hf_private  # noqa: E402
 from weightstream.adapters.hub import skeleton  # noqa: E402
 from weightstream.adapters.ranges import Range, byte_ranges  # noqa: E402
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
+SMALL: dict[str, Any] = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 24,

@@ -14,6 +14,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from models import TEXT
 from weightstream import __version__
 from weightstream.cli import app
 from weightstream.cli.run import Session
@@ -32,18 +33,8 @@ EAGER = "graphs are captured on CUDA, and the model is on cpu"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,  # large enough that greedy tokens vary
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    sizes = TEXT | {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 2048}
+    config = transformers.LlamaConfig(**sizes, initializer_range=0.3)  # large enough that greedy tokens vary
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import weightstream.front
+from models import TEXT
 from weightstream.errors import OffloadError, PlanError, StoreError, UnsupportedError
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CpuBackend
@@ -493,17 +494,8 @@ for change in (truncate, replace):
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=64,
-    )
     folder = tmp_path_factory.mktemp("checkpoint")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(folder)
     return folder
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import weightstream
+from models import TEXT
 from weightstream.errors import CheckpointError, OffloadError, UnsupportedError
 from weightstream.runtime.faces import UnitFaces
 from weightstream.runtime.values import moved
@@ -297,10 +298,7 @@ class TestCheckpoints:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
-        )
-        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path)
         return tmp_path
 
     @pytest.mark.parametrize(
@@ -317,10 +315,10 @@ class TestCheckpoints:
     def test_classic_settings_are_keywords_here_too(self, folder: Path) -> None:
         model = weightstream.from_pretrained(folder, device="cpu", offload_group_size=2, progress=False)
         streams = [model.weightstream.plan.streams(u) for u in range(len(model.weightstream.plan.manifest.units))]
-        assert sum(streams) == 2
+        assert sum(streams) == TEXT["num_hidden_layers"] // 2
 
     def test_weights_that_the_file_lacks_are_named(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 5}))
+        path, there = folder / "config.json", TEXT["num_hidden_layers"]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": there + 1}))
         weightstream.from_pretrained(folder, device="cpu", progress=False)
-        assert any("9 weights" in r.getMessage() and "layers.4" in r.getMessage() for r in caplog.records)
+        assert any("9 weights" in r.getMessage() and f"layers.{there}" in r.getMessage() for r in caplog.records)

@@ -16,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import weightstream
+from models import TEXT
 from weightstream.cli import app
 from weightstream.errors import OffloadError
 from weightstream.trace import Span, Trace
@@ -256,11 +257,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     from words import tokenizer
 
-    path, sizes = tmp_path_factory.mktemp("tiny"), {"hidden_size": 64, "intermediate_size": 160}
-    config = transformers.LlamaConfig(
-        **sizes, vocab_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, eos_token_id=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    path = tmp_path_factory.mktemp("tiny")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
 

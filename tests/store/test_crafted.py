@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 import weightstream
 from judge import Judge, Verdict
+from models import TEXT
 from weightstream.errors import CheckpointError, WeightstreamError
 from weightstream.store.checkpoint import Checkpoint
 
@@ -414,14 +415,7 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config") / "llama"
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-    )
+    config = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 1})
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
