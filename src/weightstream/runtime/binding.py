@@ -98,7 +98,8 @@ class Binding:
             face.member.touched = False
         for face in self.faces:
             face.free()
-            face.guard_unread()
+            if face.is_lazy:
+                face.guard_unread()
 
     @_unseen
     def rest(self) -> None:

@@ -79,7 +79,7 @@ class Face:
 
         All others are plain then, as torch takes other ways, with other bits, where a class sees its calls.
         """
-        if self.is_lazy and self.source.is_undecoded:
+        if self.source.is_undecoded:
             self.guard()
 
     def free(self) -> None:
@@ -188,7 +188,8 @@ class UnitFaces:
         finally:
             for face in self.faces:
                 _DATA.__set__(face.tensor, face.home)
-                face.guard_unread()
+                if face.is_lazy:
+                    face.guard_unread()
             for shell in self._shells:
                 shell.follow()
 

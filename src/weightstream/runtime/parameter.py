@@ -49,7 +49,8 @@ def guard(tensor: torch.Tensor, kind: type[torch.Tensor], on_access: Callable[[A
 
 def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
     """Be of the plain class again."""
-    tensor.__dict__.pop(_GUARD, None)
+    if _GUARD in tensor.__dict__:
+        del tensor.__dict__[_GUARD]
     tensor.__class__ = kind
 
 
