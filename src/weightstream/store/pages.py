@@ -50,7 +50,7 @@ class PageCache:
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, _release, self._closed, self._arena)
+        weakref.finalize(self, self._closed.set)  # the thread ends then, and with it the arena, which unpins
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +83,8 @@ class PageCache:
         """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
         self._stop()
         self._pages.clear()
-        _release(self._closed, self._arena)
+        if self._arena is not None:
+            self._arena.close()
 
     def _stop(self) -> None:
         self._closed.set()
@@ -115,12 +116,9 @@ def _bring_in_one(each: Pages, arena: Arena | None, closed: threading.Event) -> 
         if closed.is_set() or not threading.main_thread().is_alive():
             return
         where.populate(begin, min(each.end, begin + _PIECE_NBYTES))
-    if window is None or arena is None:
-        return
-    arena.pin(window.memory)
-    each.window = window
-    if closed.is_set():  # forgotten meanwhile: nobody else will unpin it
-        _release(closed, arena)
+    if window is not None and arena is not None:
+        arena.pin(window.memory)
+        each.window = window
 
 
 def _merged(ranges: Sequence[Range]) -> list[Pages]:
@@ -136,9 +134,3 @@ def _merged(ranges: Sequence[Range]) -> list[Pages]:
         last.end = max(last.end, end)
         last.ranges.add((mapping, begin, end))
     return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))
-
-
-def _release(closed: threading.Event, arena: Arena | None) -> None:
-    closed.set()
-    if arena is not None:
-        arena.close()
