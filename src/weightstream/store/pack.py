@@ -97,10 +97,9 @@ class Shard:
     def pieces(self, name: str, mappings: Sequence[Memory]) -> Iterator[Any]:
         """The bytes of a tensor in the file, in arrays."""
         with _readable(self.tensors[name], mappings) as data:
-            if name in self.layouts:
-                yield from (piece.numpy() for piece in coding.pieces(data, self.layouts[name], self.device))
-            elif data.numel():
-                yield from (piece.numpy() for piece in data.split(_PIECE_NBYTES))
+            layout = self.layouts.get(name)
+            pieces = coding.pieces(data, layout, self.device) if layout else data.split(_PIECE_NBYTES)
+            yield from (piece.numpy() for piece in pieces)
 
     def verify(self, path: Path, mappings: Sequence[Memory], advance: Advance) -> None:
         """Reads the file again; raises `StoreError` or `CheckpointError` where it is not what the source holds."""
