@@ -51,8 +51,7 @@ class LazyMemory(Memory):
     def _write(self, out: torch.Tensor) -> None:
         at = 0
         for mapping, begin, end in self.extents:
-            mapping.populate(begin, end)
-            out[at : at + end - begin].copy_(mapping.bytes(begin, end))
+            out[at : at + end - begin].copy_(mapping.populated(begin, end))
             at += end - begin
 
     def populate(self, begin: int, end: int) -> None:
@@ -103,6 +102,5 @@ class DecodedMemory(LazyMemory):
 
 
 def _coded(mapping: FileMapping, begin: int, end: int) -> torch.Tensor:
-    mapping.populate(begin, end)
-    data = mapping.bytes(begin, end)
+    data = mapping.populated(begin, end)
     return data.clone() if begin % 4 else data  # decoders read words
