@@ -85,10 +85,7 @@ def _write(
             word = x | ((top & 0x00030003) << 8) | (exponent << 10) | ((top & 0x00040004) << 13)
         else:
             word = (x & 0x07070707) | ((x & 0x08080808) << 4) | (exponent << 3)
-        if MASKED:
-            tl.store(out + k * 128, word, mask=room > k * 128)
-        else:
-            tl.store(out + k * 128, word)
+        tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
 
 
 @triton.jit
@@ -149,10 +146,8 @@ def histogram(data, counts, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexp
     """How often each exponent occurs in a tile."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * 4096 + tl.arange(0, 4096)
-    if EXPONENT == 4:
-        values = tl.load(data + place, mask=place < count, other=0).to(tl.int32)
-    else:
-        values = tl.load(data.to(tl.pointer_type(tl.uint16)) + place, mask=place < count, other=0).to(tl.int32)
+    source = data.to(tl.pointer_type(tl.uint8 if EXPONENT == 4 else tl.uint16))
+    values = tl.load(source + place, mask=place < count, other=0).to(tl.int32)
     found = tl.histogram((values >> MANTISSA) & (2**EXPONENT - 1), 2**EXPONENT)
     symbol = tl.arange(0, 2**EXPONENT)
     beyond = tl.maximum((tile.to(tl.int64) + 1) * 4096 - count, 0).to(tl.int32)
