@@ -96,7 +96,7 @@ class Checkpoint:
             return entry.mapping.bytes(entry.begin, entry.end)
         if entry.name not in self.lazy:  # one for all that view it
             extent = (entry.mapping, entry.begin, entry.end)
-            self.lazy[entry.name] = DecodedMemory.of_extent(entry.name, entry.layout, extent)
+            self.lazy[entry.name] = DecodedMemory(entry.name, entry.path, entry.layout, extents=[extent])
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
     def gather(self, name: str, parts: Iterable[tuple[str, int, int]]) -> torch.Tensor:
