@@ -164,16 +164,10 @@ def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
 
 def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]], sums: Mapping[str, int]) -> str:
     """The text for these coded tensors; of a checksum that is not known yet, the longest that it can be."""
-    tensors = {
-        name: {
-            "dtype": CODES[layout.dtype],
-            "shape": list(shapes[name]),
-            "bits": layout.bits,
-            "escapes": layout.num_escapes,
-            "crc32": sums.get(name, _MOST_CRC32),
-        }
-        for name, layout in layouts.items()
-    }
+    tensors = {}
+    for name, layout in layouts.items():
+        facts = {"dtype": CODES[layout.dtype], "shape": list(shapes[name]), "bits": layout.bits}
+        tensors[name] = facts | {"escapes": layout.num_escapes, "crc32": sums.get(name, _MOST_CRC32)}
     return json.dumps({"codec": VERSION, "tensors": tensors}, separators=(",", ":"))
 
 
