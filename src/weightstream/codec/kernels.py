@@ -36,6 +36,17 @@ def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
 
 
 @triton.jit
+def _places(coded, count, tile, WORDS: tl.constexpr):
+    """Of a tile: where its words are, one to a lane, how many escapes are before it, its base; where escapes begin."""
+    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
+    words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + tl.arange(0, 128)
+    starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
+    bases_at = starts_at + 4 * (num_tiles + 1)
+    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
+    return words, start, tl.load(bases_at + tile), bases_at + num_tiles
+
+
+@triton.jit
 def _write(
     words,
     out,
@@ -96,7 +107,7 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
     row = table + NUM + 4 * tensor
     tile = program - tl.load(table + tensor).to(tl.int32)
-    source = tl.load(row)
+    source = tl.load(row).to(tl.pointer_type(tl.uint8))
     target = tl.load(row + 1).to(tl.pointer_type(tl.uint32))
     count = tl.load(row + 2)
     num_escapes = tl.load(row + 3).to(tl.int32)
@@ -106,15 +117,8 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
 
-    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
-    lane = tl.arange(0, 128)
-    words = source.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + lane
-    starts_at = source + num_tiles.to(tl.int64) * (4 * WORDS)
-    bases_at = starts_at + 4 * (num_tiles + 1)
-    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    base = tl.load(bases_at.to(tl.pointer_type(tl.uint8)) + tile).to(tl.uint32) & (2**EXPONENT - 1)
-    base = base * (0x01010101 if EXPONENT == 4 else 0x00010001)
-    escapes = (bases_at + num_tiles).to(tl.pointer_type(tl.uint8))
+    words, start, base, escapes = _places(source, count, tile, WORDS)
+    base = (base.to(tl.uint32) & (2**EXPONENT - 1)) * (0x01010101 if EXPONENT == 4 else 0x00010001)
 
     a = tl.load(words + SYMBOLS)
     b = tl.load(words + (SYMBOLS + 128))
@@ -130,6 +134,7 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     sound = total <= num_escapes  # else the bytes are damaged, and no escape is read
     rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
 
+    lane = tl.arange(0, 128)
     begin = tile.to(tl.int64) * OUT
     out = target + begin + lane
     room = tl.cdiv(count, PER_WORD) - begin - lane
@@ -173,15 +178,10 @@ def encode(data, coded, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, B
     ESCAPE: tl.constexpr = 2**BITS - 1
     PER_PLANE: tl.constexpr = 4 if BITS == 4 else WIDTH // 2  # words of weights in a word of symbols
 
-    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
     tile = tl.program_id(0)
     lane = tl.arange(0, 128)
-    words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + lane
-    starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
-    bases_at = starts_at + 4 * (num_tiles + 1)
-    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    base = tl.load(bases_at + tile).to(tl.int32)
-    escapes = bases_at + num_tiles
+    words, start, base, escapes = _places(coded, count, tile, WORDS)
+    base = base.to(tl.int32)
     source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
     left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
     zero = tl.zeros([128], tl.uint32)
