@@ -36,6 +36,17 @@ def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
 
 
 @triton.jit
+def _places(coded, count, tile, WORDS: tl.constexpr):
+    """Of a tile: where its words are, one to a lane, how many escapes are before it, its base; where escapes begin."""
+    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
+    words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + tl.arange(0, 128)
+    starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
+    bases_at = starts_at + 4 * (num_tiles + 1)
+    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
+    return words, start, tl.load(bases_at + tile), bases_at + num_tiles
+
+
+@triton.jit
 def _write(
     words,
     out,
@@ -50,32 +61,25 @@ def _write(
     sound,
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
     ESCAPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Decode the words of all lanes of some tiles from their symbols in a to d; `room` is how many words fit."""
-    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16  # of a float
+    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16  # of a float; words per lane
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
-    NUM: tl.constexpr = WIDTH  # words per lane
-    if MANTISSA == 10:
+    if EXPONENT == 5:
         ma = tl.load(words + 1024)
         mb = tl.load(words + 1152)
         mc = tl.load(words + 1280)
-    for k in tl.static_range(NUM):
+    for k in tl.static_range(WIDTH):
         if k % 2 == 0:
             raw = tl.load(words + (k // 2) * 128)
         x = (raw >> ((WIDTH // 2) * (k % 2))) & ((2 ** (WIDTH // 2) - 1) * ONES)
         if BITS == 3:
-            symbol = _three(a, b, c, k, NUM // 2, ONES)
-        elif k < 4:
-            symbol = (a >> (4 * (k % 4))) & (15 * ONES)
-        elif k < 8:
-            symbol = (b >> (4 * (k % 4))) & (15 * ONES)
-        elif k < 12:
-            symbol = (c >> (4 * (k % 4))) & (15 * ONES)
+            symbol = _three(a, b, c, k, WIDTH // 2, ONES)
         else:
-            symbol = (d >> (4 * (k % 4))) & (15 * ONES)
+            plane = a if k < 4 else b if k < 8 else c if k < 12 else d
+            symbol = (plane >> (4 * (k % 4))) & (15 * ONES)
         exponent = symbol + base
         if ESCAPES:
             flags = ((symbol + ONES) >> BITS) & ONES
@@ -92,10 +96,7 @@ def _write(
             word = x | ((top & 0x00030003) << 8) | (exponent << 10) | ((top & 0x00040004) << 13)
         else:
             word = (x & 0x07070707) | ((x & 0x08080808) << 4) | (exponent << 3)
-        if MASKED:
-            tl.store(out + k * 128, word, mask=room > k * 128)
-        else:
-            tl.store(out + k * 128, word)
+        tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
     row = table + NUM + 4 * tensor
     tile = program - tl.load(table + tensor).to(tl.int32)
-    source = tl.load(row)
+    source = tl.load(row).to(tl.pointer_type(tl.uint8))
     target = tl.load(row + 1).to(tl.pointer_type(tl.uint32))
     count = tl.load(row + 2)
     num_escapes = tl.load(row + 3).to(tl.int32)
@@ -116,15 +117,8 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
 
-    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
-    lane = tl.arange(0, 128)
-    words = source.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + lane
-    starts_at = source + num_tiles.to(tl.int64) * (4 * WORDS)
-    bases_at = starts_at + 4 * (num_tiles + 1)
-    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    base = tl.load(bases_at.to(tl.pointer_type(tl.uint8)) + tile).to(tl.uint32) & (2**EXPONENT - 1)
-    base = base * (0x01010101 if EXPONENT == 4 else 0x00010001)
-    escapes = (bases_at + num_tiles).to(tl.pointer_type(tl.uint8))
+    words, start, base, escapes = _places(source, count, tile, WORDS)
+    base = (base.to(tl.uint32) & (2**EXPONENT - 1)) * (0x01010101 if EXPONENT == 4 else 0x00010001)
 
     a = tl.load(words + SYMBOLS)
     b = tl.load(words + (SYMBOLS + 128))
@@ -140,15 +134,16 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     sound = total <= num_escapes  # else the bytes are damaged, and no escape is read
     rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
 
+    lane = tl.arange(0, 128)
     begin = tile.to(tl.int64) * OUT
     out = target + begin + lane
     room = tl.cdiv(count, PER_WORD) - begin - lane
     if count < (tile.to(tl.int64) + 1) * 4096:
-        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, MANTISSA, True, True)
+        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
     elif BITS == 3 or total > 0:
-        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, MANTISSA, True, False)
+        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, False)
     else:
-        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, MANTISSA, False, False)
+        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -156,10 +151,8 @@ def histogram(data, counts, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexp
     """How often each exponent occurs in a tile."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * 4096 + tl.arange(0, 4096)
-    if EXPONENT == 4:
-        values = tl.load(data + place, mask=place < count, other=0).to(tl.int32)
-    else:
-        values = tl.load(data.to(tl.pointer_type(tl.uint16)) + place, mask=place < count, other=0).to(tl.int32)
+    source = data.to(tl.pointer_type(tl.uint8 if EXPONENT == 4 else tl.uint16))
+    values = tl.load(source + place, mask=place < count, other=0).to(tl.int32)
     found = tl.histogram((values >> MANTISSA) & (2**EXPONENT - 1), 2**EXPONENT)
     symbol = tl.arange(0, 2**EXPONENT)
     beyond = tl.maximum((tile.to(tl.int64) + 1) * 4096 - count, 0).to(tl.int32)
@@ -183,20 +176,16 @@ def encode(data, coded, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, B
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
     ESCAPE: tl.constexpr = 2**BITS - 1
+    PER_PLANE: tl.constexpr = 4 if BITS == 4 else WIDTH // 2  # words of weights in a word of symbols
 
-    num_tiles = tl.cdiv(count, 4096).to(tl.int32)
     tile = tl.program_id(0)
     lane = tl.arange(0, 128)
-    words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + lane
-    starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
-    bases_at = starts_at + 4 * (num_tiles + 1)
-    start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    base = tl.load(bases_at + tile).to(tl.int32)
-    escapes = bases_at + num_tiles
+    words, start, base, escapes = _places(coded, count, tile, WORDS)
+    base = base.to(tl.int32)
     source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
     left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
     zero = tl.zeros([128], tl.uint32)
-    a, b, c, d, ma, mb, mc, raw = zero, zero, zero, zero, zero, zero, zero, zero
+    s, s_high, m, m_high, raw = zero, zero, zero, zero, zero  # what the words being made hold so far
     found = tl.zeros([128], tl.int32)
     for k in tl.static_range(WIDTH):
         room = left - k * 128 * PER_WORD
@@ -212,12 +201,11 @@ def encode(data, coded, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, B
         elif EXPONENT == 5:
             x = word & 0x00FF00FF
             top = ((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004)
-            if k < 8:
-                ma |= (top & 0x00030003) << (2 * k)
-                mc |= ((top >> 2) & ONES) << (2 * k)
-            else:
-                mb |= (top & 0x00030003) << (2 * (k - 8))
-                mc |= ((top >> 2) & ONES) << (2 * (k - 8) + 1)
+            m |= (top & 0x00030003) << (2 * (k % 8))
+            m_high |= ((top >> 2) & ONES) << (2 * (k % 8) + k // 8)
+            if k % 8 == 7:
+                tl.store(words + (1024 + k // 8 * 128), m)
+                m = zero
         else:
             x = (word & 0x07070707) | ((word >> 4) & 0x08080808)
         if k % 2 == 0:
@@ -225,29 +213,17 @@ def encode(data, coded, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, B
         else:
             tl.store(words + (k // 2) * 128, raw | (x << (WIDTH // 2)))
         if BITS == 4:
-            if k < 4:
-                a |= symbol << (4 * k)
-            elif k < 8:
-                b |= symbol << (4 * (k - 4))
-            elif k < 12:
-                c |= symbol << (4 * (k - 8))
-            else:
-                d |= symbol << (4 * (k - 12))
-        elif k < WIDTH // 2:
-            a |= (symbol & (3 * ONES)) << (2 * k)
-            c |= ((symbol >> 2) & ONES) << (2 * k)
+            s |= symbol << (4 * (k % 4))
         else:
-            b |= (symbol & (3 * ONES)) << (2 * (k - WIDTH // 2))
-            c |= ((symbol >> 2) & ONES) << (2 * (k - WIDTH // 2) + 1)
+            s |= (symbol & (3 * ONES)) << (2 * (k % PER_PLANE))
+            s_high |= ((symbol >> 2) & ONES) << (2 * (k % PER_PLANE) + k // PER_PLANE)
+        if k % PER_PLANE == PER_PLANE - 1:
+            tl.store(words + (SYMBOLS + k // PER_PLANE * 128), s)
+            s = zero
     if EXPONENT == 5:
-        tl.store(words + 1024, ma)
-        tl.store(words + 1152, mb)
-        tl.store(words + 1280, mc)
-    tl.store(words + SYMBOLS, a)
-    tl.store(words + (SYMBOLS + 128), b)
-    tl.store(words + (SYMBOLS + 256), c)
-    if BITS == 4:
-        tl.store(words + (SYMBOLS + 384), d)
+        tl.store(words + 1280, m_high)
+    if BITS == 3:
+        tl.store(words + (SYMBOLS + 256), s_high)
     rank = start + tl.cumsum(found) - found
     for k in tl.static_range(WIDTH):
         room = left - k * 128 * PER_WORD

@@ -51,7 +51,7 @@ def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Ten
     rest.view(-1)[layout.count :] = 0
     escapes = (rest < 0) | (rest >= escape)
     symbols = torch.where(escapes, escape, rest)
-    words = [_raw_words(raw, dtype), _packed(symbols, dtype, bits)]
+    words = [_packed(raw, dtype, element.raw_bits), _packed(symbols, dtype, bits)]
     coded[: layout.starts_at] = torch.cat(words, 1).to(torch.int32).view(torch.uint8).view(-1)
     escaped = _by_lane(rest - escape, dtype)[_by_lane(escapes, dtype)] & 2**element.exponent_bits - 1
     coded[layout.escapes_at : layout.escapes_at + layout.num_escapes] = escaped.to(torch.uint8)
@@ -79,7 +79,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 
     found &= (totals <= layout.num_escapes)[:, None]
     exponents[found] += rests[ranks[found]].to(torch.int32)
     exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype)
-    raw = _raw_fields(words[:, : element.raw_bits], layout.dtype)
+    raw = _unpacked(words[:, : element.raw_bits], layout.dtype, element.raw_bits)
     mantissa = raw & 2**element.mantissa_bits - 1
     sign = raw >> element.mantissa_bits
     values = mantissa | exponents << element.mantissa_bits | sign << 8 * element.nbytes - 1
@@ -116,51 +116,39 @@ def _by_weight(values: torch.Tensor, dtype: str) -> torch.Tensor:
     return values.view(-1, LANES, num, per).transpose(1, 2).reshape(values.shape)
 
 
-def _shifts(dtype: str, bits: int, per: int, device: torch.device) -> torch.Tensor:
-    """Where fields are in a word that `per` words of weights share, shape (per, 1, weights in a word)."""
-    _, num = _shape(dtype)
-    inner = bits * torch.arange(per, device=device)[:, None, None]
-    return inner + 32 // num * torch.arange(num, device=device)
-
-
-def _plane(values: torch.Tensor, dtype: str, bits: int, per: int) -> torch.Tensor:
-    """Fields of `bits` bits, `per` words of weights in one: int64 of shape (tiles, words, lanes)."""
+def _shifts(dtype: str, bits: int, device: torch.device) -> torch.Tensor:
+    """Where fields are in a word that several words of weights share, shape (words, 1, weights in a word)."""
     num, weights = _shape(dtype)
-    shaped = values.to(torch.int64).view(-1, num // per, per, LANES, weights)
-    return (shaped << _shifts(dtype, bits, per, values.device)).sum((2, 4))
+    return bits * torch.arange(num // bits, device=device)[:, None, None] + num * torch.arange(weights, device=device)
 
 
-def _values(words: torch.Tensor, dtype: str, bits: int, per: int, mask: int) -> torch.Tensor:
+def _plane(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+    """Fields of 2, 4 or 8 bits, as many words of weights in one as go: int64 of shape (tiles, words, lanes)."""
+    num, weights = _shape(dtype)
+    shaped = values.to(torch.int64).view(-1, bits, num // bits, LANES, weights)
+    return (shaped << _shifts(dtype, bits, values.device)).sum((2, 4))
+
+
+def _values(words: torch.Tensor, dtype: str, bits: int, mask: int) -> torch.Tensor:
     """The fields of a plane, (tiles, 4096) in the order of weights."""
-    fields = words[:, :, None, :, None] >> _shifts(dtype, bits, per, words.device) & mask
+    fields = words[:, :, None, :, None] >> _shifts(dtype, bits, words.device) & mask
     return fields.to(torch.int32).reshape(len(words), -1)
 
 
 def _packed(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    """Symbols of 3 or 4 bits as words."""
-    if bits == 4:
-        return _plane(values, dtype, 4, 4)
-    half = _shape(dtype)[0] // 2
-    high = _plane(values >> 2, dtype, 2, half)
-    return torch.cat([_plane(values & 3, dtype, 2, half), high[:, :1] | high[:, 1:] << 1], 1)
+    """Symbols, or a weight's raw bits, as words: of 11 bits the low 8 first, of 3 the low 2."""
+    if bits > 8:
+        return torch.cat([_packed(values & 255, dtype, 8), _packed(values >> 8, dtype, bits - 8)], 1)
+    if bits != 3:
+        return _plane(values, dtype, bits)
+    high = _plane(values >> 2, dtype, 2)
+    return torch.cat([_plane(values & 3, dtype, 2), high[:, :1] | high[:, 1:] << 1], 1)
 
 
 def _unpacked(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    if bits == 4:
-        return _values(words, dtype, 4, 4, 15)
-    half = _shape(dtype)[0] // 2
+    if bits > 8:
+        return _unpacked(words[:, :8], dtype, 8) | _unpacked(words[:, 8:], dtype, bits - 8) << 8
+    if bits != 3:
+        return _values(words, dtype, bits, 2**bits - 1)
     high = torch.cat([words[:, 2:], words[:, 2:] >> 1], 1)
-    return _values(words[:, :2], dtype, 2, half, 3) | _values(high, dtype, 2, half, 1) << 2
-
-
-def _raw_words(raw: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Half a weight's bits in fields; what a float16 has beyond these, three bits, as symbols are."""
-    width = 4 * ELEMENTS[dtype].nbytes
-    words = _plane(raw & 2**width - 1, dtype, width, 2)
-    return torch.cat([words, _packed(raw >> width, dtype, 3)], 1) if ELEMENTS[dtype].raw_bits > width else words
-
-
-def _raw_fields(words: torch.Tensor, dtype: str) -> torch.Tensor:
-    width = 4 * ELEMENTS[dtype].nbytes
-    low = _values(words[:, :width], dtype, width, 2, 2**width - 1)
-    return low | _unpacked(words[:, width:], dtype, 3) << width if ELEMENTS[dtype].raw_bits > width else low
+    return _values(words[:, :2], dtype, 2, 3) | _values(high, dtype, 2, 1) << 2

@@ -35,6 +35,7 @@ from weightstream.store.mapping import FileMapping
 
 logger = logging.getLogger("weightstream")
 
+_Work = Callable[[], object]
 _SAMPLES = 6
 _SAMPLE_S = 0.02  # all samples of a number together, where nothing has to settle
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
@@ -122,7 +123,7 @@ class _Bench:
         """Random bf16, as a product of equal numbers takes less power, and so runs faster, than any in a model."""
         return torch.randn(*shape, generator=self._random, device=self._device, dtype=torch.bfloat16)
 
-    def _sample(self, work: Callable[[], object], repeats: int) -> float:
+    def _sample(self, work: _Work, repeats: int) -> float:
         self._backend.synchronize()
         started = time.perf_counter()
         for _ in range(repeats):
@@ -131,10 +132,7 @@ class _Bench:
         return (time.perf_counter() - started) / repeats
 
     def _seconds(
-        self,
-        work: Callable[[], object],
-        at_least_s: float = _SAMPLE_S,
-        choose: Callable[[Sequence[float]], float] = statistics.median,
+        self, work: _Work, at_least_s: float = _SAMPLE_S, choose: Callable[[list[float]], float] = statistics.median
     ) -> float:
         """Seconds of `work` where it follows itself. `choose=min` where only what else the machine does adds to it."""
         self._sample(work, 1)  # loads kernels
@@ -180,19 +178,14 @@ class _Bench:
     def kernels(self) -> dict[str, float]:
         """The least time of a kernel: in a graph, where the host is not in the way."""
         small = self._tensor(16)
-
-        def work() -> None:
-            for _ in range(_NUM_KERNELS):
-                small.mul_(1.0)
-
-        launch: Callable[[], object] = work
+        work: _Work = partial(coding.run_all, [partial(small.mul_, 1.0)] * _NUM_KERNELS)
         if self._on_gpu:
             work()
             graph = cuda.new_graph()
             with self._backend.capture(graph):
                 work()
-            launch = graph.replay
-        return {"op_s": self._seconds(launch, choose=min) / _NUM_KERNELS}
+            work = graph.replay
+        return {"op_s": self._seconds(work, choose=min) / _NUM_KERNELS}
 
     def modules(self) -> dict[str, float]:
         """What the host takes to launch a kernel from a model's code.
@@ -222,7 +215,7 @@ class _Bench:
             bytes_per_s = nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
             pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
-            piece_s = self._seconds(partial(_run_all, pieces)) / len(pieces)
+            piece_s = self._seconds(partial(coding.run_all, pieces)) / len(pieces)
             round_s = self._seconds(partial(self._rounds, pieces[:8])) / 8
         reads_s = self._seconds(self._read) if self._on_gpu else 0.0
         return {
@@ -245,9 +238,9 @@ class _Bench:
         out = self._backend.alloc(weights[0].numel())
         coded = [coding.encode(weight, "bfloat16", bits) for weight in weights]
         runs = [coding.decoding([(data, layout, out)]) for layout, data in coded]
-        return sum(weight.nbytes for weight in weights) / self._seconds(partial(_run_all, runs))
+        return sum(weight.nbytes for weight in weights) / self._seconds(partial(coding.run_all, runs))
 
-    def _rounds(self, copies: Sequence[Callable[[], object]]) -> None:
+    def _rounds(self, copies: Sequence[_Work]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
         drained, filled = self._backend.event(), self._backend.event()
         for copy in copies:
@@ -258,11 +251,6 @@ class _Bench:
             copy()
             self._backend.record(Side.COPY, filled)
             self._backend.wait(Side.COMPUTE, filled)
-
-
-def _run_all(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
 
 
 @contextmanager
@@ -278,7 +266,7 @@ def host_memory(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
         yield memory
 
 
-def rounds_s(backend: Backend, work: Callable[[], object], seconds: float, side: Side = Side.COMPUTE) -> list[float]:
+def rounds_s(backend: Backend, work: _Work, seconds: float, side: Side = Side.COMPUTE) -> list[float]:
     """Seconds of each round of `work`, from one's end to the next one's: nothing waits in between. Takes `seconds`."""
     work()
     backend.synchronize()
@@ -304,7 +292,7 @@ def copies_s(backend: Backend, sizes: Sequence[int], seconds: float) -> list[flo
             copy = Copy(dst=target[:size], src=source[begin : begin + size], pinned=source.is_pinned())
             copies.append(partial(backend.copy, [copy]))
             begin += size
-        return rounds_s(backend, partial(_run_all, copies), seconds, Side.COPY)
+        return rounds_s(backend, partial(coding.run_all, copies), seconds, Side.COPY)
 
 
 def disk_bytes_per_s(file: DirectFile, nbytes: int) -> float:

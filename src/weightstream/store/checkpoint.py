@@ -87,8 +87,7 @@ class Checkpoint:
         entry = self.entries[name]
         data, dtype = self.bytes(entry), torch_dtype(entry.dtype)
         if entry.layout is None and entry.begin % dtype.itemsize:
-            entry.mapping.populate(entry.begin, entry.end)  # else a file that shrank kills the process here
-            data = data.clone()
+            data = entry.mapping.populated(entry.begin, entry.end).clone()  # else a file that shrank kills us
         return data.view(dtype).view(entry.shape)
 
     def bytes(self, entry: TensorEntry) -> torch.Tensor:
@@ -97,7 +96,7 @@ class Checkpoint:
             return entry.mapping.bytes(entry.begin, entry.end)
         if entry.name not in self.lazy:  # one for all that view it
             extent = (entry.mapping, entry.begin, entry.end)
-            self.lazy[entry.name] = DecodedMemory.of_extent(entry.name, entry.layout, extent)
+            self.lazy[entry.name] = DecodedMemory(entry.name, entry.path, entry.layout, extents=[extent])
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
     def gather(self, name: str, parts: Iterable[tuple[str, int, int]]) -> torch.Tensor:
@@ -175,8 +174,7 @@ def _crc32(entry: TensorEntry) -> int:
     crc32 = 0
     for begin in range(entry.begin, entry.end, _PIECE_NBYTES):
         end = min(begin + _PIECE_NBYTES, entry.end)
-        entry.mapping.populate(begin, end)
-        piece: Any = entry.mapping.bytes(begin, end).numpy()
+        piece: Any = entry.mapping.populated(begin, end).numpy()
         crc32 = zlib.crc32(piece, crc32)  # without the GIL
     return crc32
 

@@ -51,8 +51,7 @@ class LazyMemory(Memory):
     def _write(self, out: torch.Tensor) -> None:
         at = 0
         for mapping, begin, end in self.extents:
-            mapping.populate(begin, end)
-            out[at : at + end - begin].copy_(mapping.bytes(begin, end))
+            out[at : at + end - begin].copy_(mapping.populated(begin, end))
             at += end - begin
 
     def populate(self, begin: int, end: int) -> None:
@@ -76,7 +75,8 @@ class LazyMemory(Memory):
 class DecodedMemory(LazyMemory):
     """The plain bytes of a coded tensor.
 
-    `source` gives the coded bytes, on any device; `decode(coded, layout, out)` writes the weights; both can change.
+    `source` gives the coded bytes, on any device, else these are the one extent; `decode(coded, layout, out)` writes
+    the weights; both can change.
     """
 
     def __init__(
@@ -84,25 +84,19 @@ class DecodedMemory(LazyMemory):
         name: str,
         path: Path,
         layout: Layout,
-        source: Callable[[], torch.Tensor],
+        source: Callable[[], torch.Tensor] | None = None,
         *,
         decode: Decode = coding.decode,
         extents: Sequence[Extent] = (),
     ) -> None:
         super().__init__(name, path, layout.raw_nbytes, extents)
         self.layout: Layout = layout
-        self.source, self.decode = source, decode
-
-    @classmethod
-    def of_extent(cls, name: str, layout: Layout, extent: Extent) -> DecodedMemory:
-        """That of a coded tensor of a file."""
-        return cls(name, extent[0].path, layout, partial(_coded, *extent), extents=[extent])
+        self.source, self.decode = source or partial(_coded, *self.extents[0]), decode
 
     def _write(self, out: torch.Tensor) -> None:
         self.decode(self.source(), self.layout, out)
 
 
 def _coded(mapping: FileMapping, begin: int, end: int) -> torch.Tensor:
-    mapping.populate(begin, end)
-    data = mapping.bytes(begin, end)
+    data = mapping.populated(begin, end)
     return data.clone() if begin % 4 else data  # decoders read words

@@ -27,12 +27,7 @@ class DirectFile:
 
     def __init__(self, mapping: FileMapping) -> None:
         self.path, self._mapping = mapping.path, mapping
-        self._direct = os.O_DIRECT  # 0 once the file system has refused it
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether no read was refused yet, so that none went through the page cache."""
-        return self._direct != 0
+        self.is_direct = True  # until the file system has refused it, so that reads go through the page cache
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
         """Reads bytes [begin, end) into `memory` and returns the view of exactly these; several threads may call it.
@@ -62,7 +57,7 @@ class DirectFile:
 
     def _fill(self, view: memoryview, start: int, end: int) -> int:
         """Reads until `end` is reached or no more comes; returns how far. After a short read it goes on aligned."""
-        direct, reached, before = self._direct, start, -1
+        direct, reached, before = os.O_DIRECT if self.is_direct else 0, start, -1
         try:
             with opened(self.path, direct) as descriptor:
                 self._mapping.compare(os.fstat(descriptor))
@@ -75,8 +70,8 @@ class DirectFile:
         except StoreError as error:
             if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
                 raise
-        if self._direct:  # said once, though several reads are refused at a time
-            self._direct = 0
+        if self.is_direct:  # said once, though several reads are refused at a time
+            self.is_direct = False
             logger.info("%s: no direct reads here; reading through the page cache", self.path)
         return self._fill(view, start, end)
 

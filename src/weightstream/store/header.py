@@ -8,7 +8,6 @@ coded tensor stands under its own name as bytes. What these are is one text of t
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ _HEADER_LIMIT = 100_000_000
 CODED = "weightstream"  # the name of that text
 _FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
 _MOST_CRC32 = 2**32 - 1
+_TOO_MANY = 2**63  # torch would overflow
 REMEDY = "damaged: get or pack it again"
 # fmt: off
 DTYPES = MappingProxyType({
@@ -65,11 +65,6 @@ class TensorEntry:
         return self.end - self.begin
 
 
-def _read(mapping: FileMapping, begin: int, end: int) -> bytes:
-    mapping.populate(begin, end)
-    return mapping.bytes(begin, end).numpy().tobytes()
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -82,7 +77,7 @@ def read_json(mapping: FileMapping, begin: int, end: int) -> dict[str, Any]:
     """The object in these bytes of a file; raises `CheckpointError`, `StoreError`."""
     if end - begin > _HEADER_LIMIT:
         raise CheckpointError(f"{mapping.path}: {end - begin} bytes of JSON, over the limit of {_HEADER_LIMIT}")
-    return _parsed(_read(mapping, begin, end), f"{mapping.path}: bytes [{begin}, {end})")
+    return _parsed(mapping.populated(begin, end).numpy().tobytes(), f"{mapping.path}: bytes [{begin}, {end})")
 
 
 def _parsed(text: bytes, where: str) -> dict[str, Any]:
@@ -100,7 +95,7 @@ def _parsed(text: bytes, where: str) -> dict[str, Any]:
 
 def read_header(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a file, and its metadata; raises `CheckpointError`, `StoreError`."""
-    data_begin = 8 + int.from_bytes(_read(mapping, 0, 8), "little")
+    data_begin = 8 + int.from_bytes(mapping.populated(0, 8).numpy().tobytes(), "little")
     header = read_json(mapping, 8, data_begin)
     try:
         with safe_open(mapping.path, "np"):
@@ -121,7 +116,7 @@ def _entry(mapping: FileMapping, name: str, facts: Any, data_begin: int) -> Tens
     code, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if code not in DTYPES:
         raise CheckpointError(f"{where}: dtype {code!r} is not supported; known: {', '.join(DTYPES)}")
-    if _nbytes_of(shape, torch_dtype(DTYPES[code]).itemsize) == math.inf:
+    if _nbytes_of(shape, torch_dtype(DTYPES[code]).itemsize) >= _TOO_MANY:
         raise CheckpointError(f"{where}: {code} {str(shape)[:80]} is more than torch can hold")
     begin, end = (data_begin + offset for offset in offsets)
     return TensorEntry(name=name, mapping=mapping, dtype=DTYPES[code], shape=tuple(shape), begin=begin, end=end)
@@ -156,12 +151,12 @@ def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
     if not isinstance(code, str) or code not in DTYPES:
         raise StoreError(f"{name}: dtype {str(code)[:40]!r} is not known")
     is_shape = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
-    if not is_shape or (count := _nbytes_of(shape, 1)) >= 2**63:
+    if not is_shape or (count := _nbytes_of(shape, 1)) >= _TOO_MANY:
         raise StoreError(f"{name}: shape {str(shape)[:80]}: needs integers > 0, and a product below 2**63")
     if type(crc32) is not int or not 0 <= crc32 <= _MOST_CRC32:
         raise StoreError(f"{name}: crc32 {str(crc32)[:40]!r}: needs an integer of 32 bits")
     try:
-        layout = layout_of(DTYPES[code], int(count), facts, nbytes)
+        layout = layout_of(DTYPES[code], count, facts, nbytes)
     except StoreError as error:
         raise StoreError(f"{name}: shape {str(shape)[:80]}: {error}") from error
     return replace(stored, dtype=layout.dtype, shape=tuple(shape), layout=layout, crc32=crc32)
@@ -169,27 +164,20 @@ def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
 
 def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]], sums: Mapping[str, int]) -> str:
     """The text for these coded tensors; of a checksum that is not known yet, the longest that it can be."""
-    tensors = {
-        name: {
-            "dtype": CODES[layout.dtype],
-            "shape": list(shapes[name]),
-            "bits": layout.bits,
-            "escapes": layout.num_escapes,
-            "crc32": sums.get(name, _MOST_CRC32),
-        }
-        for name, layout in layouts.items()
-    }
+    tensors = {}
+    for name, layout in layouts.items():
+        facts = {"dtype": CODES[layout.dtype], "shape": list(shapes[name]), "bits": layout.bits}
+        tensors[name] = facts | {"escapes": layout.num_escapes, "crc32": sums.get(name, _MOST_CRC32)}
     return json.dumps({"codec": VERSION, "tensors": tensors}, separators=(",", ":"))
 
 
-def _nbytes_of(shape: list[int], itemsize: int) -> float:
-    """Returns the bytes of a tensor; infinity where torch, which counts zeros as ones in strides, would overflow."""
+def _nbytes_of(shape: list[int], itemsize: int) -> int:
+    """Returns the bytes of a tensor, zeros counted as ones, as torch does in strides; too many are not counted on."""
     count = itemsize
     for size in shape:
-        count *= max(size, 1)
-        if count >= 2**63:
-            return math.inf
-    return 0 if 0 in shape else count
+        if (count := count * max(size, 1)) >= _TOO_MANY:
+            break
+    return count
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import psutil
-from pydantic import ByteSize
+
+from weightstream.plan.amounts import human
 
 _NO_LIMIT = 1 << 62  # version 1 writes the largest multiple of a page below 2**63, version 2 "max"
 
@@ -49,15 +50,11 @@ def available_nbytes(root: Path = Path("/")) -> int:
 def describe_limits(root: Path = Path("/")) -> str:
     """Returns one line for a warning: the memlock limit, the tightest other limit if there is one, and free RAM."""
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    parts = [f"memlock {'unlimited' if memlock == resource.RLIM_INFINITY else _human(memlock)}"]
+    parts = [f"memlock {'unlimited' if memlock == resource.RLIM_INFINITY else human(memlock)}"]
     if tightest := min(_limits(root), key=lambda limit: limit.free_nbytes, default=None):
-        free = _human(max(0, tightest.free_nbytes))
-        parts.append(f"{tightest.name} {_human(tightest.limit_nbytes)} of which {free} are free")
-    return ", ".join([*parts, f"{_human(_ram_nbytes())} of RAM available"])
-
-
-def _human(nbytes: int) -> str:
-    return ByteSize(nbytes).human_readable()
+        free = human(max(0, tightest.free_nbytes))
+        parts.append(f"{tightest.name} {human(tightest.limit_nbytes)} of which {free} are free")
+    return ", ".join([*parts, f"{human(_ram_nbytes())} of RAM available"])
 
 
 def _ram_nbytes() -> int:

@@ -113,6 +113,11 @@ class Memory:
         """Makes bytes [begin, end) readable; raises `StoreError` where a plain access would fail."""
         raise NotImplementedError
 
+    def populated(self, begin: int, end: int) -> torch.Tensor:
+        """Returns bytes [begin, end) as a uint8 view that can be read; raises as `populate` does."""
+        self.populate(begin, end)
+        return self.bytes(begin, end)
+
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
         """Copies bytes [begin, end) into `memory` and returns the view of these; raises as `populate` does."""
         self.populate(begin, end)
@@ -206,19 +211,14 @@ def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
     """Returns ranges of bytes, relative to `address`, that hold every written page; None where nobody can tell."""
     first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        with opened(Path("/proc/self/pagemap")) as descriptor:
+            try:
+                found = _scan(descriptor, first, end)
+            except OSError:  # an older kernel
+                found = _read_entries(descriptor, first, end)
     except OSError:
         return None
-    try:
-        try:
-            found = _scan(descriptor, first, end)
-        except OSError:  # an older kernel
-            found = _read_entries(descriptor, first, end)
-        return [(start - address, stop - address) for start, stop in found]
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    return [(start - address, stop - address) for start, stop in found]
 
 
 def _scan(descriptor: int, start: int, end: int) -> list[tuple[int, int]]:

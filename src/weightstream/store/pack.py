@@ -97,10 +97,9 @@ class Shard:
     def pieces(self, name: str, mappings: Sequence[Memory]) -> Iterator[Any]:
         """The bytes of a tensor in the file, in arrays."""
         with _readable(self.tensors[name], mappings) as data:
-            if name in self.layouts:
-                yield from (piece.numpy() for piece in coding.pieces(data, self.layouts[name], self.device))
-            elif data.numel():
-                yield from (piece.numpy() for piece in data.split(_PIECE_NBYTES))
+            layout = self.layouts.get(name)
+            pieces = coding.pieces(data, layout, self.device) if layout else data.split(_PIECE_NBYTES)
+            yield from (piece.numpy() for piece in pieces)
 
     def verify(self, path: Path, mappings: Sequence[Memory], advance: Advance) -> None:
         """Reads the file again; raises `StoreError` or `CheckpointError` where it is not what the source holds."""
@@ -183,17 +182,12 @@ def lay_out(
             unit = {name: unit[name] for name in sorted(unit, key=lambda name: -steps[name])}  # else readers copy it
         files[-1] |= unit
         end += nbytes
-    suffixes = [f"-{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)] if len(files) > 1 else [""]
-    return [
-        Shard(
-            name=f"model{suffix}.safetensors",
-            tensors=tensors,
-            metadata=metadata,
-            layouts={name: layouts[name] for name in tensors if name in layouts},
-            device=device,
-        )
-        for suffix, tensors in zip(suffixes, files, strict=True)
-    ]
+    shards = []
+    for number, tensors in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        coded = {name: layouts[name] for name in tensors if name in layouts}
+        shards.append(Shard(name=name, tensors=tensors, metadata=metadata, layouts=coded, device=device))
+    return shards
 
 
 @contextlib.contextmanager

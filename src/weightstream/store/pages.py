@@ -46,16 +46,16 @@ class PageCache:
     """Holds ranges of files in memory. `pin` and `unpin` are the device's; without them ranges are only read ahead."""
 
     def __init__(self, pin: Pin | None = None, unpin: Pin | None = None) -> None:
-        self._arena = Arena(pin, unpin) if pin is not None else None
+        self._arena, self._pins = Arena(pin, unpin), pin is not None
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, _release, self._closed, self._arena)
+        weakref.finalize(self, self._closed.set)  # the thread ends then, and with it the arena, which unpins
 
     @property
     def nbytes(self) -> int:
         """Bytes pinned so far."""
-        return self._arena.nbytes if self._arena is not None else 0
+        return self._arena.nbytes
 
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
@@ -65,14 +65,13 @@ class PageCache:
         """
         self._stop()
         kept = [each for each in self._pages if each.window is not None and each.ranges <= set(ranges)]
-        if self._arena is not None:
-            self._arena.keep(each.window.memory for each in kept if each.window is not None)
+        self._arena.keep(each.window.memory for each in kept if each.window is not None)
         pages = _merged([each for each in ranges if not any(each in held.ranges for held in kept)])
         self._pages = [*kept, *pages]
-        for each in pages if self._arena is None else ():
+        for each in () if self._pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        job = partial(_bring_in, pages, self._arena, self._closed, on_refusal)
+        job = partial(_bring_in, pages, self._arena if self._pins else None, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
         self._thread = threading.Thread(target=job, name="weightstream-pages", daemon=False)
         self._thread.start()
@@ -83,7 +82,7 @@ class PageCache:
         """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
         self._stop()
         self._pages.clear()
-        _release(self._closed, self._arena)
+        self._arena.close()
 
     def _stop(self) -> None:
         self._closed.set()
@@ -115,12 +114,9 @@ def _bring_in_one(each: Pages, arena: Arena | None, closed: threading.Event) -> 
         if closed.is_set() or not threading.main_thread().is_alive():
             return
         where.populate(begin, min(each.end, begin + _PIECE_NBYTES))
-    if window is None or arena is None:
-        return
-    arena.pin(window.memory)
-    each.window = window
-    if closed.is_set():  # forgotten meanwhile: nobody else will unpin it
-        _release(closed, arena)
+    if window is not None and arena is not None:
+        arena.pin(window.memory)
+        each.window = window
 
 
 def _merged(ranges: Sequence[Range]) -> list[Pages]:
@@ -136,9 +132,3 @@ def _merged(ranges: Sequence[Range]) -> list[Pages]:
         last.end = max(last.end, end)
         last.ranges.add((mapping, begin, end))
     return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))
-
-
-def _release(closed: threading.Event, arena: Arena | None) -> None:
-    closed.set()
-    if arena is not None:
-        arena.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,15 +32,14 @@ class Source(Protocol):
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor: ...
 
 
-class MemorySource:
+class MemorySource(NamedTuple):
     """Pageable memory as a source."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
+    memory: torch.Tensor
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
         # memmove, not Tensor.copy_: one thread, which leaves the other cores to compute; drops the GIL.
-        ctypes.memmove(memory.data_ptr(), self._memory[begin:end].data_ptr(), end - begin)
+        ctypes.memmove(memory.data_ptr(), self.memory[begin:end].data_ptr(), end - begin)
         return memory[: end - begin]
 
 
