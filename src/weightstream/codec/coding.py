@@ -126,16 +126,15 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
     if not parts or not _has_kernels(parts[0][0].device):
-        return partial(run_all, [partial(_decode_on_cores, *part) for part in parts])
+        return partial(_run, [partial(_decode_on_cores, *part) for part in parts])
     from weightstream.codec import triton_codec
 
     kinds = {(layout.dtype, layout.bits) for _, layout, _ in parts}
     found = [triton_codec.Decoding(p for p in parts if (p[1].dtype, p[1].bits) == kind) for kind in sorted(kinds)]
-    return found[0] if len(found) == 1 else partial(run_all, found)
+    return found[0] if len(found) == 1 else partial(_run, found)
 
 
-def run_all(works: Sequence[Callable[[], object]]) -> None:
-    """One after the other."""
+def _run(works: Sequence[Callable[[], None]]) -> None:
     for work in works:
         work()
 

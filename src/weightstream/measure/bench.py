@@ -178,7 +178,7 @@ class _Bench:
     def kernels(self) -> dict[str, float]:
         """The least time of a kernel: in a graph, where the host is not in the way."""
         small = self._tensor(16)
-        work: _Work = partial(coding.run_all, [partial(small.mul_, 1.0)] * _NUM_KERNELS)
+        work: _Work = partial(_run_all, [partial(small.mul_, 1.0)] * _NUM_KERNELS)
         if self._on_gpu:
             work()
             graph = cuda.new_graph()
@@ -215,7 +215,7 @@ class _Bench:
             bytes_per_s = nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
             pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
-            piece_s = self._seconds(partial(coding.run_all, pieces)) / len(pieces)
+            piece_s = self._seconds(partial(_run_all, pieces)) / len(pieces)
             round_s = self._seconds(partial(self._rounds, pieces[:8])) / 8
         reads_s = self._seconds(self._read) if self._on_gpu else 0.0
         return {
@@ -238,7 +238,7 @@ class _Bench:
         out = self._backend.alloc(weights[0].numel())
         coded = [coding.encode(weight, "bfloat16", bits) for weight in weights]
         runs = [coding.decoding([(data, layout, out)]) for layout, data in coded]
-        return sum(weight.nbytes for weight in weights) / self._seconds(partial(coding.run_all, runs))
+        return sum(weight.nbytes for weight in weights) / self._seconds(partial(_run_all, runs))
 
     def _rounds(self, copies: Sequence[_Work]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
@@ -251,6 +251,11 @@ class _Bench:
             copy()
             self._backend.record(Side.COPY, filled)
             self._backend.wait(Side.COMPUTE, filled)
+
+
+def _run_all(works: Sequence[_Work]) -> None:
+    for work in works:
+        work()
 
 
 @contextmanager
@@ -292,7 +297,7 @@ def copies_s(backend: Backend, sizes: Sequence[int], seconds: float) -> list[flo
             copy = Copy(dst=target[:size], src=source[begin : begin + size], pinned=source.is_pinned())
             copies.append(partial(backend.copy, [copy]))
             begin += size
-        return rounds_s(backend, partial(coding.run_all, copies), seconds, Side.COPY)
+        return rounds_s(backend, partial(_run_all, copies), seconds, Side.COPY)
 
 
 def disk_bytes_per_s(file: DirectFile, nbytes: int) -> float:
