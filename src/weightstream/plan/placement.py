@@ -140,9 +140,8 @@ def place_host_bytes(
 
 def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile = _ASSUMED) -> Plan:
     """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
-    mapped = frozenset(manifest.aliases.keys() - plan.manifest.aliases.keys())
+    mapped = plan.mapped | (manifest.aliases.keys() - plan.manifest.aliases.keys())
     read_s = read_nbytes / profile.link_bytes_per_s
-    mapped |= plan.mapped
     return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s, copy_s=plan.copy_s + read_s)
 
 
