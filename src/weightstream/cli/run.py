@@ -121,8 +121,7 @@ class Session:
         transformers = require("transformers", "transformers", "weightstream run")
         from weightstream.adapters.hub import local_path
 
-        path = local_path(name, trust_remote_code)
-        folder = path if path.is_dir() else path.parent
+        _, folder = local_path(name, trust_remote_code)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever transformers makes of the files
