@@ -63,7 +63,22 @@ class Recorder(NamedTuple):
 def generate(
     model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, **kwargs: Any
 ) -> Any:
-    """`weightstream.generate`, whose docstring says the rest."""
+    """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
+
+    It is `model.generate(inputs, cache_implementation="static", disable_compile=True, **kwargs)`, bit for bit. Where
+    steps cannot be captured they run eager, and a warning says why; without CUDA, or when an argument asks for another
+    cache or loop, it is `model.generate(inputs, **kwargs)`.
+
+    Args:
+        model: a transformers model.
+        inputs: token ids of shape (batch, tokens), as for `model.generate`.
+        on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
+            replayed), in place of the warning.
+        kwargs: for `model.generate`.
+
+    Returns:
+        What `model.generate` returns.
+    """
     result, decoding = decode(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
         on_decoding(decoding)
