@@ -87,15 +87,11 @@ def load_pretrained(
         with _LOADING, hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options).run(decode)
         _finish(model, folder, str(path_or_repo_id), kwargs)
-    if not offload.mappings:
+    mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
+    kept = offload if offload.mappings else None
+    if kept is None:
         offload.close()
-    return LoadedModel(
-        model=model,
-        checkpoint=checkpoint,
-        mappings=(*checkpoint.mappings, *offload.mappings),
-        lazy=tuple(checkpoint.lazy.values()),
-        folder=offload if offload.mappings else None,
-    )
+    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, folder=kept)
 
 
 class _Load:
