@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
+from weightstream.runtime.watch import OperatorMode
 
 logger = logging.getLogger("weightstream")
 
@@ -295,18 +295,13 @@ class _MadeOnDevice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _HostWatch(TorchDispatchMode):
+class _HostWatch(OperatorMode):
     """Finds an operator that no capture allows before a capture meets it.
 
     One that fails half-way leaves PyTorch's stream, memory pool and random state behind it in pieces.
     """
 
-    supports_higher_order_operators = True
     found: str | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightstream.adapters import hf_private, launch
 from weightstream.adapters.launch import Launch
@@ -27,6 +26,7 @@ from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.values import tensors_in
+from weightstream.runtime.watch import OperatorMode
 from weightstream.runtime.weights import UnitModule
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -131,10 +131,8 @@ def _shorten(cache: Any, num_positions: int) -> None:
             layer[hf_private.WINDOW_COUNT] = num_positions
 
 
-class _Forward(TorchDispatchMode):
+class _Forward(OperatorMode):
     """One forward on meta tensors: who called whom, what was launched, and how much memory was alive."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -150,10 +148,6 @@ class _Forward(TorchDispatchMode):
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave).remove)
             self.output = model(*args, **kwargs)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.calls.append((module, self._call))
