@@ -99,8 +99,7 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config = copy.deepcopy(config)
         config.update(**_STATIC)
         options = options | {"generation_config": config}
-    with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(torch.accelerator.device_index(device.index))
+    with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
         decoder = Decoder(recorder, device)
         if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
             decoder.reason = _enter_step(model, streamer, stack)

@@ -101,8 +101,7 @@ def refused_as_checkpoint(name: object, verb: str) -> Iterator[None]:
     except (WeightstreamError, MemoryError):
         raise
     except Exception as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{name}: transformers cannot {verb} it: {kind}: {error}") from error
+        raise CheckpointError(f"{name}: transformers cannot {verb} it: {type(error).__name__}: {error}") from error
 
 
 def skeleton(
