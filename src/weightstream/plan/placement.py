@@ -59,8 +59,7 @@ def fastest(
         if (plan := plan_of(candidate)) is None:
             continue
         step_s = round(plan.step_s / tie_s) * tie_s if tie_s else plan.step_s
-        smaller = best is None or (step_s == best_s and plan.device_nbytes < best.device_nbytes)
-        if step_s < best_s or smaller:
+        if best is None or (step_s, plan.device_nbytes) < (best_s, best.device_nbytes):
             best, best_s = plan, step_s
     return best
 
