@@ -31,13 +31,12 @@ def find_units(model: nn.Module, grain: Grain = "block") -> list[UnitModule]:
     """
     blocks = find_blocks(model)
     cut = {"block": {id(block) for block in blocks}, "half": _halves(blocks), "matrix": set[int]()}[grain]
-    units = list(_units("", model, cut, whole=bool(cut)))
-    seen: set[int] = set()
-    unique = [u for u in units if not (id(u.module) in seen or seen.add(id(u.module)))]  # type: ignore[func-returns-value]
     layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
-    for unit in unique:
+    unique: dict[int, UnitModule] = {}
+    for unit in _units("", model, cut, whole=bool(cut)):
         unit.layer = layers.get(id(unit.module))
-    return unique
+        unique.setdefault(id(unit.module), unit)
+    return list(unique.values())
 
 
 def _halves(blocks: list[nn.Module]) -> set[int]:
