@@ -15,6 +15,7 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import device_map
+from weightstream.adapters.generation import generate as generate
 from weightstream.adapters.module import find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
@@ -194,27 +195,6 @@ def prospect(
     return prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
 
 
-def generate(model: Any, inputs: Any = None, **kwargs: Any) -> Any:
-    """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
-
-    It is `model.generate(inputs, cache_implementation="static", disable_compile=True, **kwargs)`, bit for bit. Where
-    steps cannot be captured they run eager, and a warning says why; without CUDA, or when an argument asks for another
-    cache or loop, it is `model.generate(inputs, **kwargs)`.
-
-    Args:
-        model: a transformers model.
-        inputs: token ids of shape (batch, tokens), as for `model.generate`.
-        kwargs: for `model.generate`; and `on_decoding`, called at the end with how the steps ran (`replays`, and the
-            `reason` why others were not replayed), in place of the warning.
-
-    Returns:
-        What `model.generate` returns.
-    """
-    from weightstream.adapters import generation
-
-    return generation.generate(model, inputs, **kwargs)
-
-
 def offload_layers(layers: Sequence[nn.Module], *, device: torch.device | None, config: OffloadConfig) -> Streamer:
     """Stream layers of a model that somebody else owns, each a unit, at fixed addresses from now on.
 
@@ -320,8 +300,7 @@ def _pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, Page
     if backend.device.type != "cuda" or not config.pin_memory:
         return None, PageCache()
     pin = partial(cuda.register, device=backend.device)
-    reads_pages = cuda.reads_pages(backend.device)
-    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if reads_pages else None
+    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if cuda.reads_pages(backend.device) else None
     return Arena(pin, cuda.unregister), pages
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.module import GRAINS, find_units, row_tables
-from weightstream.adapters.shapes import Footprint, observe
+from weightstream.adapters.shapes import observe
 from weightstream.codec import coding
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
 from weightstream.codec.format import ELEMENTS, Layout
@@ -22,7 +22,7 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import profile_for
-from weightstream.plan.manifest import Op, Profile, Workload
+from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import aligned
@@ -195,8 +195,5 @@ def _demands(model: nn.Module, config: OffloadConfig, grains: Grains) -> list[De
         logger.info("activations and compute times are not known before the first step: %s", error)
         return [Demand() for _ in grains]
     known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
-    return [replace(known, work=_by_name(found, units)) for units in grains]
-
-
-def _by_name(found: Footprint, units: Sequence[UnitModule]) -> dict[str, tuple[Op, ...]]:
-    return {unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)}
+    works = ({unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)} for units in grains)
+    return [replace(known, work=work) for work in works]

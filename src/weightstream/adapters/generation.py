@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
+from weightstream.runtime.watch import OperatorMode
 
 logger = logging.getLogger("weightstream")
 
@@ -63,7 +63,22 @@ class Recorder(NamedTuple):
 def generate(
     model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, **kwargs: Any
 ) -> Any:
-    """`weightstream.generate`, whose docstring says the rest."""
+    """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
+
+    It is `model.generate(inputs, cache_implementation="static", disable_compile=True, **kwargs)`, bit for bit. Where
+    steps cannot be captured they run eager, and a warning says why; without CUDA, or when an argument asks for another
+    cache or loop, it is `model.generate(inputs, **kwargs)`.
+
+    Args:
+        model: a transformers model.
+        inputs: token ids of shape (batch, tokens), as for `model.generate`.
+        on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
+            replayed), in place of the warning.
+        kwargs: for `model.generate`.
+
+    Returns:
+        What `model.generate` returns.
+    """
     result, decoding = decode(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
         on_decoding(decoding)
@@ -84,8 +99,7 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config = copy.deepcopy(config)
         config.update(**_STATIC)
         options = options | {"generation_config": config}
-    with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(torch.accelerator.device_index(device.index))
+    with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
         decoder = Decoder(recorder, device)
         if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
             decoder.reason = _enter_step(model, streamer, stack)
@@ -280,18 +294,13 @@ class _MadeOnDevice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _HostWatch(TorchDispatchMode):
+class _HostWatch(OperatorMode):
     """Finds an operator that no capture allows before a capture meets it.
 
     One that fails half-way leaves PyTorch's stream, memory pool and random state behind it in pieces.
     """
 
-    supports_higher_order_operators = True
     found: str | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))

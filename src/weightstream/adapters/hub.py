@@ -37,27 +37,25 @@ def check_dtype(dtype: str | torch.dtype) -> None:
         raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
 
 
-def local_path(path_or_repo_id: str | Path, remote_code: bool, *, weights: bool = True, **hub: Any) -> Path:
-    """The folder or file of a checkpoint, got from the hub where it is no path; raises `CheckpointError`.
+def local_path(name: str | Path, remote_code: bool, *, weights: bool = True, **hub: Any) -> tuple[Path, Path]:
+    """The folder or file of a checkpoint, got from the hub where it is no path, and its folder.
 
-    Without `weights` only its JSON files are got.
+    Raises `CheckpointError`. Without `weights` only its JSON files are got.
     """
-    path = Path(path_or_repo_id).expanduser()
+    path = Path(name).expanduser()
     if path.exists():
-        return path
-    if isinstance(path_or_repo_id, Path) or path.is_absolute() or str(path_or_repo_id).startswith((".", "~")):
+        return path, path if path.is_dir() else path.parent
+    if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
     files = [*(_FILES if weights else ["*.json"]), *(["*.py"] if remote_code else [])]
     try:
-        found = huggingface_hub.snapshot_download(
-            path_or_repo_id, allow_patterns=files, ignore_patterns=list(_SPARED), **hub
-        )
+        found = huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=list(_SPARED), **hub)
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
         raise CheckpointError(
-            f"{path_or_repo_id!r} is no local folder, and getting it from the hub failed: {error}; "
+            f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
             "check the name, the network and `hf auth login`, or pass a folder"
         ) from error
-    return Path(found)
+    return Path(found), Path(found)
 
 
 def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple[Any, Any]:
@@ -103,8 +101,7 @@ def refused_as_checkpoint(name: object, verb: str) -> Iterator[None]:
     except (WeightstreamError, MemoryError):
         raise
     except Exception as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{name}: transformers cannot {verb} it: {kind}: {error}") from error
+        raise CheckpointError(f"{name}: transformers cannot {verb} it: {type(error).__name__}: {error}") from error
 
 
 def skeleton(
@@ -116,8 +113,7 @@ def skeleton(
     and of a repository on the hub only JSON files are got. Raises `CheckpointError`, `UnsupportedError`.
     """
     check_dtype(dtype)
-    path = local_path(path_or_repo_id, trust_remote_code, weights=False)
-    folder = path if path.is_dir() else path.parent
+    path, folder = local_path(path_or_repo_id, trust_remote_code, weights=False)
     checkpoint = _weights(path)
     with refused_as_checkpoint(path_or_repo_id, "build"):
         config, cls = config_and_class(folder, None, trust_remote_code)

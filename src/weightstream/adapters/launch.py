@@ -82,7 +82,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
-    packet, rate = func.overloadpacket, _rate(args[0] if args else None)
+    packet = func.overloadpacket
+    rate: Rate = "half" if args and isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF else "single"
     nbytes = nbytes_read + sum(map(nbytes_of, tensors_in(output)))
     if packet is _ATTENTION:
         query, key, value = args[:3]
@@ -101,10 +102,6 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         others = nbytes_read - nbytes_of(args[0])
         return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)
     return Op(nbytes=nbytes)
-
-
-def _rate(tensor: Any) -> Rate:
-    return "half" if isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF else "single"
 
 
 def _mask(args: Any) -> torch.Tensor | None:

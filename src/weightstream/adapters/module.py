@@ -31,23 +31,17 @@ def find_units(model: nn.Module, grain: Grain = "block") -> list[UnitModule]:
     """
     blocks = find_blocks(model)
     cut = {"block": {id(block) for block in blocks}, "half": _halves(blocks), "matrix": set[int]()}[grain]
-    units = list(_units("", model, cut, whole=bool(cut)))
-    seen: set[int] = set()
-    unique = [u for u in units if not (id(u.module) in seen or seen.add(id(u.module)))]  # type: ignore[func-returns-value]
-    layers: dict[int, int] = {}
-    for layer, block in enumerate(blocks):
-        layers |= dict.fromkeys(map(id, block.modules()), layer)
-    for unit in unique:
+    layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
+    unique: dict[int, UnitModule] = {}
+    for unit in _units("", model, cut, whole=bool(cut)):
         unit.layer = layers.get(id(unit.module))
-    return unique
+        unique.setdefault(id(unit.module), unit)
+    return list(unique.values())
 
 
 def _halves(blocks: list[nn.Module]) -> set[int]:
     """The ids of the blocks' children, and of blocks that have none."""
-    found: set[int] = set()
-    for block in blocks:
-        found |= {id(child) for child in block.children() if _holds_tensors(child)} or {id(block)}
-    return found
+    return {id(m) for block in blocks for m in [c for c in block.children() if _holds_tensors(c)] or [block]}
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -65,9 +59,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     by_id = {id(m): m for m in model.modules()}
     for outer in [key for key in by_id if key in found]:
         inner = [m for m in by_id[outer].modules() if id(m) in found and id(m) != outer]
-        if not inner:
-            continue
-        if 2 * sum(_nbytes(m) for m in _outermost(inner)) > _nbytes(by_id[outer]):
+        below = {id(d) for m in inner for d in m.modules() if d is not m}
+        if 2 * sum(_nbytes(m) for m in inner if id(m) not in below) > _nbytes(by_id[outer]):
             found.discard(outer)  # its own blocks hold most of it
         else:
             found -= {id(module) for module in inner}
@@ -97,11 +90,6 @@ def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Itera
         yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
     for child_name, child in children:
         yield from _units(child_name, child, blocks, whole)
-
-
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    inside = {id(d) for m in modules for d in m.modules() if d is not m}
-    return [m for m in modules if id(m) not in inside]
 
 
 def _nbytes(module: nn.Module) -> int:

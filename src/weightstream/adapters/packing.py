@@ -31,15 +31,14 @@ def pack(
     verify: bool = False,
     trust_remote_code: bool = False,
     progress: bool = False,
-    advance: Callable[[int, int], None] = lambda nbytes, total: None,
+    advance: Callable[[int, int], None] = lambda total, nbytes: None,
 ) -> list[store.Shard]:
     """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
 
-    `advance(nbytes, total)` is told how many more bytes of all are done. Raises as `load_pretrained` and
+    `advance(total, nbytes)` is told how many more bytes of all are done. Raises as `load_pretrained` and
     `store.growing` do.
     """
-    source = local_path(path_or_repo_id, trust_remote_code)
-    folder = source if source.is_dir() else source.parent
+    source, folder = local_path(path_or_repo_id, trust_remote_code)
     with store.growing(_place(out.expanduser(), folder)) as partial_folder:
         loaded = load_pretrained(
             source, offload_folder=partial_folder, trust_remote_code=trust_remote_code, progress=progress
@@ -47,7 +46,7 @@ def pack(
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
         nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
-        told = partial(_tell, advance, nbytes + (nbytes + rest_nbytes) * (1 + verify))
+        told = partial(advance, nbytes + (nbytes + rest_nbytes) * (1 + verify))
         mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
         device = _device()
         layouts = store.choose(candidates, codec, mappings, device, told)
@@ -60,10 +59,6 @@ def pack(
         if loaded.folder is not None:
             loaded.folder.close()
     return shards
-
-
-def _tell(advance: Callable[[int, int], None], total: int, nbytes: int) -> None:
-    advance(nbytes, total)
 
 
 def _place(out: Path, folder: Path) -> Path:

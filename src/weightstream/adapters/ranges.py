@@ -95,11 +95,8 @@ def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
             found[full] = ranges
         return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
 
-    hook = register_module_parameter_registration_hook(on_parameter)
-    try:
+    with register_module_parameter_registration_hook(on_parameter):
         hf_private.convert_into(tokens, sources.tokens, torch.int64)
-    finally:
-        hook.remove()
     return found
 
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightstream.adapters import hf_private, launch
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
+from weightstream.plan.schedule import aligned
 from weightstream.runtime.values import tensors_in
+from weightstream.runtime.watch import OperatorMode
 from weightstream.runtime.weights import UnitModule
 
-_BLOCK_NBYTES = 512  # what PyTorch's allocator on CUDA rounds to
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -84,34 +84,30 @@ def observe(model: nn.Module, workload: Workload) -> Footprint:
     Raises:
         UnsupportedError: what the model computes depends on values, or it takes other inputs than token ids.
     """
-    with _on_meta(model), torch.inference_mode():
-        return _language_model(model, workload)
 
-
-def _language_model(model: nn.Module, workload: Workload) -> Footprint:
-    takes = takes_ids(model)
-    config: Any = model.config
-    config.pad_token_id = None  # some models look for it in the ids
-    options = options_of(takes)
-
-    def forward(num_tokens: int, **cache: Any) -> _Forward:
+    def forward(num_tokens: int, **more: Any) -> _Forward:
         ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
-        return _Forward(model, (), {"input_ids": ids, **options, **cache})
+        return _Forward(model, (), {"input_ids": ids, **more})
 
-    prompt = forward(max(workload.context, workload.tokens))
-    caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
-    past = workload.context - workload.tokens
-    if not caches or past <= 0:
-        return _footprint([prompt], *caches.values())
-    prompt.output = None
-    for cache in caches.values():
-        _shorten(cache, past)
-    return _footprint([prompt, forward(workload.tokens, **caches)], *caches.values())
+    with _on_meta(model), torch.inference_mode():
+        takes = takes_ids(model)
+        config: Any = model.config
+        config.pad_token_id = None  # some models look for it in the ids
+        options = options_of(takes)
+        prompt = forward(max(workload.context, workload.tokens), **options)
+        caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
+        past = workload.context - workload.tokens
+        if not caches or past <= 0:
+            return _footprint([prompt], *caches.values())
+        prompt.output = None
+        for cache in caches.values():
+            _shorten(cache, past)
+        return _footprint([prompt, forward(workload.tokens, **options, **caches)], *caches.values())
 
 
 def _footprint(forwards: Sequence[_Forward], cache: Any = None) -> Footprint:
     """What the last of these forwards did, and the most memory that one of them took."""
-    cache_nbytes = sum(_rounded(launch.nbytes_of(tensor)) for tensor in _cached(cache))
+    cache_nbytes = sum(aligned(launch.nbytes_of(tensor)) for tensor in _cached(cache))
     return Footprint(
         activation_nbytes=max(0, max(forward.memory.peak_nbytes for forward in forwards) - cache_nbytes),
         cache_nbytes=cache_nbytes,
@@ -135,10 +131,8 @@ def _shorten(cache: Any, num_positions: int) -> None:
             layer[hf_private.WINDOW_COUNT] = num_positions
 
 
-class _Forward(TorchDispatchMode):
+class _Forward(OperatorMode):
     """One forward on meta tensors: who called whom, what was launched, and how much memory was alive."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,10 +148,6 @@ class _Forward(TorchDispatchMode):
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave).remove)
             self.output = model(*args, **kwargs)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.calls.append((module, self._call))
@@ -203,7 +193,7 @@ class _Memory:
 
     def hold(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, _rounded(storage.nbytes())
+        key, nbytes = storage._cdata, aligned(storage.nbytes())
         if not tensor.is_meta or key in self._held or key in self._weights:
             return
 
@@ -217,11 +207,7 @@ class _Memory:
 
     def touch(self, nbytes: int = 0) -> None:
         """That many bytes more are there for a moment."""
-        self.peak_nbytes = max(self.peak_nbytes, self._live_nbytes + _rounded(nbytes))
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
+        self.peak_nbytes = max(self.peak_nbytes, self._live_nbytes + aligned(nbytes))
 
 
 def _signed(value: Any) -> Any:
@@ -261,9 +247,7 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     What a forward makes of tensors without values becomes an `UnsupportedError`.
     """
     made: dict[int, torch.Tensor] = {}  # ties stay ties
-    tables: list[dict[str, Any]] = [
-        table for m in model.modules() for table in (vars(m), m._parameters, m._buffers, m._modules)
-    ]
+    tables: list[Any] = [t for m in model.modules() for t in (vars(m), m._parameters, m._buffers, m._modules)]
     if (config := getattr(getattr(model, "config", None), "__dict__", None)) is not None:
         tables.append(config)
     before = [dict(table) for table in tables]

@@ -9,13 +9,13 @@ folder and replaced by a view of that file, one at a time in memory.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,7 @@ def load_pretrained(
     if refused := sorted(kwargs.keys() & set(_OURS)):
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-    path = local_path(path_or_repo_id, trust_remote_code, **hub)
-    folder = path if path.is_dir() else path.parent
+    path, folder = local_path(path_or_repo_id, trust_remote_code, **hub)
     checkpoint = Checkpoint.open(path)
     if verify_checksums:
         checkpoint.verify()
@@ -88,15 +87,11 @@ def load_pretrained(
         with _LOADING, hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options).run(decode)
         _finish(model, folder, str(path_or_repo_id), kwargs)
-    if not offload.mappings:
+    mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
+    kept = offload if offload.mappings else None
+    if kept is None:
         offload.close()
-    return LoadedModel(
-        model=model,
-        checkpoint=checkpoint,
-        mappings=(*checkpoint.mappings, *offload.mappings),
-        lazy=tuple(checkpoint.lazy.values()),
-        folder=offload if offload.mappings else None,
-    )
+    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, folder=kept)
 
 
 class _Load:
@@ -120,12 +115,9 @@ class _Load:
         elif self._coded:
             self._tell_of_decoding()
         sources = {name: self._source(name, decode) for name in checkpoint.entries if name not in used}
-        hook = register_module_parameter_registration_hook(self._on_parameter)
-        try:
+        with ExitStack() as after, register_module_parameter_registration_hook(self._on_parameter):
+            after.callback(_trim_heap)
             model = self._build(sources | gathered)
-        finally:
-            hook.remove()
-            _trim_heap()
         if used:
             hf_private.remember_conversions(model, checkpoint.entries)
         for memory in checkpoint.lazy.values():
@@ -195,9 +187,7 @@ class _Load:
         return model
 
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
-        if param is None or param.is_meta or threading.get_ident() != self._thread:
-            return None
-        if not hf_private.is_loaded(param):
+        if param is None or param.is_meta or threading.get_ident() != self._thread or not hf_private.is_loaded(param):
             return None
         home = self._home(name, param.detach())
         if home.data_ptr() == param.data_ptr():
@@ -235,5 +225,5 @@ def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None
     model.name_or_path = model.config.name_or_path = name
     model.eval()
     if model.can_generate() and kwargs.get("generation_config") is None:
-        with contextlib.suppress(OSError):  # without the file, the one made of the model's config stays
+        with suppress(OSError):  # without the file, the one made of the model's config stays
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

@@ -24,16 +24,12 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             try:
                 return super().invoke(ctx)
             except WeightstreamError as error:
                 typer.echo(f"error: {error}", err=True)
                 raise typer.Exit(2) from None
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.echo(f"warning: {message}", err=True)
 
 
 def _print_version(wanted: bool) -> None:

@@ -39,7 +39,7 @@ def pack(
     bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
     task = bar.add_task("", total=None)
 
-    def advance(nbytes: int, total: int) -> None:
+    def advance(total: int, nbytes: int) -> None:
         bar.start()  # once the model is loaded, which shows a bar of its own
         bar.update(task, advance=nbytes, total=total)
 

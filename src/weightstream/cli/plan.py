@@ -74,7 +74,7 @@ def plan(
 def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
     """The plan in its place among those at even shares of the model's bytes, where one fits."""
     budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
-    others = [plan for _, plan in ahead.sweep(budgets) if plan is not None and plan.budget != planned.budget]
+    others = [plan for plan in map(ahead.plan_at, budgets) if plan is not None and plan.budget != planned.budget]
     return sorted((planned, *others), key=_budget)
 
 

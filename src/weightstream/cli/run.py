@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weightstream.adapters.generation import Decoding
     from weightstream.runtime.streamer import Streamer
-    from weightstream.trace import Span, SpanKind, Trace
+    from weightstream.trace import Trace
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
@@ -121,8 +121,7 @@ class Session:
         transformers = require("transformers", "transformers", "weightstream run")
         from weightstream.adapters.hub import local_path
 
-        path = local_path(name, trust_remote_code)
-        folder = path if path.is_dir() else path.parent
+        _, folder = local_path(name, trust_remote_code)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever transformers makes of the files
@@ -235,24 +234,22 @@ def trace(
 
 
 def _show(session: Session, recorded: Trace, out: Path) -> None:
-    spans: defaultdict[SpanKind, list[Span]] = defaultdict(list)
+    on_device = [span for span in recorded.spans if span.row != "host"]
+    steps, waits, fills = ([span for span in on_device if span.kind == kind] for kind in ("step", "wait", "fill"))
     waited: defaultdict[str, float] = defaultdict(float)  # seconds, by unit
-    for span in recorded.spans:
-        if span.row != "host":
-            spans[span.kind].append(span)
-    for wait in spans["wait"]:
+    for wait in waits:
         waited[wait.name] += wait.seconds
-    steps = [span.seconds for span in spans["step"]]
-    ran_s, waited_s, copied_s = sum(steps), sum(waited.values()), sum(fill.seconds for fill in spans["fill"])
-    nbytes, decoded = sum(fill.nbytes for fill in spans["fill"]), milliseconds(median(steps[1:]))
+    ran_s, waited_s = sum(step.seconds for step in steps), sum(waited.values())
+    copied_s, nbytes = sum(fill.seconds for fill in fills), sum(fill.nbytes for fill in fills)
+    decoded = milliseconds(median(step.seconds for step in steps[1:]))
     predicted = milliseconds(session.streamer.plan.step_s)
     lines = {
         "plan": session.streamer.plan.summary(),
-        "prompt": f"1 step of {milliseconds(steps[0])}",
+        "prompt": f"1 step of {milliseconds(steps[0].seconds)}",
         "decode": f"{len(steps) - 1} steps of {decoded} each (median; predicted: {predicted})",
         "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
     }
-    if spans["fill"]:
+    if fills:
         lines["copies"] = (
             f"{milliseconds(copied_s)}, {human(nbytes)} ({nbytes} bytes) at {per_second(nbytes / copied_s)}"
         )

@@ -67,9 +67,8 @@ def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
         def run(model: str, config: Path | None, **values: Any) -> None:
             loading = {name: values.pop(name) for name in _LOADING}
             given = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
-            loading["config"] = (
-                OffloadConfig.from_toml(config, **given) if config else OffloadConfig.from_kwargs(**given)
-            )
+            read = functools.partial(OffloadConfig.from_toml, config) if config else OffloadConfig.from_kwargs
+            loading["config"] = read(**given)
             command(model, loading, **values)
 
         run.__signature__ = signature.replace(parameters=[model, *own, *added])  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ the least time of a kernel.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -69,7 +69,7 @@ class Manifest:
     """
 
     units: tuple[UnitSpec, ...]
-    order: tuple[int, ...] = field(default=())
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         forms: dict[str, tuple[int, int, int]] = {}

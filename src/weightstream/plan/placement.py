@@ -59,8 +59,7 @@ def fastest(
         if (plan := plan_of(candidate)) is None:
             continue
         step_s = round(plan.step_s / tie_s) * tie_s if tie_s else plan.step_s
-        smaller = best is None or (step_s == best_s and plan.device_nbytes < best.device_nbytes)
-        if step_s < best_s or smaller:
+        if best is None or (step_s, plan.device_nbytes) < (best_s, best.device_nbytes):
             best, best_s = plan, step_s
     return best
 
@@ -140,9 +139,8 @@ def place_host_bytes(
 
 def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile = _ASSUMED) -> Plan:
     """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
-    mapped = frozenset(manifest.aliases.keys() - plan.manifest.aliases.keys())
+    mapped = plan.mapped | (manifest.aliases.keys() - plan.manifest.aliases.keys())
     read_s = read_nbytes / profile.link_bytes_per_s
-    mapped |= plan.mapped
     return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s, copy_s=plan.copy_s + read_s)
 
 

@@ -17,19 +17,9 @@ from typing import NamedTuple
 
 from weightstream.config import OffloadConfig, selects
 from weightstream.errors import PlanError
-from weightstream.plan import cost
+from weightstream.plan import cost, placement
 from weightstream.plan.codes import Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
-from weightstream.plan.placement import (
-    always_resident,
-    fastest,
-    least_compute_s,
-    map_to_host,
-    place,
-    place_homes,
-    place_host_bytes,
-    place_layers,
-)
 from weightstream.plan.plan import Plan, buffer_nbytes
 
 _TABLE_NBYTES = 1 << 20
@@ -129,7 +119,7 @@ class Planner:
                 return None
 
         bounds = ((self._bound_s(manifest, way, profile), index) for index, way in enumerate(ways))
-        best = fastest(bounds, plan_of)
+        best = placement.fastest(bounds, plan_of)
         if best is None:
             raise min(refused, key=itemgetter(0))[1]
         return self._for_demand(best)
@@ -191,7 +181,7 @@ class Planner:
         over = sum(way.aside.read.values()) + buffer_nbytes(way.aside) - (self.budget or 0)
         if over <= 0 and way.aside.codes:
             return read_s  # of what is coded, some may stay plain
-        compute_s = least_compute_s(way.aside, profile.decoding(way.aside))
+        compute_s = placement.least_compute_s(way.aside, profile.decoding(way.aside))
         return max(compute_s, over / profile.link_bytes_per_s if self.budget is not None else 0.0) + read_s
 
     def _sizes(self, manifest: Manifest) -> Sizes:
@@ -199,7 +189,7 @@ class Planner:
         has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
         if not (self.config.uses_codes and has_reason and self.machine.can_decode()):
             return {}
-        plain = always_resident(manifest)
+        plain = placement.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
         sizes: dict[str, dict[int, int]] = {}
@@ -253,7 +243,7 @@ class Planner:
 
     def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
         """The plan of a manifest without those that kernels read from host memory, as one of the whole."""
-        return map_to_host(plan, whole, self._read_nbytes(whole, mapped), profile) if mapped else plan
+        return placement.map_to_host(plan, whole, self._read_nbytes(whole, mapped), profile) if mapped else plan
 
     def _read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
         """Bytes of copies that take as long as what kernels read of these in a step."""
@@ -263,11 +253,11 @@ class Planner:
     def _streaming(self, manifest: Manifest, profile: Profile) -> Plan:
         config, kept = self.config, self.weights.kept
         if config.backend == "prefetch":
-            return place_layers(manifest, config.prefetch, kept=kept, profile=profile)
+            return placement.place_layers(manifest, config.prefetch, kept=kept, profile=profile)
         if config.backend == "uva":
             zero_copy = not self.machine.on_cpu and self.machine.maps_host_memory()
-            return place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
-        return place(manifest, budget=self.budget, profile=profile)
+            return placement.place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
+        return placement.place(manifest, budget=self.budget, profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
@@ -283,7 +273,7 @@ class Planner:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
         movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
-        placed = partial(place_homes, plan, host_budget=budget, movable=movable, remedy=remedy)
+        placed = partial(placement.place_homes, plan, host_budget=budget, movable=movable, remedy=remedy)
         found = placed(profile=profile)
         if found.disk and (measured := machine.disk_bytes_per_s()) is not None:
             return placed(profile=replace(profile, disk_bytes_per_s=measured))

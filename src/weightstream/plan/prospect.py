@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from weightstream.errors import PlanError
@@ -43,13 +42,12 @@ class Prospect:
         config = given.model_copy(update=over)
         return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
 
-    def sweep(self, budgets: Iterable[int]) -> Iterator[tuple[int, Plan | None]]:
-        """The plan at each budget, None where none fits."""
-        for budget in budgets:
-            try:
-                yield budget, self.within(budget).plan()[1]
-            except PlanError:
-                yield budget, None
+    def plan_at(self, budget: int) -> Plan | None:
+        """The plan at another device budget, None where none fits."""
+        try:
+            return self.within(budget).plan()[1]
+        except PlanError:
+            return None
 
     def enough(self, plan: Plan) -> Plan | None:
         """A plan with less device memory that takes the same time, within a thousandth, if there is one.
@@ -60,7 +58,8 @@ class Prospect:
             return None
         low, high, best = 0, plan.budget, None
         for _ in range(_BISECTIONS):
-            ((middle, found),) = self.sweep([(low + high) // 2])
+            middle = (low + high) // 2
+            found = self.plan_at(middle)
             if found is not None and found.step_s <= plan.step_s * (1 + _AS_FAST):
                 best, high = found, middle
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 
 from weightstream.errors import PlanError
@@ -81,7 +82,7 @@ def _spans(plan: Plan, times: Times) -> Iterator[tuple[list[int], float]]:
     waits = [position for position, unit in enumerate(order) if unit in times.computes]
     if not waits:
         yield list(range(len(order))), times.step_s
-    for begin, end in zip(waits, [*waits[1:], waits[0] + len(order)] if waits else [], strict=True):
+    for begin, end in pairwise([*waits, *(first + len(order) for first in waits[:1])]):
         yield [position % len(order) for position in range(begin, end)], times.computes[order[begin]]
 
 

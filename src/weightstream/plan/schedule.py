@@ -79,8 +79,7 @@ def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:
 def previous_holders(order: Sequence[int], extents: Sequence[Extent]) -> list[int | None]:
     """For each position: the last one before it, cyclically, whose unit shares bytes with its own; None if only it."""
     holders: list[int | None] = [None] * len(order)
-    spans = [(p, extents[u].offset, extents[u].offset + extents[u].nbytes) for p, u in enumerate(order)]
-    spans = [span for span in spans if span[1] < span[2]]
+    spans = [(p, e.offset, e.offset + e.nbytes) for p, e in enumerate(map(extents.__getitem__, order)) if e.nbytes]
     for place, (position, begin, end) in enumerate(spans):
         for back in range(place - 1, place - len(spans), -1):  # below 0 is around
             holder, other_begin, other_end = spans[back]

@@ -18,14 +18,22 @@ from weightstream.runtime.leaves import plain_tensors
 from weightstream.runtime.values import tensors_in
 
 
-class ReadWatch(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that sees operators of higher order, too, and is no reason to compile."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
+
+
+class ReadWatch(OperatorMode):
     """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects; and `on_early()` if it
     computes with these and other `weights` alone: a compiler would be free to run it before the weights are there.
 
     A dispatch mode and not a function mode: that would turn PyTorch's fused paths off and change bits.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -40,10 +48,6 @@ class ReadWatch(TorchDispatchMode):
         self._streamed = set(self._watched)
         self._on_read = on_read
         self._on_early = on_early
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
