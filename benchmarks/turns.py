@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +39,10 @@ def measured(case: str, smoke: bool) -> dict[str, Any]:
     import torch
     from bench import Bench
 
-    shape = replace(coded.LARGE, layers=10) if smoke else coded.LARGE if case == "large" else None
+    shape = coded.LARGE if case == "large" and not smoke else None
     args = SimpleNamespace(smoke=smoke, layers=32, out=Path(os.devnull))
-    bench = Bench("turns", args, None if smoke else shape, floor_steps=4)  # type: ignore[arg-type]
-    settings = dict(CASES[case])
-    if smoke:
-        settings = {"device_budget": bench.ring_budget(), "codec": "none"}
+    bench = Bench("turns", args, shape, floor_steps=4)  # type: ignore[arg-type]
+    settings = {"device_budget": bench.ring_budget(), "codec": "none"} if smoke else CASES[case]
     with bench.streamed(**settings) as (model, streamer):
         x = torch.randn(1, 1, bench.shape.hidden, device=bench.device, dtype=torch.bfloat16)
         for _ in range(SETTLING):

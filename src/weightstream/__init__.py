@@ -17,7 +17,8 @@ from weightstream.errors import (
 from weightstream.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from weightstream.front import from_pretrained, generate, offload, plan_model
+    from weightstream.adapters.generation import generate
+    from weightstream.front import from_pretrained, offload, plan_model
     from weightstream.offloaders import (
         BaseOffloader,
         NoopOffloader,
@@ -65,7 +66,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
     if name in ("Stats", "Streamer"):
         return getattr(import_module(f"weightstream.runtime.{name.lower()}"), name)
-    if name in ("from_pretrained", "generate", "offload", "plan_model"):
+    if name == "generate":
+        return import_module("weightstream.adapters.generation").generate
+    if name in ("from_pretrained", "offload", "plan_model"):
         return getattr(import_module("weightstream.front"), name)
     if name in __all__:
         return getattr(import_module("weightstream.offloaders"), name)

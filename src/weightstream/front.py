@@ -15,7 +15,6 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import device_map
-from weightstream.adapters.generation import generate as generate
 from weightstream.adapters.module import find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError

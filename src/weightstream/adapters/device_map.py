@@ -59,7 +59,9 @@ def _placed(base: type[nn.Module], device: torch.device) -> type[nn.Module]:
         return made[0], tuple(base if arg is placed else arg for arg in made[1]), *made[2:]
 
     members = {
-        **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
         "__new__": new,
         "__reduce_ex__": reduce,
         "device": property(lambda self: device),

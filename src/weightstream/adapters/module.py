@@ -59,6 +59,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     by_id = {id(m): m for m in model.modules()}
     for outer in [key for key in by_id if key in found]:
         inner = [m for m in by_id[outer].modules() if id(m) in found and id(m) != outer]
+        if not inner:
+            continue
         below = {id(d) for m in inner for d in m.modules() if d is not m}
         if 2 * sum(_nbytes(m) for m in inner if id(m) not in below) > _nbytes(by_id[outer]):
             found.discard(outer)  # its own blocks hold most of it

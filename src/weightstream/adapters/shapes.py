@@ -247,7 +247,9 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     What a forward makes of tensors without values becomes an `UnsupportedError`.
     """
     made: dict[int, torch.Tensor] = {}  # ties stay ties
-    tables: list[Any] = [t for m in model.modules() for t in (vars(m), m._parameters, m._buffers, m._modules)]
+    tables: list[dict[str, Any]] = [
+        table for m in model.modules() for table in (vars(m), m._parameters, m._buffers, m._modules)
+    ]
     if (config := getattr(getattr(model, "config", None), "__dict__", None)) is not None:
         tables.append(config)
     before = [dict(table) for table in tables]

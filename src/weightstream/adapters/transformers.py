@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,11 @@ class _Load:
         elif self._coded:
             self._tell_of_decoding()
         sources = {name: self._source(name, decode) for name in checkpoint.entries if name not in used}
-        with ExitStack() as after, register_module_parameter_registration_hook(self._on_parameter):
-            after.callback(_trim_heap)
-            model = self._build(sources | gathered)
+        try:
+            with register_module_parameter_registration_hook(self._on_parameter):
+                model = self._build(sources | gathered)
+        finally:
+            _trim_heap()
         if used:
             hf_private.remember_conversions(model, checkpoint.entries)
         for memory in checkpoint.lazy.values():
