@@ -32,8 +32,9 @@ SETTLING, STEPS, LONE = 8, 12, 4
 TIMEOUT_S = 300
 
 
-def measured(case: str, smoke: bool) -> dict[str, Any]:
-    """A turn: milliseconds per step, and what the host takes to queue one."""
+def measure(case: str, smoke: bool) -> None:
+    """A turn: milliseconds per step, and what the host takes to queue one. Printed before the model is whole again, which
+    the large one cannot be on a GPU that is smaller than it."""
     import coded
     import timing
     import torch
@@ -56,7 +57,7 @@ def measured(case: str, smoke: bool) -> dict[str, Any]:
             model(x)
             queued.append(1e3 * (time.perf_counter() - started))
         floor_ms = bench.floor_ms * streamer.plan.step_nbytes / bench.nbytes
-        return {
+        found = {
             "ms": ms,
             "step_floor_ms": round(floor_ms, 4),
             "x_step_floor": round(ms["p50"] / floor_ms, 4),
@@ -64,6 +65,7 @@ def measured(case: str, smoke: bool) -> dict[str, Any]:
             "unplanned_fills": after.unplanned_fills - before.unplanned_fills,
             "plan": streamer.plan.summary(),
         }
+        print(json.dumps(found), flush=True)
 
 
 def turn(tree: Path, case: str, smoke: bool) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def turn(tree: Path, case: str, smoke: bool) -> dict[str, Any]:
         check=False,
         timeout=TIMEOUT_S,
     )
-    if "{" not in done.stdout:  # it may fail after that, while it is undone
+    if "{" not in done.stdout:
         raise RuntimeError(f"{tree}, {case}: exit status {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :].splitlines()[0])
     return found
@@ -96,7 +98,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="measure this one here, and print it")
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(measured(args.case, args.smoke)), flush=True)
+        measure(args.case, args.smoke)
         return
     trees = [(commit, Path(folder)) for commit, _, folder in (text.partition("=") for text in args.trees)]
     common = environment()
