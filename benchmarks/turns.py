@@ -33,8 +33,8 @@ TIMEOUT_S = 300
 
 
 def measure(case: str, smoke: bool) -> None:
-    """A turn: milliseconds per step, and what the host takes to queue one. Printed before the model is whole again, which
-    the large one cannot be on a GPU that is smaller than it."""
+    """Print a turn: milliseconds per step, and what the host takes to queue one. Before the model is whole again, as the
+    large one cannot be on a GPU that is smaller than it."""
     import coded
     import timing
     import torch
