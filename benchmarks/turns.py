@@ -33,8 +33,10 @@ TIMEOUT_S = 300
 
 
 def measure(case: str, smoke: bool) -> None:
-    """Print a turn: milliseconds per step, and what the host takes to queue one. Before the model is whole again, as the
-    large one cannot be on a GPU that is smaller than it."""
+    """Print a turn: milliseconds per step, and what the host takes to queue one.
+
+    It prints before the model is whole again, which the large one cannot be on a GPU that is smaller than it.
+    """
     import coded
     import timing
     import torch
