@@ -84,9 +84,10 @@ def turn(tree: Path, case: str, smoke: bool) -> dict[str, Any]:
         check=False,
         timeout=TIMEOUT_S,
     )
-    if "{" not in done.stdout:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
         raise RuntimeError(f"{tree}, {case}: exit status {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :].splitlines()[0])
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 
