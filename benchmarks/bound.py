@@ -1,0 +1,69 @@
+"""The bound of a step: the least time that any schedule of a model's weights has within a device budget.
+
+    plain = max(resident step, (bytes - budget) / link)
+    coded = max(resident step + decoding, (coded bytes - (budget - decode buffer)) / link)
+    bound = min(plain, coded)
+
+`bytes` are those of all weights less tables of which a step reads a few rows. Coded bytes, buffer and decoding are of
+the plans of `codec="3bit"` at this budget, in that grain which makes the bound least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from weightstream import OffloadConfig, Plan, PlanError
+from weightstream.plan.planner import Planner
+from weightstream.prospects import grains_of, machine_of, prospect_of, tables_of, weights_of
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.weights import groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Of one model and budget: bytes of the weights less tables, of tables, and the coded plans of all grains."""
+
+    budget: int
+    nbytes: int
+    tables_nbytes: int
+    coded: Sequence[Plan]
+
+    def row(self, resident_s: float, link_bytes_per_s: float) -> dict[str, Any]:
+        """The bound and what it is made of, where the resident model and the link are so fast."""
+        bounds = {"plain": max(resident_s, (self.nbytes - self.budget) / link_bytes_per_s)}
+        found: dict[str, Any] = {"budget_nbytes": self.budget, "plain_nbytes": self.nbytes}
+        for plan in self.coded:
+            nbytes = plan.manifest.nbytes - self.tables_nbytes
+            over = nbytes - (self.budget - plan.buffer_nbytes)
+            seconds = max(resident_s + plan.decode_s, over / link_bytes_per_s)
+            if seconds < bounds.setdefault("coded", float("inf")):
+                bounds["coded"] = seconds
+                found |= {"coded_nbytes": nbytes, "coded_buffer_nbytes": plan.buffer_nbytes}
+                found |= {"coded_decode_ms": round(1e3 * plan.decode_s, 3)}
+        found |= {f"bound_{form}_ms": round(1e3 * seconds, 4) for form, seconds in bounds.items()}
+        found |= {"bound_ms": round(1e3 * min(bounds.values()), 4), "resident_ms": round(1e3 * resident_s, 4)}
+        return found | {"link_gbps": round(link_bytes_per_s / 1e9, 3)}
+
+
+def bounds_of(model: nn.Module, budgets: Iterable[int], backend: Backend) -> dict[int, Bound]:
+    """The bound of each budget. Asked of the planner before the model is offloaded; keeps nothing of the model."""
+    by_alias, config = groups(model), OffloadConfig(codec="3bit")
+    tables, found = tables_of(model, by_alias), {}
+    nbytes = sum(group.nbytes for group in by_alias.values())
+    tables_nbytes = sum(by_alias[alias].nbytes for alias in tables)
+    machine = replace(machine_of(backend, config), host_free_nbytes=2 * nbytes)
+    weights = weights_of(by_alias, by_row=tables, movable=frozenset())
+    planner = Planner(config=config, machine=machine, weights=weights)
+    prospect = prospect_of(model, by_alias, grains_of(model, by_alias), planner)
+    for budget in budgets:
+        coded = []
+        for grain, planner in zip(prospect.grains, prospect.within(budget).planners, strict=True):
+            with suppress(PlanError):
+                coded.append(planner(grain))
+        found[budget] = Bound(budget=budget, nbytes=nbytes - tables_nbytes, tables_nbytes=tables_nbytes, coded=coded)
+    return found
