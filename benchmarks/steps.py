@@ -1,0 +1,95 @@
+"""The steps of a model from the first on: times, whether outputs are the wanted ones, what becomes of the plan."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import rows
+import timing
+import torch
+
+from weightstream import Plan, Streamer
+
+STEPS, LONE = 10, 3
+REFINED = 10  # the step after which the plan is asked again
+
+Step = Callable[[], torch.Tensor]
+
+
+def call_of(model: Any, inputs: dict[str, Any]) -> Step:
+    """A step: the first tensor of what the model gives."""
+
+    def run() -> torch.Tensor:
+        output = model(**inputs)
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    return run
+
+
+def timed(
+    run: Step,
+    want: torch.Tensor,
+    streamer: Streamer | None = None,
+    *,
+    num: int = STEPS,
+    settled: int = 2,
+) -> dict[str, Any]:
+    """The first step alone, then the others without a pause: `ms` of so many behind the step `settled`."""
+    device = want.device
+    timing.synchronize(device)
+    started = time.perf_counter()
+    differs = is_other(run(), want)
+    timing.synchronize(device)
+    found: dict[str, Any] = {"first_s": round(time.perf_counter() - started, 4)}
+    plans = [streamer.plan] if streamer else []
+    if streamer:  # measured times come into the plan after later steps
+        found |= {"predicted_ms": round(1e3 * plans[0].step_s, 3)}
+        found |= {"first_unplanned_fills": streamer.stats().unplanned_fills}
+    timing.reset_peak(device)
+    marks = [timing.mark(device)]
+    for _ in range(settled + num - 1):
+        y = run()
+        marks.append(timing.mark(device))
+        differs |= is_other(y, want)  # a few microseconds; kept, outputs would count as memory of the system
+        plans += [streamer.plan] if streamer else []
+    timing.synchronize(device)
+    steps_ms = [timing.between_ms(a, b) for a, b in itertools.pairwise(marks)][settled - 1 :]
+    found |= {"ms": rows.percentiles(steps_ms), "steps_ms": [round(ms, 3) for ms in steps_ms], "steps": len(steps_ms)}
+    found |= {"peak_nbytes": timing.peak_nbytes(device), "host_ms": rows.percentiles(hosts_ms(run, device))}
+    if streamer:
+        pairs = list(itertools.pairwise(plans[settled - 1 :]))
+        found["refined_ms"] = round(1e3 * plans[REFINED - 1].step_s, 3)
+        found["moves"] = sum(a is not b for a, b in pairs)
+        found["switches"] = sum(placed(a) != placed(b) for a, b in pairs)
+        found["unplanned_fills"] = streamer.stats().unplanned_fills
+    return found | {"equal": not differs.item()}
+
+
+def hosts_ms(run: Step, device: torch.device) -> list[float]:
+    """Until a call returns that finds the device idle: one with more kernels than its queue holds waits for some."""
+    found = []
+    for _ in range(LONE):
+        timing.synchronize(device)
+        started = time.perf_counter()
+        run()
+        found.append(1e3 * (time.perf_counter() - started))
+    timing.synchronize(device)
+    return found
+
+
+def is_repeatable(run: Step) -> bool:
+    want = run()
+    return not any(is_other(run(), want).item() for _ in range(4))
+
+
+def is_other(y: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Whether any bit differs, on the device and without waiting for it."""
+    return (y.view(torch.int16) != want.view(torch.int16)).any()
+
+
+def placed(plan: Plan) -> tuple[object, ...]:
+    """Where a plan has everything, and in which form."""
+    return plan.resident, plan.mapped, plan.extents, plan.manifest.codes
