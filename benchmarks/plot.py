@@ -26,7 +26,7 @@ COLUMNS = (
     *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "buffer_gib", "peak_gib", "graphs"),
     *("device_s", "load_s", "first_s", "total_s", "seconds", "read_gbps", "x_direct", "x_predicted"),
     *("x_host", "x_file", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
-    *("predicted_ms", "refined_ms", "x_bound"),
+    *("predicted_ms", "refined_ms", "x_refined", "bound_ms", "x_bound", "moves", "switches", "link_gbps", "host_ms"),
 )
 Row = dict[str, Any]
 
@@ -191,6 +191,29 @@ def codec(rows: list[Row], folder: Path) -> None:
     """A table alone: `coded` draws the rates."""
 
 
+def models(rows: list[Row], folder: Path) -> None:
+    """Seconds per step of FLUX over device memory, beside the bound of any schedule; others as levels of their own."""
+    shown = [row for row in rows if row["model"] == "flux" and "profiled" not in row]
+    if not shown:
+        return
+    figure, axes = plt.subplots(figsize=(8.6, 3.6), layout="constrained")
+    ours = sorted((row for row in shown if "budget_nbytes" in row), key=lambda row: row["budget_nbytes"])
+    budgets = [row["budget_nbytes"] / GIB for row in ours]
+    axes.plot(budgets, [row["bound_ms"] / 1e3 for row in ours], "--", linewidth=1, color=LINE, label="bound")
+    axes.plot(budgets, [row["ms"]["p50"] / 1e3 for row in ours], "o-", markersize=5, color=OURS, label="weightstream")
+    for row, marker in zip((row for row in shown if row not in ours), "s^v<", strict=False):
+        color, seconds, taken = _colors([row])[0], row["ms"]["p50"] / 1e3, row["taken_nbytes"] / GIB
+        label = f"{row['system'].replace(', flux', '')}: {seconds:.3f} s, {taken:.2f} GiB"
+        axes.plot(taken, seconds, marker, markersize=5, color=color, label=label)
+        axes.axhline(seconds, color=color, linewidth=0.7)
+    axes.set_ylim(0, 1.25 * max(row["ms"]["p50"] for row in shown) / 1e3)
+    axes.set_xlabel("device budget, GiB; of the others, device memory taken", fontsize=8)
+    axes.set_ylabel("step, s (p50)", fontsize=8)
+    axes.legend(fontsize=7)
+    _finish(axes, f"FLUX.1-dev's transformer, 1024 x 1024, {rows[-1]['gpu']}")
+    figure.savefig(folder / "models.png", dpi=130)
+
+
 def _rates(axes: Axes, rows: list[Row]) -> None:
     """What decoding gives, beside a copy from device memory to device memory."""
     shown = rows[::-1]
@@ -238,7 +261,7 @@ def _finish(axes: Axes, title: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded):
+    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
             found = read(path, last_commit=draw is not cells)  # the shapes may be measured one by one
             draw(found, folder)
