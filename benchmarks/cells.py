@@ -31,7 +31,7 @@ from weightstream.plan.manifest import Workload
 from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.prospects import grains_of, machine_of, prospect_of, tables_of, weights_of
+from weightstream.prospects import can_decode, grains_of, machine_of, prospect_of, sizes_of, tables_of, weights_of
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.weights import groups
@@ -75,7 +75,8 @@ def build(shape: str, device: torch.device) -> Any:
 def prospects(model: Any, config: OffloadConfig, machine: Any) -> dict[str, Prospect]:
     """What each workload is planned with."""
     by_alias = groups(model)
-    weights = weights_of(by_alias, by_row=tables_of(model, by_alias), movable=frozenset())
+    tables = tables_of(model, by_alias)
+    weights = weights_of(by_alias, by_row=tables, codes=sizes_of(by_alias, {}, {}, tables))
     found = {}
     for name, workload in WORKLOADS.items():
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
@@ -114,7 +115,8 @@ class Cells:
         self.model = build(shape, device)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
-        machine = machine_of(self.backend, OffloadConfig())
+        decodes = can_decode(self.backend, OffloadConfig())
+        machine = replace(machine_of(self.backend, OffloadConfig()), can_decode=decodes)
         print(machine.profile, flush=True)
         self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
         self.resident: dict[str, float] = {}

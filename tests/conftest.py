@@ -51,6 +51,12 @@ def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nothing_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is followed before it runs: the plan is the first one, and the first step finds its own order."""
+    monkeypatch.setattr("weightstream.prospects.foreseen", lambda *_: None)
+
+
+@pytest.fixture
 def no_loading_bars() -> Iterator[None]:
     """transformers writes nothing to the terminal while it loads."""
     import transformers

@@ -6,7 +6,6 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import weightstream
+from weightstream import prospects
 from weightstream.cli import app
 from weightstream.codec import reference
 from weightstream.codec.estimate import ASSUMED_BITS
@@ -24,7 +24,7 @@ from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
 from weightstream.measure import profile as profiles
 from weightstream.plan.check import prove
-from weightstream.prospects import can_decode, weights_of
+from weightstream.prospects import can_decode, sizes_of
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.weights import groups
 
@@ -55,12 +55,9 @@ def _random(dtype: str) -> torch.Tensor:
 
 
 def test_parameters_of_floats_can_be_coded() -> None:
-    module, reads = Several(), []
-    by_alias = groups(module)
-    memory = SimpleNamespace(check=lambda: reads.append(1))
-    found = weights_of(by_alias, [memory], by_row=frozenset({"table"}), movable=frozenset({"x"}))
-    assert reads == [], "nothing is read before it is asked for"
-    sizes = {alias: codes for alias, codes in found.codes().items() if codes}
+    by_alias = groups(Several())
+    found = sizes_of(by_alias, {}, {}, frozenset({"table"}))
+    sizes = {alias: codes for alias, codes in found.items() if codes}
     assert sizes.keys() == {*(f"of_{name}" for name in ELEMENTS), "tied"}
     for alias, codes in sizes.items():
         dtype = by_alias[alias].members[0].spec.dtype
@@ -68,30 +65,44 @@ def test_parameters_of_floats_can_be_coded() -> None:
         for bits, nbytes in codes.items():
             layout, _ = reference.encode(by_alias[alias].home, dtype, bits)
             assert layout.nbytes == nbytes < by_alias[alias].nbytes
-    assert found.codes() is found.codes()
-    assert reads == [1]
-    assert (found.movable, found.coded_in_files) == ({"x"}, frozenset())
 
 
 def test_weights_that_are_not_there_are_assumed() -> None:
     by_alias = groups(Several().to("meta"), allow_meta=True)
-    codes = weights_of(by_alias).codes()
+    codes = sizes_of(by_alias, {}, {}, frozenset())
     for name in ELEMENTS:
         for bits, share in ASSUMED_BITS[name].items():
             assert 0 <= codes[f"of_{name}"][bits] - share * WIDTH**2 / 8 < 512
     with torch.device("meta"):
         little = nn.Linear(5, 3, bias=False, dtype=torch.bfloat16)
-    (sizes,) = weights_of(groups(little, allow_meta=True)).codes().values()
+    (sizes,) = sizes_of(groups(little, allow_meta=True), {}, {}, frozenset()).values()
     for bits, nbytes in sizes.items():
         assert nbytes == Layout(dtype="bfloat16", bits=bits, count=15, num_escapes=0).nbytes, "a tile is whole"
 
 
 def test_what_is_coded_in_a_file_has_one_form() -> None:
     layout = Layout(dtype="bfloat16", bits=4, count=WIDTH**2, num_escapes=77)
-    found = weights_of(groups(Several()), coded={"of_bfloat16": layout})
-    assert found.coded_in_files == {"of_bfloat16"}
-    assert found.codes()["of_bfloat16"] == {4: layout.nbytes}
-    assert found.codes()["tied"].keys() == {3, 4}
+    found = sizes_of(groups(Several()), {"of_bfloat16": layout}, {}, frozenset())
+    assert found["of_bfloat16"] == {4: layout.nbytes}
+    assert found["tied"].keys() == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_asked"),
+    [
+        ({"device_budget": 10**9, "codec": "auto"}, False),
+        ({"device_budget": 10**6, "codec": "none"}, False),
+        ({"device_budget": 10**9, "codec": "3bit"}, True),
+    ],
+)
+def test_weights_are_read_where_a_plan_depends_on_them(
+    settings: dict[str, Any], is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(prospects, "sizes_of", lambda *_: asked.append(1) or {})
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
+    weightstream.offload(model, device="cpu", **settings).remove()
+    assert bool(asked) == is_asked
 
 
 @pytest.mark.parametrize(

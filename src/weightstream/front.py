@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role, leaves_of
+from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
 from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
@@ -43,6 +46,7 @@ def offload(
     *,
     device: torch.device | str | None = None,
     device_budget: int | str | None = None,
+    example_inputs: Any = None,
     config: OffloadConfig | None = None,
     **settings: Any,
 ) -> Streamer:
@@ -53,6 +57,8 @@ def offload(
         device: where it computes; default: the current CUDA GPU, else the CPU.
         device_budget: bytes of device memory for weights, as an int or such as `"6GiB"`; activations come on top.
             Default: what is free, less headroom.
+        example_inputs: arguments of a call as it will be: a tensor, a tuple of positional ones, or a dict of keywords.
+            Only their shapes are looked at. Without them the first call tells what a call takes.
         config: every setting; keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …) go over it.
 
     Returns:
@@ -73,7 +79,23 @@ def offload(
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
     with _opened(config.device_for(device), config) as backend, torch.no_grad():
-        return _offload(model, backend, config)
+        return _offload(model, backend, config, example=_example(model, example_inputs))
+
+
+def _example(model: nn.Module, inputs: Any) -> prospects.Example | None:
+    """Positional and keyword arguments of a forward; raises `ConfigError` where it does not take them."""
+    if inputs is None:
+        return None
+    args: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (args, {})
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"example_inputs: {type(model).__name__}.forward() does not take them: {error}; give a tensor, a tuple of "
+            "positional arguments, or a dict of keywords"
+        ) from error
+    return args, kwargs
 
 
 def from_pretrained(
@@ -182,7 +204,8 @@ def prospect(
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(_backend(device, config)) as backend:
-            machine = prospects.machine_of(backend, config)
+            can_decode = prospects.can_decode(backend, config)
+            machine = replace(prospects.machine_of(backend, config), can_decode=can_decode)
     else:
         machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
         given = config.device_nbytes(machine.total_nbytes or -1)
@@ -217,6 +240,7 @@ def _offload(
     folder: OffloadFolder | None = None,
     *,
     whole_layers: bool = False,
+    example: prospects.Example | None = None,
 ) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     by_alias = _weights(model)
@@ -229,18 +253,22 @@ def _offload(
         by_alias, backend, empty=empty, mappings=mappings, arena=arena, pages=pages, spill=spill, by_row=by_row
     )
     kept = _shared_or_buffers(model) if whole_layers else frozenset[str]()
-    planner = prospects.planner_of(homes, backend, config, mappings, kept)
     grains = [_layers(model)] if whole_layers else prospects.grains_of(model, by_alias)
-    prospect = prospects.prospect_of(model, by_alias, grains, planner)
-    index, plan = prospect.plan()
+    prospect = prospects.prospect_of_model(model, homes, backend, config, mappings, kept, grains, example)
+    _, plan = prospect.plan()
     if short := prospect.shortage(plan):
         logger.warning("device memory may run out: %s", short)
+
+    def foresee(known: Prospect, args: Any, kwargs: Any) -> Prospect | None:
+        found = prospects.foreseen(known, by_alias, grains, model, backend, args, kwargs)
+        return found and prospects.with_facts(found, homes, backend, mappings)
+
+    refinement = Refinement(prospect, foresee)
     closing = ExitStack()
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
-    planner, blocks = prospect.planners[index], find_blocks(model)
-    streamer = Streamer(model, grains[index], homes, backend, planner, blocks, on_close=closing.close, plan=plan)
+    streamer = Streamer(model, grains, homes, backend, refinement, plan, find_blocks(model), closing.close)
     if streamer.plan.manifest.codes and backend.device.type == "cuda":
         cuda.give_back(workspaces=False)  # what encoding took
     closing.callback(device_map.attach(model, backend.device))

@@ -1,20 +1,23 @@
-"""What a planner must know of a model and a machine, gathered from both. Reads no weights and decides nothing."""
+"""What a planner must know of a model and a machine, gathered from both before anything is planned. Decides nothing.
+
+What takes time to find out (samples of weights, kernels that are compiled, the speed of files) is gathered where a plan
+within the budget can depend on it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from weightstream.adapters import trial
 from weightstream.adapters.module import GRAINS, find_units, row_tables
-from weightstream.adapters.shapes import observe
+from weightstream.adapters.shapes import Footprint, follow, observe
 from weightstream.codec import coding
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
 from weightstream.codec.format import ELEMENTS, Layout
@@ -22,6 +25,7 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import profile_for
+from weightstream.plan.codes import Sizes
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
@@ -36,7 +40,9 @@ from weightstream.store.mapping import Memory
 logger = logging.getLogger("weightstream")
 
 _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
+_FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
 Grains = list[list[UnitModule]]
+Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
 
 
 def can_decode(backend: Backend, config: OffloadConfig) -> bool:
@@ -67,34 +73,111 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     if not on_cpu:
         free, total = cuda.memory(backend.device)
         free += sum(home.group.nbytes for home in there if home.origin == backend.device)
-
-    @cache
-    def is_readable() -> bool:
-        """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
-        is_allowed = config.pin_memory and config.use_uva
-        return on_cpu or (is_allowed and backend.device_view(torch.empty(1, pin_memory=True, device="cpu")) is not None)
-
+    can_map = homes is None or homes.can_map
     return replace(
         machine,
         on_cpu=on_cpu,
         free_nbytes=free,
         total_nbytes=total,
-        maps_host_memory=lambda: (homes is None or homes.can_map) and is_readable(),
-        can_decode=partial(can_decode, backend, config),
-        disk_bytes_per_s=cache(partial(bench.rate_of_files, homes.files if homes else ())),
+        maps_host_memory=can_map and _reads_host(backend, config),
+        can_decode=False,  # until it is asked for: kernels are compiled for that
     )
 
 
-def planner_of(
-    homes: Homes, backend: Backend, config: OffloadConfig, memories: Sequence[Memory], kept: frozenset[str]
-) -> Planner:
-    """What plans with the weights where they are now, on this machine."""
+def _reads_host(backend: Backend, config: OffloadConfig) -> bool:
+    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
+    if backend.device.type == "cpu":
+        return True
+    is_allowed = config.pin_memory and config.use_uva
+    return is_allowed and backend.device_view(torch.empty(1, pin_memory=True, device="cpu")) is not None
+
+
+def prospect_of_model(
+    model: nn.Module,
+    homes: Homes,
+    backend: Backend,
+    config: OffloadConfig,
+    memories: Sequence[Memory],
+    kept: frozenset[str],
+    grains: Grains,
+    example: Example | None = None,
+) -> Prospect:
+    """What is planned with the weights where they are now, on this machine.
+
+    `example` are arguments of a forward, of which the work is told; else it is that of a language model's step.
+    """
     by_alias = {alias: home.group for alias, home in homes.homes.items()}
-    coded, parts, movable = homes.layouts, homes.in_parts, homes.movable
     weights = weights_of(
-        by_alias, memories, by_row=homes.by_row, coded=coded, in_parts=parts, movable=movable, kept=kept
+        by_alias, by_row=homes.by_row, coded_in_files=frozenset(homes.layouts), movable=homes.movable, kept=kept
     )
-    return Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
+    planner = Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
+    found = prospect_of(model if _generates(model) else None, by_alias, grains, planner)
+    if example is not None:
+        known = foreseen(found, by_alias, grains, model, backend, *example)
+        if known is None:
+            logger.warning("example_inputs tell nothing of %s ahead: its first steps will", type(model).__name__)
+        found = known or found
+    return with_facts(found, homes, backend, memories)
+
+
+def with_facts(prospect: Prospect, homes: Homes, backend: Backend, memories: Sequence[Memory]) -> Prospect:
+    """The same with what takes time to find out, as far as a plan may depend on it and nobody has found it out yet."""
+    planner, plain = prospect.planners[-1], prospect.grains[-1]
+    machine, weights = planner.machine, planner.weights
+    if planner.may_code(plain) and not weights.codes and can_decode(backend, planner.config):
+        for memory in memories:
+            memory.check()
+        by_alias = {alias: home.group for alias, home in homes.homes.items()}
+        codes = sizes_of(by_alias, homes.layouts, homes.in_parts, weights.by_row)
+        machine, weights = replace(machine, can_decode=True), replace(weights, codes=codes)
+    if machine.disk_bytes_per_s is None and planner.may_use_disk(plain):
+        machine = replace(machine, disk_bytes_per_s=bench.rate_of_files(homes.files))
+    planners = (replace(planner, machine=machine, weights=weights) for planner in prospect.planners)
+    return replace(prospect, planners=tuple(planners))
+
+
+def foreseen(
+    prospect: Prospect,
+    by_alias: Mapping[str, Group],
+    grains: Grains,
+    model: nn.Module,
+    backend: Backend,
+    args: Any,
+    kwargs: Any,
+) -> Prospect | None:
+    """The same for the work of one call with these arguments, in the order in which units run; None: nothing tells.
+
+    Neither the model nor the arguments change. It takes a few seconds at most.
+    """
+    try:
+        found = follow(model, args, kwargs, limit_s=_FOLLOW_S)
+    except UnsupportedError as error:
+        logger.info("the work of this call is not known before it ran: %s", error)
+        return None
+    if backend.device.type != "cpu":  # there a step takes as long as a trial of it, and tells more
+        found = found.timed(trial.seconds_of(found.launches, prospect.planners[0].machine.profile, backend))
+    return with_work(prospect, by_alias, grains, found)
+
+
+def with_work(
+    prospect: Prospect,
+    by_alias: Mapping[str, Group],
+    grains: Grains,
+    found: Footprint,
+    workload: Workload | None = None,
+) -> Prospect:
+    """The same for a step that was followed; weights that units read outside of them are to stay on the device."""
+    aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
+    manifests, planners = [], []
+    for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):
+        work = {unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)}
+        demand = Demand(workload=workload, work=work, activation_nbytes=found.activation_nbytes)
+        planners.append(replace(planner, demand=replace(demand, cache_nbytes=found.cache_nbytes)))
+        order, outside = found.order(units), {aliases[id(t)] for t in found.outside(units) if id(t) in aliases}
+        # What a call leaves out it does not need; but a made-up step of text says nothing of images.
+        is_all = len(set(order)) == len(units) or (workload is None and order)
+        manifests.append((replace(grain, order=order) if is_all else grain).keeping(outside))
+    return Prospect(grains=tuple(manifests), planners=tuple(planners))
 
 
 def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Machine, **options: Any) -> Prospect:
@@ -108,9 +191,10 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
     by_alias = groups(model, allow_meta=True)
     entries = checkpoint.entries if checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
-    decodes = bool(layouts) and config.uses_codes and machine.can_decode()
-    coded = _coded_in_files(by_alias, layouts) if decodes else {}
-    weights = weights_of(by_alias, by_row=tables_of(model, by_alias), movable=frozenset(by_alias), coded=coded)
+    coded = _coded_in_files(by_alias, layouts) if layouts and config.uses_codes and machine.can_decode else {}
+    by_row, movable = tables_of(model, by_alias), frozenset(by_alias)
+    codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
+    weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
     planner = Planner(config=config, machine=machine, weights=weights)
     return prospect_of(model, by_alias, grains_of(model, by_alias), planner)
 
@@ -131,34 +215,45 @@ def grains_of(model: nn.Module, by_alias: dict[str, Group]) -> Grains:
     return [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
 
 
-def prospect_of(model: nn.Module, by_alias: dict[str, Group], grains: Grains, planner: Planner) -> Prospect:
-    """What is planned with a model in these grains."""
-    planners = tuple(replace(planner, demand=demand) for demand in _demands(model, planner.config, grains))
-    return Prospect(grains=tuple(manifest(units, by_alias) for units in grains), planners=planners)
+def prospect_of(model: nn.Module | None, by_alias: dict[str, Group], grains: Grains, planner: Planner) -> Prospect:
+    """What is planned with a model in these grains: the step of a language model, or one of which nothing is known."""
+    manifests = tuple(manifest(units, by_alias) for units in grains)
+    found = Prospect(grains=manifests, planners=(planner,) * len(grains))
+    config, settings = planner.config, getattr(model, "config", None)
+    if model is None or settings is None:
+        return found
+    positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
+    context = max(config.tokens, config.context or min(_CONTEXT, positions))
+    workload = Workload(batch=config.batch, tokens=config.tokens, context=context)
+    try:
+        return with_work(found, by_alias, grains, observe(model, workload), workload)
+    except UnsupportedError as error:
+        logger.info("activations and compute times are not known before the first step: %s", error)
+        return found
 
 
-def weights_of(
+def _generates(model: nn.Module) -> bool:
+    """Whether the steps of a model are those of a language model; the work of any other is told by its first call."""
+    return bool(getattr(model, "can_generate", bool)())
+
+
+def weights_of(by_alias: Mapping[str, Group], **facts: Any) -> Weights:
+    """What a planner is told of these groups."""
+    names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
+    return Weights(names=names, **facts)
+
+
+def sizes_of(
     by_alias: Mapping[str, Group],
-    memories: Sequence[Memory] = (),
-    *,
-    coded: Mapping[str, Layout] = MappingProxyType({}),
-    by_row: frozenset[str] = frozenset(),
-    in_parts: Mapping[str, Sequence[torch.Tensor]] = MappingProxyType({}),
-    **facts: frozenset[str],
-) -> Weights:
-    """What a planner is told of these groups, whose bytes lie in `memories`.
+    coded: Mapping[str, Layout],
+    in_parts: Mapping[str, Sequence[torch.Tensor]],
+    by_row: frozenset[str],
+) -> Sizes:
+    """What each of these groups takes in each code. Reads samples of the weights.
 
     `coded` are those that are in a file in coded form, `in_parts` the bytes of those whose memory holds none yet.
     """
-    names = {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
-
-    @cache
-    def codes() -> dict[str, dict[int, int]]:
-        for memory in memories:
-            memory.check()
-        return {a: _sizes(group, coded.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
-
-    return Weights(names=names, by_row=by_row, coded_in_files=frozenset(coded), codes=codes, **facts)
+    return {a: _sizes(group, coded.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
 
 
 def _sizes(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> dict[int, int]:
@@ -179,21 +274,3 @@ def tables_of(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:
     """Alias groups of which a step reads a few rows."""
     rows = row_tables(model)
     return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
-
-
-def _demands(model: nn.Module, config: OffloadConfig, grains: Grains) -> list[Demand]:
-    """What a step of a language model takes beside its weights, in each grain; unknown where shapes do not tell."""
-    settings = getattr(model, "config", None)
-    if settings is None:
-        return [Demand() for _ in grains]
-    positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
-    context = max(config.tokens, config.context or min(_CONTEXT, positions))
-    workload = Workload(batch=config.batch, tokens=config.tokens, context=context)
-    try:
-        found = observe(model, workload)
-    except UnsupportedError as error:
-        logger.info("activations and compute times are not known before the first step: %s", error)
-        return [Demand() for _ in grains]
-    known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
-    works = ({unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)} for units in grains)
-    return [replace(known, work=work) for work in works]

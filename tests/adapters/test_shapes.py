@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
@@ -26,9 +25,7 @@ GQA = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
 
 def watched(model: nn.Module, *args: Any, **kwargs: Any) -> Footprint:
     """The footprint of one forward with these arguments."""
-    with shapes._on_meta(model), torch.inference_mode():
-        args, kwargs = tree_map_only(torch.Tensor, shapes._meta, (args, kwargs))
-        return shapes._footprint([shapes._Forward(model, args, kwargs)])
+    return shapes.follow(model, args, kwargs)
 
 
 def ops_of(footprint: Footprint, rate: str) -> list[Op]:

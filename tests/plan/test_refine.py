@@ -19,8 +19,9 @@ from weightstream import front, prospects
 from weightstream.plan import cost
 from weightstream.plan import refine as refinement
 from weightstream.plan.manifest import Manifest, Profile, Workload
+from weightstream.plan.placement import search
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner, Way
+from weightstream.plan.planner import Planner, Refusal, Way
 from weightstream.plan.refine import Refined, Times, refine, unit_s
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
@@ -47,7 +48,7 @@ def times_of(plan: Plan, profile: Profile) -> Times:
     computes: dict[int, list[float]] = {}
     for begin, end in zip(waits, [*waits[1:], waits[0] + len(order)] if waits else [], strict=True):
         positions = (order[p % len(order)] for p in range(begin, end))
-        seconds = (profile.compute_s(u, plan.manifest.units[u], streams=plan.streams(u)) for u in positions)
+        seconds = (profile.compute_s(u, plan.manifest.units[u], opens=plan.opens(u)) for u in positions)
         computes.setdefault(order[begin], []).append(sum(seconds))
     filled = {unit for fills in plan.after for unit in fills}
     return Times(
@@ -91,7 +92,7 @@ def test_seconds_are_told_apart_by_the_estimates_and_sum_up() -> None:
     true = faster(planner.profile(plan.manifest), 0.3, 1)
     times = times_of(plan, true)
     estimate = planner.profile(plan.manifest)
-    estimates = [estimate.compute_s(u, unit, streams=plan.streams(u)) for u, unit in enumerate(plan.manifest.units)]
+    estimates = [estimate.compute_s(u, unit, opens=plan.opens(u)) for u, unit in enumerate(plan.manifest.units)]
     found = unit_s(plan, estimates, times)
     assert found.keys() == {unit.name for unit in plan.manifest.units}
     assert sum(found.values()) == pytest.approx(sum(times.computes.values()))
@@ -226,7 +227,10 @@ def test_of_units_that_did_not_run_nothing_is_concluded() -> None:
 
 
 def placed(planner: Planner, manifest: Manifest, mapped: frozenset[str]) -> Plan:
-    return planner._placed(manifest, Way(mapped, manifest.without(mapped), {}), planner.profile(manifest))
+    profile, refusals = planner.profile(manifest), list[Refusal]()
+    found = search(planner._opened(manifest, Way(mapped, manifest.without(mapped), {}), profile, 1, refusals))
+    assert found is not None, refusals
+    return planner.priced(found)
 
 
 def test_reading_in_place_costs_what_it_did_before() -> None:
@@ -288,7 +292,7 @@ def layers(seed: int = 0, depth: int = DEPTH) -> nn.Sequential:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., weightstream.Streamer]]:
+def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[Callable[..., weightstream.Streamer]]:
     """Opens a streamer on a machine whose profile says something else than what its steps take."""
     streamers: list[weightstream.Streamer] = []
 
@@ -310,11 +314,11 @@ def step(module: nn.Module, seed: int, rows: int = 2) -> torch.Tensor:
         return module(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)))
 
 
-def assert_steps(module: nn.Module, num: int, plain: nn.Module | None = None) -> None:
+def assert_steps(module: nn.Module, num: int, plain: nn.Module | None = None, rows: int = 2) -> None:
     """That many steps, each bitwise that of the plain layers."""
     plain = layers() if plain is None else plain
     for seed in range(num):
-        assert torch.equal(step(module, seed), step(plain, seed))
+        assert torch.equal(step(module, seed, rows), step(plain, seed, rows))
 
 
 # so slow a computation that copies hide behind it, and the plan takes the least memory
@@ -377,11 +381,12 @@ def always_better(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
     """Whatever was measured, another plan seems better: one more or one less layer resident. What was asked so far."""
     asked: list[Times] = []
 
-    def found(planner: Planner, plan: Plan, times: Times) -> Refined:
+    def found(planner: Planner, plan: Plan, times: Times, *, may_move: bool) -> Refined:
         asked.append(times)
         resident = frozenset(sorted(plan.manifest.aliases)[: 2 if len(plan.resident) != 2 else 1])
         better = replace(Plan.build(plan.manifest, resident, 2 * LAYER), budget=BUDGET)
-        return Refined(planner=planner, plan=plan, better=better)
+        plan = replace(plan, step_s=times.step_s)
+        return Refined(planner=planner, plan=plan, better=better if may_move else None)
 
     monkeypatch.setattr("weightstream.runtime.refinement.refine", found)
     return asked
@@ -418,16 +423,22 @@ def test_fixed_and_captured_steps_move_nothing(
     module = layers()
     streamer = opened(module)
     assert_steps(module, 1)
+    places = streamer.plan.resident
     with streamer.step():
         for seed in range(12):
             assert torch.equal(step(module, seed), step(layers(), seed))
+    streamer._backend.synchronize()
+    with streamer.step():
+        assert torch.equal(step(module, 0), step(layers(), 0))
+    assert always_better, "what was measured goes into what is predicted"
+    assert streamer.plan.step_s == always_better[-1].step_s
     graph = nn.Identity()  # anything that can be held weakly
     streamer._graphs.recordings[graph] = None  # type: ignore[assignment]
     assert_steps(module, 12)
-    assert not always_better
+    assert streamer.plan.resident == places
     del streamer._graphs.recordings[graph]
-    assert_steps(module, 8)
-    assert always_better
+    assert_steps(module, 8, rows=4)
+    assert streamer.plan.resident != places
 
 
 def test_classic_settings_are_measured_and_stay(opened: Callable[..., weightstream.Streamer]) -> None:

@@ -250,6 +250,7 @@ class Strays(Chain):
         return super().forward(x) + nn.functional.linear(x, self.blocks[2].up.weight)[:, :128]
 
 
+@pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_that_get_a_new_unit_are_coded_again(

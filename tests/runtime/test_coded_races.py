@@ -29,6 +29,8 @@ from wrapped import ClockBackend, Delay, Poison, QueueBackend
 WIDTH = 128
 SEEDS = range(3)
 
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")  # backends count what is done to them
+
 
 class Checks(nn.Module):
     """Its forward queues a kernel that looks at its weights twice, a moment apart."""

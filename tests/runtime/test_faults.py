@@ -29,6 +29,8 @@ WIDTH = 64
 NUM_BLOCKS = 6
 BUDGET = 48 << 10
 
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")  # backends count what is done to them
+
 
 class Block(nn.Module):
     """A linear and a tanh; `fault` runs between them."""

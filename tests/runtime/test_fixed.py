@@ -18,9 +18,6 @@ from weightstream.errors import ConfigError, OffloadError
 
 # At the least budget a model may not be able to run so; the reason is given.
 REFUSED = {
-    "jamba": "read outside of their module's forward",
-    "mamba": "read outside of their module's forward",
-    "mamba2": "read outside of their module's forward",
     "ParentReadsChildren": "read outside of their module's forward",
     "NestedLists": "read outside of their module's forward",
 }

@@ -45,10 +45,13 @@ def tensor_identity(module: nn.Module, device: str = "cpu") -> dict[str, tuple[A
     }
 
 
+PYTHON = {"__slotnames__"}  # what a first `copy.deepcopy` of an instance leaves on its class
+
+
 def attributes(module: nn.Module) -> dict[str, tuple[type, tuple[str, ...], tuple[str, ...], str]]:
     """Per submodule: class, instance attributes, class attributes, forward signature."""
     return {
-        name: (type(m), tuple(vars(m)), tuple(sorted(vars(type(m)))), str(inspect.signature(m.forward)))
+        name: (type(m), tuple(vars(m)), tuple(sorted(vars(type(m)).keys() - PYTHON)), str(inspect.signature(m.forward)))
         for name, m in module.named_modules()
     }
 

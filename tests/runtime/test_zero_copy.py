@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,9 @@ from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import InvariantError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
-from weightstream.plan.placement import map_to_host, place, place_host_bytes, place_layers
+from weightstream.plan.placement import Candidate, map_to_host, place, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Refusal
 from weightstream.plan.prospect import Prospect
 from weightstream.runtime.weights import groups, manifest, merge_tied
 
@@ -226,12 +229,14 @@ def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
 
     def chosen(*times: float | None) -> int:
         def planner(step_s: float | None) -> Any:
-            def plan(manifest: Manifest) -> Plan:
+            def candidates(manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
                 if step_s is None:
-                    raise PlanError("does not fit")
-                return replace(place(manifest, budget=STREAMED * 2), step_s=step_s)
+                    refusals.append((1, PlanError("does not fit")))
+                    return
+                plan = replace(place(manifest, budget=STREAMED * 2), step_s=step_s)
+                yield Candidate(0.0, lambda: plan)
 
-            return plan
+            return SimpleNamespace(candidates=candidates, priced=lambda plan: plan)
 
         return Prospect(grains=grains, planners=tuple(map(planner, times))).plan()[0]
 

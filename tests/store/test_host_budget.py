@@ -138,6 +138,7 @@ def loaded(folder: Path, reference: Model, **options: Any) -> Model:
     return Model(module=module, inputs=reference.inputs)
 
 
+@pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("share", [0, 1 / 3, 1, 2])
 @pytest.mark.parametrize("name", ["llama", "llama-bf16", "t5", "mixtral"])
 def test_a_loaded_model_keeps_its_host_budget(name: str, share: float, tmp_path: Path, disk: Disk) -> None:
@@ -653,6 +654,7 @@ class Watched(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_reads_change_no_bit_and_race_with_nobody(
     seed: int, model: Model, reference: Model, checkpoint: Checkpoint, disk: Disk, monkeypatch: pytest.MonkeyPatch

@@ -726,6 +726,7 @@ def streamed_aliases(streamer: Streamer) -> set[str]:
 LOADED = ("llama", "llama-bf16", "gpt2", "bert", "t5", "mixtral", "qwen3_moe-bf16")
 
 
+@pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("shards", ["one file", "shards"])
 @pytest.mark.parametrize("name", LOADED)
 def test_loaded_models_are_copied_from_their_files(name: str, shards: str, pinning: Device, tmp_path: Path) -> None:

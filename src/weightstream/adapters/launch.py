@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from weightstream.adapters import hf_private
@@ -23,13 +27,27 @@ _BY_ROW = frozenset(  # of their first argument, a table, they touch as much as 
 _GROUPED = frozenset(("aten::_grouped_mm", hf_private.GROUPED_MM))
 
 
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor is but for its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _spec(tensor: torch.Tensor) -> Spec:
+    return Spec(tensor.shape, tensor.stride(), tensor.dtype)
+
+
 class Launch:
     """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
-    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing.
+    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing. `call` runs
+    it on other tensors.
     """
 
-    __slots__ = ("_specs", "is_repeatable", "op", "workspace_nbytes")
+    __slots__ = ("_call", "_specs", "is_repeatable", "op", "workspace_nbytes")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
@@ -39,12 +57,21 @@ class Launch:
         parts = output if isinstance(output, tuple) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
         self._specs = [(t.shape, t.stride(), t.dtype) for t in made]
+        self._call = func, tree_map_only(torch.Tensor, _spec, (args, kwargs))
         self.op: Op | None = None
         self.workspace_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
         if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
             self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(nbytes_of, given)))
             self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
+
+    def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
+        """What runs it on tensors that `tensor` makes; None where it matters what these hold, or which they are."""
+        func, (args, kwargs) = self._call
+        if not self.is_repeatable or torch.Tag.nondeterministic_seeded in func.tags or self.op is None:
+            return None
+        args, kwargs = tree_map_only(Spec, tensor, (args, kwargs))
+        return partial(func, *args, **kwargs)
 
     def repeat(self) -> Any:
         """What it returns, without running it."""

@@ -1,6 +1,6 @@
 """Footprint: what a forward computes and allocates, told from shapes alone. It runs no kernel and reads no weight.
 
-The forward runs once on meta tensors. A dispatch mode sees every operator, hooks say whose it is, and weak references
+The forward runs once in a copy on meta. A dispatch mode sees every operator, hooks say whose it is, and weak references
 tell when the memory of a result is free again. In inference mode composite operators arrive whole: a linear layer and
 fused attention are one kernel each, as on a GPU, and the others are taken apart here. An operator that was seen with
 the same shapes before is not run again: the layers of a model are alike, and meta kernels are slow Python.
@@ -8,18 +8,21 @@ the same shapes before is not run again: the layers of a model are alike, and me
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightstream.adapters import hf_private, launch
+from weightstream.adapters import hf_private, launch, meta
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
 from weightstream.errors import UnsupportedError
@@ -39,12 +42,26 @@ class Footprint:
     `cache_nbytes` is the cache of all positions; `activation_nbytes` the most that is alive beside weights and cache,
     in this step or in a prompt as long as the context. `calls` are the modules that ran, each with the call that it
     ran in (-1: none), and `ops` the kernels, each with the call that launched it and the number of calls until then.
+    `launches` are the different ones among these, each with its number. `reads` are weights, each with the call that
+    read them.
     """
 
     activation_nbytes: int
     cache_nbytes: int
     calls: tuple[tuple[nn.Module, int], ...]
     ops: tuple[tuple[int, int, Op], ...]
+    launches: tuple[tuple[Launch, int], ...] = ()
+    reads: tuple[tuple[int, torch.Tensor], ...] = ()
+
+    def timed(self, seconds: Mapping[Launch, float]) -> Footprint:
+        """The same with measured seconds of some launches."""
+        known = {id(found.op): replace(found.op, device_s=s) for found, s in seconds.items() if found.op is not None}
+        ops = tuple((call, num_calls, known.get(id(op), op)) for call, num_calls, op in self.ops)
+        return replace(self, ops=ops, launches=())
+
+    def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
+        """The units in the order in which they ran, each as often as it did."""
+        return tuple(unit for unit, _ in self._positions(units))
 
     def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
         """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
@@ -55,6 +72,23 @@ class Footprint:
         for unit, ops in self._positions(units):
             by_unit[unit].append(ops)
         return tuple(map(_mean, by_unit))
+
+    def outside(self, units: Sequence[UnitModule]) -> list[torch.Tensor]:
+        """The weights of units that were read while no unit that has them ran: by a parent, for one."""
+        index = {id(module): unit for unit in units for module in (unit.module, *unit.also)}
+        held = {id(unit): {id(leaf.tensor) for leaf in unit.leaves()} for unit in units}
+        every = set().union(*held.values()) if held else set()
+        shown: list[frozenset[int]] = []  # call -> the units around it
+        for module, caller in self.calls:
+            around = shown[caller] if caller >= 0 else frozenset[int]()
+            unit = index.get(id(module))
+            shown.append(around if unit is None else around | {id(unit)})
+        found = {}
+        for call, tensor in self.reads:
+            around = shown[call] if call >= 0 else frozenset[int]()
+            if id(tensor) in every and not any(id(tensor) in held[unit] for unit in around):
+                found[id(tensor)] = tensor
+        return list(found.values())
 
     def _positions(self, units: Sequence[UnitModule]) -> list[tuple[int, list[Op]]]:
         index = {id(module): i for i, unit in enumerate(units) for module in (unit.module, *unit.also)}
@@ -74,6 +108,16 @@ class Footprint:
         return positions
 
 
+def follow(model: nn.Module, args: Any = (), kwargs: Any = None, *, limit_s: float = math.inf) -> Footprint:
+    """Follow a call of any model on the shapes of its arguments. Neither changes, and no weight is read.
+
+    Raises:
+        UnsupportedError: what the model computes depends on values, it cannot be copied without its weights, or its
+            Python alone takes longer than `limit_s` seconds.
+    """
+    return _followed(model, lambda start, _, given, named: [start(given, named)], (args, kwargs or {}), limit_s)
+
+
 def observe(model: nn.Module, workload: Workload) -> Footprint:
     """Follow a step of a language model on shapes alone; its weights may be on meta, and are neither read nor copied.
 
@@ -84,35 +128,76 @@ def observe(model: nn.Module, workload: Workload) -> Footprint:
     Raises:
         UnsupportedError: what the model computes depends on values, or it takes other inputs than token ids.
     """
+    return _followed(model, partial(_steps, workload))
+
+
+def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module) -> list[_Forward]:
+    """The prompt; and the step behind it, where there is a cache."""
 
     def forward(num_tokens: int, **more: Any) -> _Forward:
         ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
-        return _Forward(model, (), {"input_ids": ids, **more})
+        return start((), {"input_ids": ids, **more})
 
-    with _on_meta(model), torch.inference_mode():
-        takes = takes_ids(model)
-        config: Any = model.config
-        config.pad_token_id = None  # some models look for it in the ids
-        options = options_of(takes)
-        prompt = forward(max(workload.context, workload.tokens), **options)
-        caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
-        past = workload.context - workload.tokens
-        if not caches or past <= 0:
-            return _footprint([prompt], *caches.values())
+    takes = takes_ids(model)
+    config: Any = model.config
+    config.pad_token_id = None  # some models look for it in the ids
+    options = options_of(takes)
+    prompt = forward(max(workload.context, workload.tokens), **options)
+    caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
+    past, steps = workload.context - workload.tokens, [prompt]
+    if caches and past > 0:
         prompt.output = None
         for cache in caches.values():
             _shorten(cache, past)
-        return _footprint([prompt, forward(workload.tokens, **options, **caches)], *caches.values())
+        steps.append(forward(workload.tokens, **options, **caches))
+    steps[-1].cache_nbytes = sum(aligned(launch.nbytes_of(t)) for cache in caches.values() for t in _cached(cache))
+    return steps
 
 
-def _footprint(forwards: Sequence[_Forward], cache: Any = None) -> Footprint:
-    """What the last of these forwards did, and the most memory that one of them took."""
-    cache_nbytes = sum(aligned(launch.nbytes_of(tensor)) for tensor in _cached(cache))
+def _followed(
+    model: nn.Module, steps: Callable[..., list[_Forward]], values: tuple[Any, ...] = (), limit_s: float = math.inf
+) -> Footprint:
+    """What the last of some forwards of a copy on meta did, and the most memory that one of them took.
+
+    `steps(start, copy, *values)` makes them: `start(args, kwargs)` is one. What one fails with, and what copying does,
+    becomes an `UnsupportedError`.
+    """
+    alive: set[int] = set()
+    until_s = time.perf_counter() + limit_s
+
+    def run() -> Footprint:
+        weight = next((t for t in model.parameters() if not t.is_meta), None)
+        on = torch.device("cpu") if weight is None else weight.device
+        with meta.undisturbed(on), torch.no_grad():
+            made = meta.copied(model, *values)
+            with torch.inference_mode():
+                start = partial(_Forward, made.model, made.weights, until_s, alive)
+                return _footprint(steps(start, made.model, *made.values), made)
+
+    found, failed = None, ""
+    try:
+        found = run()
+    except UnsupportedError as error:
+        failed = str(error)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        failed = f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
+    meta.forget(alive)  # all that the copy had is gone now, an error's frames too
+    if found is None:
+        raise UnsupportedError(failed)
+    return found
+
+
+def _footprint(forwards: Sequence[_Forward], made: meta.Copied) -> Footprint:
+    last, peak_nbytes = forwards[-1], max(forward.memory.peak_nbytes for forward in forwards)
+    nums = Counter(id(op) for _, _, op in last.ops)
     return Footprint(
-        activation_nbytes=max(0, max(forward.memory.peak_nbytes for forward in forwards) - cache_nbytes),
-        cache_nbytes=cache_nbytes,
-        calls=tuple(forwards[-1].calls),
-        ops=tuple(forwards[-1].ops),
+        activation_nbytes=max(0, peak_nbytes - last.cache_nbytes),
+        cache_nbytes=last.cache_nbytes,
+        calls=tuple((made.originals.get(id(module), module), caller) for module, caller in last.calls),
+        ops=tuple(last.ops),
+        launches=tuple((found, nums[id(found.op)]) for found in last.launches.values() if id(found.op) in nums),
+        reads=tuple((call, tensor) for call, storage in last.reads for tensor in made.weights[storage]),
     )
 
 
@@ -134,13 +219,25 @@ def _shorten(cache: Any, num_positions: int) -> None:
 class _Forward(OperatorMode):
     """One forward on meta tensors: who called whom, what was launched, and how much memory was alive."""
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Collection[int],
+        until_s: float,
+        alive: set[int],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+        self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
         self.calls: list[tuple[nn.Module, int]] = []
         self.ops: list[tuple[int, int, Op]] = []
-        self.memory = _Memory((*model.parameters(), *model.buffers()))
+        self.launches: dict[Any, Launch] = {}
+        self.memory = _Memory((*model.parameters(), *model.buffers()), alive)
+        self.cache_nbytes = 0
         self._call = -1
-        self._launches: dict[Any, Launch] = {}
+        self._until_s = until_s
         for tensor in (*tensors_in((args, kwargs)), *_cached(kwargs.get("past_key_values"))):
             self.memory.hold(tensor)
         with ExitStack() as hooks, self:
@@ -158,18 +255,23 @@ class _Forward(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            if (storage := tensor.untyped_storage()._cdata) in self._weights:
+                self.reads[self._call, storage] = None
+        if time.perf_counter() > self._until_s:
+            raise UnsupportedError("to follow it takes too long")
         if _is_composite(func) and not launch.is_kernel(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
         if func.is_view:
             return func(*args, **kwargs)
         key = func, _signed(args), _signed(tuple(kwargs.items()))
-        seen = self._launches.get(key)
+        seen = self.launches.get(key)
         if seen is not None and seen.is_repeatable:
             output = seen.repeat()
         else:
             output = launch.run(func, args, kwargs)
-            seen = self._launches[key] = Launch(func, args, kwargs, output)
+            seen = self.launches[key] = Launch(func, args, kwargs, output)
         for tensor in tensors_in(output):
             self.memory.hold(tensor)
         if seen.op is not None:
@@ -186,22 +288,26 @@ def _is_composite(func: Any) -> bool:
 class _Memory:
     """The bytes of storages that are alive, weights apart, in blocks as PyTorch's allocator on CUDA takes them."""
 
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+    def __init__(self, weights: Iterable[torch.Tensor], alive: set[int]) -> None:
+        self._alive = alive  # storages of all forwards
         self._held: dict[int, weakref.ref[Any]] = {}
         self._live_nbytes = self.peak_nbytes = 0
+        for weight in weights:
+            self.hold(weight, counts=False)
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, aligned(storage.nbytes())
-        if not tensor.is_meta or key in self._held or key in self._weights:
+        key, nbytes = storage._cdata, aligned(storage.nbytes()) * counts
+        if not tensor.is_meta or key in self._held:
             return
 
         def drop(_: Any) -> None:
             self._live_nbytes -= nbytes
+            self._alive.discard(key)
             del self._held[key]
 
         self._held[key] = weakref.ref(storage, drop)
+        self._alive.add(key)
         self._live_nbytes += nbytes
         self.touch()
 
@@ -228,46 +334,7 @@ def _mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             flops=sum(op.flops for op in ops) / len(calls),
             nbytes=sum(op.nbytes for op in ops) // len(calls),
             after=any(op.after for op in ops),
+            device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
         )
         for ops in zip_longest(*calls, fillvalue=Op())
     )
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta:
-        return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
-
-
-@contextmanager
-def _on_meta(model: nn.Module) -> Iterator[None]:
-    """Shapes in place of weights; in the end modules and config have what they had, whatever the forward left there.
-
-    What a forward makes of tensors without values becomes an `UnsupportedError`.
-    """
-    made: dict[int, torch.Tensor] = {}  # ties stay ties
-    tables: list[dict[str, Any]] = [
-        table for m in model.modules() for table in (vars(m), m._parameters, m._buffers, m._modules)
-    ]
-    if (config := getattr(getattr(model, "config", None), "__dict__", None)) is not None:
-        tables.append(config)
-    before = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            for name, tensor in table.items():
-                if isinstance(tensor, torch.Tensor):
-                    table[name] = made.setdefault(id(tensor), _meta(tensor))
-        yield
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UnsupportedError(
-            f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
-        ) from error
-    finally:
-        for table, entries in zip(tables, before, strict=True):
-            for name in table.keys() - entries.keys():
-                del table[name]
-            table.update(entries)

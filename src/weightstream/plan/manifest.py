@@ -153,9 +153,16 @@ class Manifest:
         units = (replace(u, tensors=tuple(t for t in u.tensors if t.alias not in aliases)) for u in self.units)
         return replace(self, units=tuple(units))
 
-    def keeping(self, aliases: frozenset[str]) -> Manifest:
+    @property
+    def kept(self) -> frozenset[str]:
+        """The alias groups that are to stay on the device."""
+        return frozenset(alias for unit in self.units if unit.name == KEPT for alias in unit.aliases())
+
+    def keeping(self, aliases: Collection[str]) -> Manifest:
         """The same with one more unit that no position names, which keeps these alias groups on the device."""
         kept = {spec.name: spec for spec in self.tensors() if spec.alias in aliases}
+        if not kept:
+            return self
         unit = UnitSpec(name=KEPT, tensors=tuple(kept.values()), enclosing=True)
         return replace(self, units=(*(u for u in self.units if u.name != KEPT), unit))
 
@@ -197,10 +204,13 @@ class Profile:
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
 
-    def compute_s(self, index: int, unit: UnitSpec, *, streams: bool = False) -> float:
-        """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both."""
+    def compute_s(self, index: int, unit: UnitSpec, *, opens: bool = False) -> float:
+        """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both.
+
+        `opens`: something is to be done before it computes.
+        """
         if self.unit_s:
-            host_s = self.host_s[index] + self.overhead_s * streams if self.host_s else 0.0
+            host_s = self.host_s[index] + self.overhead_s * opens if self.host_s else 0.0
             return max(self.unit_s[index], host_s)
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
         device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
@@ -243,15 +253,18 @@ class Op:
     """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
 
     `half` and `single` are matrix products in 16-bit floats and in float32. `after`: it runs once the unit is released,
-    before the next one opens.
+    before the next one opens. `device_s` are measured seconds, in place of what the others tell; 0.0: none.
     """
 
     rate: Rate = "none"
     flops: float = 0.0
     nbytes: int = 0
     after: bool = False
+    device_s: float = 0.0
 
     def seconds(self, profile: Profile) -> float:
+        if self.device_s:
+            return self.device_s
         rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
         rates |= {"attention": profile.attention_flops_per_s, "none": float("inf")}
         return max(self.flops / rates[self.rate], self.nbytes / profile.device_bytes_per_s, profile.op_s)

@@ -7,12 +7,15 @@ depth of the model. The plan with the least predicted time wins, then the one wi
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import PlanError
@@ -33,7 +36,6 @@ _ASSUMED = Profile()
 
 Names = frozenset[str]
 _NONE = Names()
-T = TypeVar("T")
 
 
 class Choice(NamedTuple):
@@ -44,23 +46,38 @@ class Choice(NamedTuple):
     unit_nbytes: int
 
 
-def fastest(
-    candidates: Iterable[tuple[float, T]], plan_of: Callable[[T], Plan | None], *, tie_s: float = 0.0
-) -> Plan | None:
+class Candidate(NamedTuple):
+    """A plan to be made, or a set of such: none of them takes less than `bound_s` seconds per step."""
+
+    bound_s: float
+    make: Callable[[], Plan | Iterable[Candidate] | None]
+
+    def plan(self) -> Plan:
+        """The plan of a candidate that is one."""
+        found = self.make()
+        assert isinstance(found, Plan)
+        return found
+
+
+def search(candidates: Iterable[Candidate]) -> Plan | None:
     """The plan with the least predicted step, then with the fewest bytes of the device; None where there is none.
 
-    Each candidate comes with a bound: its step takes that many seconds at least. They are tried from the lowest bound
-    on, until no bound is under the best step that was found. Steps that differ by less than `tie_s` are equally fast.
+    The candidate with the lowest bound is made next, until no bound is under the best step that was found. Steps
+    that differ by less than a nanosecond are equally fast.
     """
-    best, best_s = None, math.inf
-    for bound_s, candidate in sorted(candidates, key=lambda bounded: bounded[0]):
-        if bound_s > best_s + tie_s:
-            break
-        if (plan := plan_of(candidate)) is None:
-            continue
-        step_s = round(plan.step_s / tie_s) * tie_s if tie_s else plan.step_s
-        if best is None or (step_s, plan.device_nbytes) < (best_s, best.device_nbytes):
-            best, best_s = plan, step_s
+    best, least = None, (math.inf, math.inf)
+    number = itertools.count()
+    waiting = [(candidate.bound_s, next(number), candidate) for candidate in candidates]
+    heapq.heapify(waiting)
+    while waiting and waiting[0][0] <= least[0] + _TIE_S:
+        found = heapq.heappop(waiting)[2].make()
+        if isinstance(found, Plan):
+            key = round(found.step_s / _TIE_S) * _TIE_S, found.device_nbytes
+            if key < least:
+                best, least = found, key
+        elif found is not None:
+            for candidate in found:
+                heapq.heappush(waiting, (candidate.bound_s, next(number), candidate))
     return best
 
 
@@ -69,33 +86,40 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED
 
     Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
     """
-    buffer = buffer_nbytes(manifest)
-    if budget is None or manifest.nbytes + buffer <= budget:
+    if budget is None or manifest.nbytes + buffer_nbytes(manifest) <= budget:
         return replace(cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0), profile), budget=budget)
-    forced = always_resident(manifest)
-    compute_s = least_compute_s(manifest, profile)
-
-    def bound_s(choice: Choice) -> float:
-        """A ring that goes around twice holds less than a unit for good: only its end may be used once."""
-        streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
-        kept = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
-        return max(compute_s, (streamed - kept) / profile.link_bytes_per_s)
-
-    def plan_of(choice: tuple[Choice, int]) -> Plan:
-        (residents, ring, _), slot = choice
-        plan = Plan.build(manifest, residents, ring, slot_nbytes=slot)
-        return replace(plan, budget=budget, step_s=cost.simulate_s(plan, profile))
-
-    bounds = [(bound_s(choice), choice) for choice in _choices(manifest, forced, budget - buffer)]
-    plan = fastest(((bound, (c, slot)) for bound, c in bounds for slot in (0, c.unit_nbytes)), plan_of, tie_s=_TIE_S)
-    if plan is None:
-        raise PlanError(_arithmetic(manifest, forced, budget))
+    plan = search(candidates(manifest, budget, profile))
+    assert plan is not None
     return cost.predicted(plan, profile)
 
 
-def least_compute_s(manifest: Manifest, profile: Profile) -> float:
-    """Seconds that a step computes where nothing streams."""
-    return sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
+def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Candidate]:
+    """Every choice of what stays in a budget that not all fits, and of where units start in the ring.
+
+    Raises `PlanError` where there is none.
+    """
+    forced = always_resident(manifest)
+
+    def plan_of(choice: Choice, slot: int) -> Plan:
+        plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot)
+        return replace(plan, budget=budget, step_s=cost.simulate_s(plan, profile))
+
+    choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest)))
+    if not choices:
+        raise PlanError(_arithmetic(manifest, forced, budget))
+    for choice in choices:
+        streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
+        # A ring that goes around twice holds less than a unit for good: only its end may be used once.
+        ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
+        bound = bound_s(manifest, profile, sum(manifest.read.values()) - streamed + ring)
+        yield from (Candidate(bound, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
+
+
+def bound_s(manifest: Manifest, profile: Profile, kept_nbytes: float) -> float:
+    """Seconds that no step takes less than, where the device keeps so many bytes from step to step: those to compute,
+    and those to copy the rest."""
+    computes_s = sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
+    return max(computes_s, (sum(manifest.read.values()) - kept_nbytes) / profile.link_bytes_per_s)
 
 
 def place_layers(

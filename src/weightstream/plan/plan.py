@@ -87,6 +87,12 @@ class Plan:
         """Whether something has to be done before the unit computes."""
         return self.streams(unit) or bool(self.manifest.decoded[unit])
 
+    @property
+    def moving(self) -> frozenset[str]:
+        """Alias groups that stream in several units, so that they have no fixed address."""
+        users = self.manifest.users
+        return frozenset(a for a in self.manifest.aliases if len(users[a]) > 1 and a not in self.resident | self.mapped)
+
     @cached_property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffer that coded weights are decoded into."""

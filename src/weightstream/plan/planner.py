@@ -1,14 +1,16 @@
-"""The planner: what turns a manifest into a plan, under one configuration and on one machine. Moves and asks nothing.
+"""The planner: what turns a manifest into a plan, under one configuration and on one machine.
 
-Each way to place that the configuration allows is planned, and the one with the least predicted time wins: with the
-tables of which a step reads a few rows on the device or read from host memory, with a unit far larger than all
-others (a head) through the ring or read from there as well, since a ring must hold the largest unit, and with weights
-coded or plain.
+All that it knows are plain values; it measures, reads and asks nothing. Each way to place that the configuration allows
+is planned, and the one with the least predicted time wins: with the tables of which a step reads a few rows on the
+device or read from host memory, with a unit far larger than all others (a head) through the ring or read from there as
+well, since a ring must hold the largest unit, and with weights coded or plain. All of them, and all choices in each,
+are candidates of one search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -20,6 +22,7 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost, placement
 from weightstream.plan.codes import Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
+from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan, buffer_nbytes
 
 _TABLE_NBYTES = 1 << 20
@@ -36,8 +39,8 @@ _BITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"auto": (3, 4), "none":
 class Machine:
     """What weights may be placed in: bytes that are free and all that there are, of the device and of the host.
 
-    `maps_host_memory`: kernels can read what is in host memory, until pinning is refused. `can_decode`: coded weights
-    can be used where the planner is to choose. `disk_bytes_per_s` measures, where that takes time.
+    `maps_host_memory`: kernels can read what is in host memory. `can_decode`: coded weights can be used.
+    `disk_bytes_per_s`: of the files that weights are in; None: as in the profile.
     """
 
     profile: Profile
@@ -46,37 +49,39 @@ class Machine:
     total_nbytes: int
     host_free_nbytes: int
     host_total_nbytes: int
-    maps_host_memory: Callable[[], bool] = lambda: True
-    can_decode: Callable[[], bool] = lambda: True
-    disk_bytes_per_s: Callable[[], float | None] = lambda: None
+    maps_host_memory: bool = True
+    can_decode: bool = True
+    disk_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """What a planner knows of alias groups beside their bytes: all their names; those of which a step reads a few rows;
     those that may be on disk; tensor names that the classic settings leave where they are; those whose coded form is
-    in a file, which may be on disk in no other; and, which takes time to find out, of those that can be coded the bytes
-    by the bits of each code."""
+    in a file, which may be on disk in no other; and of those that can be coded the bytes by the bits of each code."""
 
     names: Mapping[str, tuple[str, ...]]
     by_row: frozenset[str] = frozenset()
     movable: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     coded_in_files: frozenset[str] = frozenset()
-    codes: Callable[[], Sizes] = dict
+    codes: Sizes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
     """What a step needs beside weights: the work of each unit by name, bytes of activations, at most, and cache.
 
-    Without a workload nothing is known of it.
+    `workload`: that of a language model, None for others. Without work nothing is known.
     """
 
     workload: Workload | None = None
     work: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
     activation_nbytes: int = 0
     cache_nbytes: int = 0
+
+
+Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
 
 
 class Way(NamedTuple):
@@ -104,25 +109,41 @@ class Planner:
     measured_reads: frozenset[str] = frozenset()
 
     def __call__(self, manifest: Manifest) -> Plan:
+        refusals: list[Refusal] = []
+        plan = placement.search(self.candidates(manifest, refusals))
+        if plan is None:
+            raise min(refusals, key=itemgetter(0))[1]
+        return self.priced(plan)
+
+    def candidates(self, manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
+        """Every plan of a manifest that is worth a try; why some are none is added to `refusals`, best told first."""
         manifest = manifest.plain()
         profile, ways = self.profile(manifest), list(self._ways(manifest))
-        refused: list[tuple[int, PlanError]] = []
-
-        def plan_of(index: int) -> Plan | None:
+        for index, way in enumerate(ways):
             rank = len(ways) - index  # the last way takes the least of the device
+            opened = partial(self._opened, manifest, way, profile, rank, refusals)
+            yield Candidate(self._bound_s(manifest, way, profile), opened)
+
+    def _opened(
+        self, manifest: Manifest, way: Way, profile: Profile, rank: int, refusals: list[Refusal]
+    ) -> Iterator[Candidate]:
+        """The plans of one way."""
+        read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
+
+        def whole(candidate: Candidate) -> Plan | None:
+            plan = candidate.plan()
+            plan = self._reading(plan, manifest.coded(plan.manifest.codes), way.mapped, profile)
             try:
-                plan = self._placed(manifest, ways[index], profile)
-                rank = -rank  # the first takes the least of the host, and is told of before all that break the device's
                 return self._within_host_budget(plan, profile)
-            except PlanError as error:
-                refused.append((rank, error))
+            except PlanError as error:  # the first way takes the least of the host: told before what breaks the device
+                refusals.append((-rank, error))
                 return None
 
-        bounds = ((self._bound_s(manifest, way, profile), index) for index, way in enumerate(ways))
-        best = placement.fastest(bounds, plan_of)
-        if best is None:
-            raise min(refused, key=itemgetter(0))[1]
-        return self._for_demand(best)
+        try:
+            for candidate in self._placed(way, profile):
+                yield Candidate(candidate.bound_s + read_s, partial(whole, candidate))
+        except PlanError as error:
+            refusals.append((rank, error))
 
     def _for_demand(self, plan: Plan) -> Plan:
         step = self.demand
@@ -133,7 +154,9 @@ class Planner:
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
         profile, work = self.machine.profile, self.demand.work
-        if self.demand.workload is None and not self.unit_s:
+        if (measured := self.machine.disk_bytes_per_s) is not None:
+            profile = replace(profile, disk_bytes_per_s=measured)
+        if not work and not self.unit_s:
             return profile
         times: list[tuple[float, float, float]] = []
         for index, unit in enumerate(manifest.plain().units):
@@ -155,7 +178,7 @@ class Planner:
         free = self.machine.free_nbytes
         if self.machine.on_cpu:
             return free
-        if self.demand.workload is None:
+        if not self.demand.work:
             return max(0, int(free * 0.9) - (1 << 30))  # nobody knows the activations
         needed = self.demand.activation_nbytes + self.demand.cache_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
@@ -178,22 +201,37 @@ class Planner:
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        over = sum(way.aside.read.values()) + buffer_nbytes(way.aside) - (self.budget or 0)
-        if over <= 0 and way.aside.codes:
+        is_bounded = self.config.backend == "none" and self.budget is not None
+        kept_nbytes = (self.budget or 0) - buffer_nbytes(way.aside) if is_bounded else math.inf
+        if way.aside.codes and kept_nbytes >= sum(way.aside.read.values()):
             return read_s  # of what is coded, some may stay plain
-        compute_s = placement.least_compute_s(way.aside, profile.decoding(way.aside))
-        return max(compute_s, over / profile.link_bytes_per_s if self.budget is not None else 0.0) + read_s
+        return placement.bound_s(way.aside, profile.decoding(way.aside), kept_nbytes) + read_s
+
+    def may_code(self, manifest: Manifest) -> bool:
+        """Whether a plan of this manifest depends on what can be coded."""
+        has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
+        return self.config.uses_codes and has_reason
+
+    def may_use_disk(self, manifest: Manifest) -> bool:
+        """Whether a plan of this manifest may need the disk."""
+        return manifest.nbytes - (self.budget or 0) > self._host_budget
+
+    @property
+    def _host_budget(self) -> int:
+        """Bytes of host memory for weights beside the device's; those that are free where none is given."""
+        machine = self.machine
+        given = self.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
+        return machine.host_free_nbytes if given is None else given
 
     def _sizes(self, manifest: Manifest) -> Sizes:
         """Alias groups that are worth to be coded, where that may be, and their bytes in each code that may be used."""
-        has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
-        if not (self.config.uses_codes and has_reason and self.machine.can_decode()):
+        if not (self.may_code(manifest) and self.machine.can_decode):
             return {}
         plain = placement.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
         sizes: dict[str, dict[int, int]] = {}
-        for alias, codes in self.weights.codes().items():
+        for alias, codes in self.weights.codes.items():
             if alias in plain or alias not in manifest.aliases:
                 continue
             allowed = codes if alias in self.weights.coded_in_files else _BITS[self.config.codec]  # in files: in one
@@ -207,7 +245,7 @@ class Planner:
         named = frozenset[str]()
         if patterns := self.config.zero_copy_params:
             named = frozenset(a for a, names in self.weights.names.items() if any(selects(patterns, n) for n in names))
-        reads = bool(named or self._chooses) and self.machine.maps_host_memory()
+        reads = bool(named or self._chooses) and self.machine.maps_host_memory
         yield named if reads else frozenset()
         if not (reads and self._chooses) or manifest.without(named).nbytes <= (self.budget or 0):
             return
@@ -228,12 +266,16 @@ class Planner:
             return {}
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
-    def _placed(self, manifest: Manifest, way: Way, profile: Profile) -> Plan:
+    def _placed(self, way: Way, profile: Profile) -> Iterator[Candidate]:
+        """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
+        if self.config.backend == "none" and self.budget is not None and _nbytes_held(way.aside) > self.budget:
+            yield from placement.candidates(way.aside, self.budget, profile.decoding(way.aside))
+            return
         plan = self._streaming(way.aside, profile.decoding(way.aside))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
             less = decoding_less(plan, way.sizes, profile)
             plan = cost.predicted(less, profile.decoding(less.manifest))
-        return self._reading(plan, manifest.coded(plan.manifest.codes), way.mapped, profile)
+        yield Candidate(0.0, lambda: plan)
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
@@ -255,7 +297,7 @@ class Planner:
         if config.backend == "prefetch":
             return placement.place_layers(manifest, config.prefetch, kept=kept, profile=profile)
         if config.backend == "uva":
-            zero_copy = not self.machine.on_cpu and self.machine.maps_host_memory()
+            zero_copy = not self.machine.on_cpu and self.machine.maps_host_memory
             return placement.place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
         return placement.place(manifest, budget=self.budget, profile=profile)
 
@@ -273,8 +315,9 @@ class Planner:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
         movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
-        placed = partial(placement.place_homes, plan, host_budget=budget, movable=movable, remedy=remedy)
-        found = placed(profile=profile)
-        if found.disk and (measured := machine.disk_bytes_per_s()) is not None:
-            return placed(profile=replace(profile, disk_bytes_per_s=measured))
-        return found
+        return placement.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)
+
+
+def _nbytes_held(manifest: Manifest) -> int:
+    """Bytes of the device where everything stays."""
+    return manifest.nbytes + buffer_nbytes(manifest)

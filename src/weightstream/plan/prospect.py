@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human
-from weightstream.plan.manifest import Manifest
+from weightstream.plan.manifest import KEPT, Manifest, Workload
+from weightstream.plan.placement import Candidate, search
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner
+from weightstream.plan.planner import Planner, Refusal
 
 _BISECTIONS = 8
 _AS_FAST = 1e-3
@@ -21,19 +23,30 @@ class Prospect:
     grains: tuple[Manifest, ...]
     planners: tuple[Planner, ...]
 
+    @property
+    def workload(self) -> Workload | None:
+        """What a language model's step is planned for."""
+        return self.planners[0].demand.workload
+
     def plan(self) -> tuple[int, Plan]:
         """The grain whose plan is predicted to be faster, then smaller, and that plan.
 
         Finer units need less ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
         """
-        plans: list[tuple[int, Plan]] = []
-        for index, (manifest, planner) in enumerate(zip(self.grains, self.planners, strict=True)):
-            try:
-                plans.append((index, planner(manifest)))
-            except PlanError:
-                if index == len(self.grains) - 1 and not plans:
-                    raise
-        return min(plans, key=lambda found: (found[1].step_s, found[1].device_nbytes))
+        every: list[Candidate] = []
+        for manifest, planner in zip(self.grains, self.planners, strict=True):
+            refusals: list[Refusal] = []  # of the finest, in the end
+            every += planner.candidates(manifest, refusals)
+        plan = search(every)
+        if plan is None:
+            raise min(refusals, key=itemgetter(0))[1]
+        index = self.grain_of(plan.manifest)
+        return index, self.planners[index].priced(plan)
+
+    def grain_of(self, manifest: Manifest) -> int:
+        """Which of the grains a plan's manifest is of."""
+        names = _names(manifest)
+        return next(index for index, grain in enumerate(self.grains) if _names(grain) == names)
 
     def within(self, budget: int) -> Prospect:
         """The same with another device budget."""
@@ -79,3 +92,7 @@ class Prospect:
             f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
             f"{human(machine.free_nbytes)} free on the device: lower device_budget, batch or context"
         )
+
+
+def _names(manifest: Manifest) -> list[str]:
+    return [unit.name for unit in manifest.units if unit.name != KEPT]

@@ -40,21 +40,34 @@ class Refined:
     better: Plan | None
 
 
-def refine(planner: Planner, plan: Plan, times: Times) -> Refined:
-    """What the planner makes of the measured times of a plan of its own."""
+def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True) -> Refined:
+    """What the planner makes of the measured times of a plan of its own, and, where it may move, of others."""
     profile = planner.machine.profile
+    if plan.step_nbytes and not times.computes:
+        return _as_a_whole(planner, plan, times)
     if plan.limit == "disk":
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
     elif rates := _rates(times, profile.copy_latency_s):
         profile = replace(profile, link_bytes_per_s=median(rates))
     profile = replace(profile, overhead_s=0.0)  # measured seconds hold it
-    machine = replace(planner.machine, profile=profile, disk_bytes_per_s=lambda: None)
+    machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
     estimates = cost.unit_s(plan, planner.profile(plan.manifest))
     decodes = {unit.name: profile.decode_s(unit) for unit in plan.manifest.units}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
     found = replace(planner, machine=machine, unit_s=seconds, measured_reads=plan.mapped)
     refined = found.priced(plan)
-    return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s))
+    return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s) if may_move else None)
+
+
+def _as_a_whole(planner: Planner, plan: Plan, times: Times) -> Refined:
+    """Where steps were measured as a whole, as graphs are: what is busy longest takes so much more than predicted.
+
+    Nothing tells how another plan would do.
+    """
+    ratio, limit = times.step_s / plan.step_s if plan.step_s else 1.0, f"{plan.limit}_s"
+    names = ("compute_s", "decode_s") if plan.limit == "compute" else ("copy_s" if plan.limit == "link" else limit,)
+    busy = {name: getattr(plan, name) * ratio for name in names}
+    return Refined(planner=planner, plan=replace(plan, step_s=times.step_s, **busy), better=None)
 
 
 def _rates(times: Times, latency_s: float) -> list[float]:
@@ -93,7 +106,12 @@ def _better(planner: Planner, plan: Plan, measured_s: float) -> Plan | None:
         found = planner(plan.manifest)
     except PlanError:
         return None
+    return found if is_worth(planner, plan, found, measured_s) else None
+
+
+def is_worth(planner: Planner, plan: Plan, found: Plan, measured_s: float) -> bool:
+    """Whether to move from a plan, whose steps take that long, to another pays: soon, and without breaking the host."""
     step_s = min(plan.step_s, measured_s)  # less was measured where copies go on between the steps
     gain_s, moved_s = step_s - found.step_s, 2 * plan.resident_nbytes / _MOVED_BYTES_PER_S
     home_again = plan.offloaded_nbytes + plan.resident_nbytes <= planner.machine.host_free_nbytes
-    return found if gain_s > _GAIN * step_s and gain_s * _STEPS > moved_s and home_again else None
+    return gain_s > _GAIN * step_s and gain_s * _STEPS > moved_s and home_again

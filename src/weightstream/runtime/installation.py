@@ -1,18 +1,19 @@
 """A plan in force on a model: homes are settled, units bound to memory, modules surrounded. Changes it for another.
 
 [Note: a change of plan]
-The order that a step taught, weights that were read outside of their unit, measured times: all change the plan through
-`switch`. It happens between steps, with the device idle. The modules are detached and the ring is let go; then homes
-move, those alone whose place or code changes, a ring is made, and units are bound to it. On an error the same way
-leads back to the plan that was in force. The addresses of weights change with the plan, and graphs and compiled code
-hold addresses. So what `compile` made is made again, graphs of `capture` are forgotten (`replay` asks for a new
-capture), and where others hold addresses, an engine or code that they compiled themselves, `switch` refuses.
+The work and the order of a call, weights that were read outside of their unit, measured times: all change the plan
+through `switch`, to units of another grain too. It happens between steps, with the device idle. The modules are
+detached and the ring is let go; then homes move, those alone whose place or code changes, a ring is made, and units are
+bound to it. On an error the same way leads back to the plan that was in force. The addresses of weights change with the
+plan, and graphs and compiled code hold addresses. So what `compile` made is made again, graphs of `capture` are
+forgotten (`replay` asks for a new capture), and where others hold addresses, an engine or code that they compiled
+themselves, `switch` refuses.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +21,6 @@ from weightstream.errors import InvariantError, OffloadError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
@@ -32,7 +32,7 @@ from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.moves import CodeOverflow
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.timeline import Timeline
-from weightstream.runtime.weights import manifest
+from weightstream.runtime.weights import UnitModule, manifest
 
 logger = logging.getLogger("weightstream")
 
@@ -46,7 +46,8 @@ class Installation:
         compiled: Compiled,
         homes: Homes,
         backend: Backend,
-        planner: Planner,
+        refinement: Refinement,
+        grains: Sequence[Sequence[UnitModule]],
         on_close: Callable[[], None],
     ) -> None:
         self.binding: Binding
@@ -55,7 +56,8 @@ class Installation:
         self.homes = homes
         self.backend = backend
         self.gate = Gate()
-        self.refinement = Refinement(planner)
+        self.refinement = refinement
+        self._grains = [tuple(units) for units in grains]
         self.graphs = Graphs(backend, lambda: self.binding)
         self.counters = Counters()
         self.timeline = Timeline(backend)
@@ -79,6 +81,7 @@ class Installation:
                 if self.homes.can_map:
                     raise
                 self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
+                self.refinement.cannot_map()
                 self._bind(self.refinement.plan(self.manifest()))
         except BaseException:
             self.remove()
@@ -87,19 +90,22 @@ class Installation:
     def switch(self, plan: Plan) -> None:
         """Put another plan in force, [Note: a change of plan]; errors are those of `Streamer.switch`."""
         prove(plan)
-        names = [unit.name for unit in self.modules.units]
-        if [unit.name for unit in plan.manifest.units][: len(names)] != names:
-            raise InvariantError("the plan is of other units than the model is attached with")
+        names = [unit.name for unit in plan.manifest.units]
+        units = next((own for own in self._grains if [unit.name for unit in own] == names[: len(own)]), None)
+        if units is None:
+            raise InvariantError("the plan is of other units than the model has in any grain")
         with self.gate.turn, self.gate.lock, torch.inference_mode(False), torch.no_grad():
             if reason := self._why_not_switched():
                 raise OffloadError(f"the plan cannot change now: {reason}")
-            before = self.plan
+            before = self.plan, self.modules.units
             self._detach()
             try:
+                self.modules.units = units
                 self._bind(plan)
             except BaseException:
                 self._detach()
-                self._bind_again(before)
+                plan, self.modules.units = before
+                self._bind_again(plan)
                 raise
 
     def _why_not_switched(self) -> str | None:

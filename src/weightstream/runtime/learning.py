@@ -1,6 +1,7 @@
-"""What steps teach: the order of the units, weights that are read outside of them, measured times. Changes the plan.
+"""What calls and steps teach: work, the order of the units, weights that are read outside of them, measured times.
 
-The first step is watched, and those that follow until one reads no weight outside of its unit.
+Changes the plan. A call of a new kind is followed on shapes before it runs. The first step is watched, and those that
+follow until one reads no weight outside of its unit.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,9 +17,17 @@ from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.mode import Mode
+from weightstream.runtime.timeline import Kind
 from weightstream.runtime.watch import ReadWatch
 
 logger = logging.getLogger("weightstream")
+
+_KINDS = 8  # of calls that are followed, at most
+
+
+def _class_of(kind: Kind) -> Kind:
+    """Calls whose first tensors are of about the same size are taken for one kind: a prompt has any length."""
+    return Kind(kind.what, kind.size.bit_length())
 
 
 class Learning:
@@ -31,6 +41,10 @@ class Learning:
         self._before: tuple[int, ...] | None = None
         self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
         self._has_told = False  # that reads outside of units are slow
+        self._foreseen: set[Kind] = set()
+        self._last: Kind | None = None
+        workload = installed.refinement.prospect.workload
+        self._planned = None if workload is None else _class_of(Kind("forward", workload.batch * workload.tokens))
 
     @property
     def read_outside(self) -> list[str]:
@@ -67,6 +81,36 @@ class Learning:
                 if not (face.changed() and face.adopt()):  # the model updated what it was given
                     face.show(face.home)
 
+    def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """Before a call of a new kind: follow it on shapes, and change the plan as its work and its order ask for.
+
+        Where a workload was planned for, as a language model's always is, a kind must come twice in a row.
+        """
+        kind, last = _class_of(kind), self._last
+        self._last = kind
+        is_new = kind not in self._foreseen and kind != self._planned and (self._planned is None or kind == last)
+        if not is_new or self._installed.graphs or len(self._foreseen) >= _KINDS:
+            return
+        self._foreseen.add(kind)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                plan = self._installed.refinement.foresee(self._installed.plan, args, kwargs)
+            except Exception:  # the call itself is not at fault
+                logger.warning("the work of this call cannot be told before it runs", exc_info=True)
+                return
+            if plan is None:
+                return
+            now = self._installed.plan
+            if (plan.extents, plan.after, plan.resident, plan.manifest.units) == (
+                now.extents,
+                now.after,
+                now.resident,
+                now.manifest.units,
+            ):
+                self._installed.binding.plan = plan  # but for what is predicted it is the one in force
+            else:
+                self._try_switch(plan)
+
     def learn(self, *, watched: bool) -> None:
         """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""
         binding, plan = self._installed.binding, self._installed.plan
@@ -76,6 +120,7 @@ class Learning:
             for unit in binding.units:
                 binding.look_for_kept(unit)
         if self._installed.graphs:  # they hold the addresses of this plan
+            self.correct()
             return
         if not (wanted := self._to_keep()) <= self._asked:
             self._asked |= wanted
@@ -124,9 +169,14 @@ class Learning:
                 else f"The unit cannot have memory of its own: {reason}",
             )
 
-    def _refine(self, plan: Plan) -> None:
+    def correct(self) -> None:
+        """Take measured times into what is predicted of the plan in force; nothing moves."""
+        self._refine(self._installed.plan, may_move=False)
+
+    def _refine(self, plan: Plan, *, may_move: bool = True) -> None:
         installed = self._installed
-        found = installed.refinement.refine(plan, installed.counters.steps, installed.timeline)
+        steps, timeline = installed.counters.steps, installed.timeline
+        found = installed.refinement.refine(plan, steps, timeline, may_move=may_move)
         if found is not None:
             installed.binding.plan, better = found
             if better is not None:
@@ -136,6 +186,7 @@ class Learning:
         """Switch, if that can be; else the plan in force stays. Returns why it did."""
         try:
             self._installed.switch(plan)
+            self._before = None
         except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
             if self._installed.gate.mode is Mode.REMOVED:
                 raise

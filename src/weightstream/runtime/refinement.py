@@ -1,67 +1,135 @@
-"""The planner of a streamer, and what it has learned since: measured times, true sizes of coded weights."""
+"""The prospect of a streamer, and what it has learned since: the work of calls, measured times, sizes of codes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
+from weightstream.errors import PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
-from weightstream.plan.refine import Refined, Times, refine
+from weightstream.plan.prospect import Prospect
+from weightstream.plan.refine import Refined, Times, is_worth, refine
 from weightstream.runtime.timeline import Kind, Measured, Timeline
 
 logger = logging.getLogger("weightstream")
 
-_EVERY = 4  # steps
+_EVERY, _AGAIN = 4, 64  # steps
 _FROM = 3  # timed steps of one kind
 _MOVES = 2  # to a better plan, at most: workloads that alternate must not move weights for ever
+_MISSED = 1.25  # times what was predicted, or as much less: what is known of a kind of steps holds no more
+_DOUBTED = 2.0  # times: what the machine can do is measured again
+
+Foresee = Callable[[Prospect, Any, Any], Prospect | None]
 
 
 class Refinement:
-    """Plans, and plans again: with the measured times of steps, each kind of them once."""
+    """Plans, and plans again: with the work of calls before they run, and with the measured times of their steps.
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    `foresee(prospect, args, kwargs)` tells the work of a call, `doubt()` that the profile was wrong by much.
+    """
+
+    def __init__(
+        self, prospect: Prospect, foresee: Foresee = lambda *_: None, doubt: Callable[[], None] = lambda: None
+    ) -> None:
+        self.prospect = prospect
+        self._foresee = foresee
+        self._doubt = doubt
+        self._kept = frozenset[str]()  # on the device for good
         self._kind: Kind | None = None  # of the steps that the plan was held against last
         self._num_moves = 0
 
     def plan(self, manifest: Manifest) -> Plan:
         """The plan of a manifest, proved. Raises `PlanError`."""
-        plan = self._planner(manifest)
+        plan = self._planners[self.prospect.grain_of(manifest)](manifest)
         prove(plan)
         return plan
+
+    @property
+    def _planners(self) -> tuple[Planner, ...]:
+        return self.prospect.planners
+
+    def _change(self, change: Callable[[Planner], Planner]) -> None:
+        self.prospect = replace(self.prospect, planners=tuple(map(change, self._planners)))
 
     def replan(self, manifest: Manifest, *, kept: frozenset[str], movable: frozenset[str]) -> Plan:
         """The same with the alias groups `kept` on the device for good, now that those `movable` can be on disk.
 
         Raises `PlanError` where that does not fit.
         """
-        self._planner = replace(self._planner, weights=replace(self._planner.weights, movable=movable))
-        return self.plan(manifest.plain().keeping(kept))
+        self._change(lambda planner: replace(planner, weights=replace(planner.weights, movable=movable)))
+        plan = self.plan(manifest.plain().keeping(kept))
+        self._kept = kept
+        return plan
 
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""
-        known = dict(self._planner.weights.codes())
+        known = dict(self._planners[0].weights.codes)
         known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
-        weights = replace(self._planner.weights, codes=partial(dict, known))
-        self._planner = replace(self._planner, weights=weights)
+        self._change(lambda planner: replace(planner, weights=replace(planner.weights, codes=known)))
 
-    def refine(self, plan: Plan, num_steps: int, timeline: Timeline) -> tuple[Plan, Plan | None] | None:
-        """The plan in force as measured times predict it, and a better one to move to; None where nothing is new."""
-        if num_steps % _EVERY or timeline.kind in (None, self._kind):
+    def cannot_map(self) -> None:
+        """Kernels cannot read host memory after all."""
+        self._change(lambda planner: replace(planner, machine=replace(planner.machine, maps_host_memory=False)))
+
+    def foresee(self, plan: Plan, args: Any, kwargs: Any) -> Plan | None:
+        """The plan for calls with these arguments: the one in force, priced and ordered for them, or a better one.
+
+        None: nothing tells of them.
+        """
+        found = self._foresee(self.prospect, args, kwargs)
+        if found is None:
+            return None
+        self.prospect = found
+        found = replace(found, grains=tuple(grain.keeping(grain.kept | self._kept) for grain in found.grains))
+        index = found.grain_of(plan.manifest)
+        planner, grain = found.planners[index], found.grains[index]
+        same = planner.priced(plan.reordered(grain.order))
+        try:
+            better = found.plan()[1]
+        except PlanError as error:  # what the call needs beside weights leaves no room for a plan: it may still run
+            logger.warning("%s", error)
+            better = same
+        fits = grain.kept <= plan.resident and (planner.budget is None or same.device_nbytes <= planner.budget)
+        is_better = is_worth(planner, same, better, same.step_s) and not (better.moving - same.moving)
+        chosen = better if not fits or is_better else same
+        if short := found.shortage(chosen):
+            logger.warning("device memory may run out: %s", short)
+        told = f"this call takes {1e3 * same.step_s:.1f} ms by its shapes, {1e3 * plan.step_s:.1f} predicted without"
+        logger.info("%s%s", told, f"; a better plan takes {1e3 * better.step_s:.1f}" if chosen is better else "")
+        self._kind = None
+        prove(chosen)
+        return chosen
+
+    def refine(
+        self, plan: Plan, num_steps: int, timeline: Timeline, *, may_move: bool = True
+    ) -> tuple[Plan, Plan | None] | None:
+        """The plan in force as measured times predict it, and a better one to move to; None where nothing is new.
+
+        Steps of a kind that is known are looked at again now and then, as others may use the machine by now.
+        """
+        is_known = timeline.kind == self._kind
+        if timeline.kind is None or num_steps % (_AGAIN if is_known else _EVERY if may_move else 1):
             return None
         measured = timeline.measured()
         if measured is None or measured.num_steps < _FROM:
             return None
-        refined: Refined = refine(self._planner, plan, _times(measured))
+        missed = max(measured.step_s, plan.step_s) / (min(measured.step_s, plan.step_s) or 1e-9)
+        if is_known and missed <= _MISSED:
+            return None
+        planner = self._planners[self.prospect.grain_of(plan.manifest)]
+        if not is_known and missed > _DOUBTED and planner.demand.work:
+            self._doubt()
+        # of a code that moves, what it costs to encode is not known
+        may_move &= not is_known and self._num_moves < _MOVES and not plan.manifest.codes
+        refined: Refined = refine(planner, plan, _times(measured), may_move=may_move)
         self._kind = measured.kind
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
-        coded = refined.plan.manifest.codes  # of a code that moves, what it costs to encode is not known
-        if refined.better is None or self._num_moves >= _MOVES or coded:
+        if refined.better is None:
             logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
             return refined.plan, None
         logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())

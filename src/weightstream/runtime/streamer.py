@@ -16,7 +16,6 @@ from torch import nn
 
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner
 from weightstream.runtime import guards
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
@@ -27,6 +26,7 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.learning import Learning
 from weightstream.runtime.mode import Mode
+from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stats import Stats, stats_of
 from weightstream.runtime.timeline import is_profiled, kind_of, profiled
 from weightstream.runtime.values import moved
@@ -40,17 +40,18 @@ class Streamer:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[UnitModule],
+        grains: Sequence[Sequence[UnitModule]],
         homes: Homes,
         backend: Backend,
-        planner: Planner,
+        refinement: Refinement,
+        plan: Plan,
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
-        plan: Plan | None = None,
     ) -> None:
+        units = grains[refinement.prospect.grain_of(plan.manifest)]
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit)
         self._compiled = Compiled(model, blocks)
-        self._installed = Installation(self._modules, self._compiled, homes, backend, planner, on_close)
+        self._installed = Installation(self._modules, self._compiled, homes, backend, refinement, grains, on_close)
         self._learning = Learning(self._installed)
         self._gate, self._graphs = self._installed.gate, self._installed.graphs
         self._homes, self._backend = homes, backend
@@ -69,12 +70,11 @@ class Streamer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
         return self._backend.device
 
     @property
     def learned(self) -> bool:
-        """Whether a step has taught the order of the weights."""
+        """Whether a step has taught the order."""
         return not self._learning.watching
 
     @property
@@ -84,7 +84,7 @@ class Streamer:
         return tuple(nbytes for alias, nbytes in self.plan.manifest.aliases.items() if alias in whole)
 
     def stats(self) -> Stats:
-        """Counters and bytes held, as of now. Cheap; does not wait for the device."""
+        """Counters and bytes held, as of now. Does not wait for the device."""
         return stats_of(self._installed)
 
     @contextmanager
@@ -142,7 +142,7 @@ class Streamer:
         return type(None), ()  # a copy of the model is a plain model: its streamer is None
 
     def switch(self, plan: Plan) -> None:
-        """Put another plan of the same units in force, between steps; what does not change its place is not moved.
+        """Put another plan of the same model in force, between steps; what does not change its place is not moved.
 
         Graphs of `capture` must be captured again, and what `compile` made is made again.
 
@@ -168,8 +168,9 @@ class Streamer:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
             self._modules.refuse_foreign()
+            self._learning.foresee(kind := kind_of(args, kwargs), args, kwargs)
             mode = Mode.LEARNING if self._learning.watching else Mode.EAGER
-            with self._installed.timeline.step(kind_of(args, kwargs)), self._gate.entered(mode):
+            with self._installed.timeline.step(kind), self._gate.entered(mode):
                 output = self._run_eager(forward, args, kwargs)
             with torch.inference_mode(False), torch.no_grad():
                 self._learning.learn(watched=mode is Mode.LEARNING)
@@ -239,11 +240,10 @@ class Streamer:
             self._learning.sequence.append(unit)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
-        binding = self._binding
         watched = self._gate.mode is Mode.LEARNING or not has_ended  # the watch, or the error, holds views
         with self._gate.lock:
-            training = binding.units[unit].has_buffers and self._modules.trains(unit)
-            if binding.close(unit, output, training=training, watched=watched):
+            training = self._binding.units[unit].has_buffers and self._modules.trains(unit)
+            if self._binding.close(unit, output, training=training, watched=watched):
                 self._modules.hide(unit)
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -273,6 +273,7 @@ class Streamer:
                 yield
             finally:
                 self.unfix()
+            self._learning.correct()
 
     def fix(self) -> None:
         """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""

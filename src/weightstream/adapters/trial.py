@@ -1,0 +1,116 @@
+"""A trial: the operators of a model's call, each run a few times on the device, with the shapes that they have there.
+
+Rates tell the time of a product in general; a trial tells that of this one. It takes half a second at most, in rounds
+over all operators, as a GPU lowers its clock under such work as the model's own. Weights are neither read nor needed:
+the operands are random numbers in one piece of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from weightstream.adapters.launch import Launch, Spec
+from weightstream.plan.manifest import Profile
+from weightstream.runtime.backend import Backend, Side
+
+logger = logging.getLogger("weightstream")
+
+_LEAST_S = 30e-6  # of an operator: a shorter one is over before the next is launched
+_LEAST_SHARE = 0.002  # of the call, that all launches of an operator take
+_TRIAL_S, _ROUNDS = 0.5, 40
+_SETTLED = 3  # rounds that are not counted
+_SEED = 7
+
+
+def seconds_of(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, float]:
+    """Seconds of the launches that matter, by the device's clock; each comes with how often it is in the call.
+
+    Those that cannot be run here, or for which memory is short, are left out.
+    """
+    guessed = {launch: (launch.op.seconds(profile), num) for launch, num in launches if launch.op is not None}
+    total_s = sum(seconds * num for seconds, num in guessed.values())
+    worth = [k for k, (s, num) in guessed.items() if s >= _LEAST_S and s * num >= _LEAST_SHARE * total_s]
+    worth.sort(key=lambda launch: -guessed[launch][0])  # the longest first: the host gets ahead
+    operands = _Operands(backend.device)
+    for launch in worth:
+        launch.call(operands.note)
+        operands.rewind()
+    with torch.inference_mode(), torch.autocast(backend.device.type, enabled=False):
+        try:
+            works = {launch: work for launch in worth if (work := _runnable(launch, operands)) is not None}
+            return dict(zip(works, _rounds(backend, list(works.values())), strict=True)) if works else {}
+        except torch.OutOfMemoryError:
+            return {}
+
+
+def _runnable(launch: Launch, operands: _Operands) -> Callable[[], Any] | None:
+    """What runs it, where that is possible; its kernels are loaded then."""
+    try:
+        work = launch.call(operands.take)
+        if work is not None:
+            work()
+        return work
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        logger.debug("an operator is not tried: %s", error)
+        return None
+    finally:
+        operands.rewind()
+
+
+def _rounds(backend: Backend, works: Sequence[Callable[[], Any]]) -> list[float]:
+    """The seconds of each, from the later rounds."""
+    rounds: list[list[float]] = []
+    until_s = time.perf_counter() + _TRIAL_S
+    while len(rounds) < _ROUNDS and (len(rounds) <= _SETTLED or time.perf_counter() < until_s):
+        stamps = [backend.stamp(Side.COMPUTE)]
+        for work in works:
+            work()
+            stamps.append(backend.stamp(Side.COMPUTE))
+        backend.synchronize()
+        rounds.append([backend.seconds(a, b) or 0.0 for a, b in pairwise(stamps)])
+    return [median(seconds) for seconds in zip(*rounds[_SETTLED:], strict=True)]
+
+
+class _Operands:
+    """Tensors of any shape over the same random bytes; those of one operator side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = torch.Generator(device).manual_seed(_SEED)  # not the user's
+        self._sizes: Counter[tuple[torch.dtype, int]] = Counter()
+        self._pools: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._taken: Counter[torch.dtype] = Counter()
+
+    def rewind(self) -> None:
+        """The operator has all that it takes."""
+        self._taken.clear()
+
+    def note(self, spec: Spec) -> torch.Tensor:
+        """So many elements are to be taken later; nothing is made yet."""
+        num = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+        key = spec.dtype, self._taken[spec.dtype]
+        self._taken[spec.dtype] += 1
+        self._sizes[key] = max(self._sizes[key], num)
+        return torch.empty(0, device="meta")
+
+    def take(self, spec: Spec) -> torch.Tensor:
+        """Floats are random, all else is zeros, which are in range wherever they name a place."""
+        key = spec.dtype, self._taken[spec.dtype]
+        self._taken[spec.dtype] += 1
+        if key not in self._pools:
+            self._pools[key] = self._filled(self._sizes[key], spec.dtype)
+        return self._pools[key].as_strided(spec.shape, spec.stride)
+
+    def _filled(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            return torch.zeros(num, dtype=dtype, device=self._device)
+        made = torch.empty(num, dtype=torch.float32 if dtype.itemsize < 2 else dtype, device=self._device)
+        return made.normal_(generator=self._random).to(dtype)

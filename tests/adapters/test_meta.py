@@ -1,0 +1,191 @@
+"""A call that is followed on shapes leaves no trace: in the model, its arguments, caches, random states, other code."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from weightstream.adapters.shapes import follow
+from weightstream.errors import UnsupportedError
+from weightstream.runtime.weights import Scope, UnitModule
+
+WIDTH = 8
+KEPT: dict[str, Any] = {}
+LISTED: list[Any] = []
+
+
+@functools.lru_cache
+def turned(width: int, device: str) -> torch.Tensor:
+    return torch.arange(width, device=device).float()
+
+
+@functools.lru_cache
+def scale_of(key: str, x: Any) -> tuple[torch.Tensor, str]:
+    return x * 2, key
+
+
+class Counting(nn.Module):
+    """Counts its calls, keeps what it computed, and draws random numbers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.calls = 0
+        self.seen: list[Any] = []
+        self.cache: dict[str, Any] = {"last": None}
+        self.state = type("State", (), {})()
+        self.state.step = 0
+
+    def forward(self, x: torch.Tensor, past: Any = None) -> torch.Tensor:
+        self.calls += 1
+        self.state.step += 1
+        self.seen.append(x)
+        self.cache["last"] = x + random.random() + numpy.random.rand() + torch.rand(())
+        self.mean.mul_(0.9).add_(x.mean(0))
+        if past is not None:
+            past["keys"].append(x)
+            past["length"] += len(x)
+        return nn.functional.dropout(self.linear(x), 0.5, True) + torch.randn(WIDTH, device=x.device)
+
+
+def states() -> list[Any]:
+    return [random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def test_nothing_of_the_model_or_its_arguments_changes() -> None:
+    model, x, past = Counting(), torch.randn(2, WIDTH), {"keys": [torch.ones(1)], "length": 1}
+    called: list[Any] = []
+    model.linear.register_forward_hook(lambda *_: called.append("after"))
+    model.register_forward_pre_hook(lambda *_: called.append("before"))
+    before = states(), {name: value.clone() for name, value in model.state_dict().items()}
+    found = follow(model, (x,), {"past": past})
+    assert [module for module, _ in found.calls] == [model, model.linear]
+    assert called == []
+    assert states() == before[0]
+    assert all(torch.equal(value, before[1][name]) for name, value in model.state_dict().items())
+    assert (model.calls, model.seen, model.cache, model.state.step) == (0, [], {"last": None}, 0)
+    assert (len(past["keys"]), past["length"]) == (1, 1)
+    assert x._version == 0
+    model(x, past)
+    assert (model.calls, called) == (1, ["before", "after"])
+
+
+def test_hooks_of_all_modules_would_see_it() -> None:
+    called: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
+    try:
+        with pytest.raises(UnsupportedError, match="hooks of all modules"):
+            follow(nn.Linear(2, 2), (torch.ones(1, 2),))
+    finally:
+        handle.remove()
+    assert called == []
+
+
+class Global(nn.Module):
+    """Keeps what it computes in Python's modules, as code with tables of positions does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "table" not in KEPT:
+            KEPT["table"] = torch.arange(x.shape[-1], device=x.device).float()
+        LISTED.append((x, KEPT["table"]))
+        return scale_of("a", KEPT["table"])[0] + turned(x.shape[-1], str(x.device)) + x
+
+
+def test_no_cache_of_python_keeps_a_tensor_without_values() -> None:
+    KEPT.clear()
+    LISTED.clear()
+    model, x = Global(), torch.randn(2, WIDTH)
+    follow(model, (x,))
+    assert "table" not in KEPT
+    assert all(tensor.device.type == "cpu" for pair in LISTED for tensor in pair)
+    LISTED.clear()
+    expected = torch.arange(WIDTH).float()
+    assert torch.equal(model(x), expected * 2 + expected + x)
+    assert [tensor.device.type for pair in LISTED for tensor in pair] == ["cpu", "cpu"]
+
+
+def test_a_view_of_a_weight_that_is_kept_is_let_go_of() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            KEPT["view"] = self.linear.weight.detach()
+            return x
+
+    KEPT.clear()
+    follow(Keeps(), (torch.ones(1, WIDTH),))
+    assert KEPT == {}
+
+
+def test_what_cannot_be_copied_is_told() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"Linear: its work cannot be told .* TypeError"):
+        follow(model, (torch.ones(1, WIDTH),))
+
+
+def test_a_generator_is_not_drawn_from() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return x + torch.randn(x.shape, generator=generator, device="cpu")
+
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    with pytest.raises(UnsupportedError):
+        follow(Noisy(), (torch.ones(2), generator))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_it_takes_no_longer_than_it_may() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(1000):
+                time.sleep(0.005)
+                x = x + 1
+            return x
+
+    started = time.perf_counter()
+    with pytest.raises(UnsupportedError, match="takes too long"):
+        follow(Slow(), (torch.ones(2),), limit_s=0.1)
+    assert time.perf_counter() - started < 2
+
+
+def test_the_copy_has_no_weights() -> None:
+    """16 GiB on a machine that may have less."""
+    model = nn.Linear(1 << 16, 1 << 16, bias=False, device="meta")
+    assert follow(model, (torch.empty(1, 1 << 16, device="meta"),)).activation_nbytes == 2 * 4 * (1 << 16)
+
+
+class Parent(nn.Module):
+    """Reads a child's weight without calling the child, a tied one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.a(x) * self.scale, self.b.weight.t()) + self.c.weight[0]
+
+
+def test_weights_that_are_read_outside_of_their_unit() -> None:
+    model = Parent()
+    found = follow(model, (torch.ones(1, WIDTH),))
+    units = [UnitModule(name=name, module=module) for name, module in model.named_children()]
+    assert {id(tensor) for tensor in found.outside(units)} == {id(model.b.weight), id(model.c.weight)}
+    whole = UnitModule(name="", module=model)
+    assert found.outside([whole]) == []
+    own = UnitModule(name="", module=model, scope=Scope.OWN, enclosing=True)
+    assert {id(tensor) for tensor in found.outside([own, *units])} == {id(model.b.weight), id(model.c.weight)}
+    assert found.order([own, *units]) == (0, 1)
