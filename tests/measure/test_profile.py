@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightstream.errors import ConfigError
-from weightstream.measure import bench, machine, profile
+from weightstream.measure import bench, machine, nvml, profile
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
@@ -118,12 +118,12 @@ def test_what_was_measured_is_logged(
 @pytest.mark.parametrize("what", ["driver", "device", "uuid", "capability", "torch", "cuda", "machine", "cores"])
 def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
-    monkeypatch.setattr(machine, "driver_version", lambda: "580.95.05")
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.95.05")
     profile.save(GPU, MEASURED)
     assert profile.load(GPU) == MEASURED
     match what:
         case "driver":
-            monkeypatch.setattr(machine, "driver_version", lambda: "590.1.0")
+            monkeypatch.setattr(nvml, "driver_version", lambda: "590.1.0")
         case "torch":
             monkeypatch.setattr(torch, "__version__", "9.9.9")
         case "cuda":

@@ -18,11 +18,11 @@ import torch
 
 from weightstream.codec import reference
 from weightstream.codec.format import ELEMENTS, TILE, Layout
+from weightstream.codec.reference import Part
 from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
 
-Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _TRIED = 3 * 4096 + 5
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16

@@ -13,8 +13,8 @@ import torch
 
 from weightstream.codec import kernels, reference
 from weightstream.codec.format import ELEMENTS, TILE, Layout
+from weightstream.codec.reference import Part
 
-Part = tuple[torch.Tensor, Layout, torch.Tensor]
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
 _MOST = 32  # tensors in a launch: a warp counts those that begin before it in one go
 _NEVER = 2**62

@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter
 
 from weightstream.errors import ConfigError
-from weightstream.measure import bench, machine
+from weightstream.measure import bench, machine, nvml
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
@@ -108,7 +108,7 @@ def _path(device: torch.device) -> Path:
         key += ["cpu", torch.get_num_threads()]
     else:
         found = cuda.facts(device)
-        driver = machine.driver_version() or found.driver
+        driver = nvml.driver_version() or found.driver
         key += [found.name, found.uuid, found.pci, found.capability, driver, torch.version.cuda]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"
