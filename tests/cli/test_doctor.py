@@ -23,8 +23,9 @@ from weightstream.measure.nvml import PciLink
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE
 
-PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34)
+PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34, load=0.0)
 ADDRESS = "0000:18:00.0"
+NOW = 1.8e9
 BEST = PciLink(generation=5, width=16)
 
 
@@ -140,6 +141,25 @@ def test_what_is_said_of_nodes(node: int | None, near: set[int], allowed: set[in
 
 
 @pytest.mark.parametrize(
+    ("age", "load", "mark", "said"),
+    [
+        (0, 0.0, "ok", "just now, while others used 0% of the GPU"),
+        (-5, 0.2, "ok", "just now, while others used 20% of the GPU"),
+        (61, 0.21, "better", "1 minute ago, while others used 21% of the GPU"),
+        (2 * 3600, 0.0, "ok", "2 hours ago"),
+        (3.5 * 86400, 1.0, "better", "3 days ago, while others used 100%"),
+        (60, -1.0, "ok", "an unknown share of the GPU"),
+        (NOW, 0.0, "ok", "nobody knows when"),
+    ],
+)
+def test_what_is_said_of_a_profile(age: float, load: float, mark: str, said: str) -> None:
+    found = findings.measured_finding(replace(PROFILE, measured_at=NOW - age, load=load), "GPU", NOW)
+    assert found.mark == mark
+    assert said in found.text
+    assert ("weightstream doctor --measure" in found.remedy) is (mark == "better")
+
+
+@pytest.mark.parametrize(
     ("gpus", "driver", "built", "visible", "said", "remedy"),
     [
         ((), None, None, None, "no driver", "--gpus all"),
@@ -231,11 +251,15 @@ def test_a_profile_is_saved_for_planning(disk: Path, tmp_path: Path) -> None:
 
 
 def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "load", lambda: 0.5)
     again = replace(PROFILE, link_bytes_per_s=8e9)
     monkeypatch.setattr("weightstream.measure.bench.measure", lambda _: (again, True))
     assert "7.0 GB/s" in run(disk).stdout
     assert "8.0 GB/s" in run(disk, "--measure").stdout
-    assert "8.0 GB/s" in run(disk).stdout
+    shown = run(disk)
+    assert "8.0 GB/s" in shown.stdout
+    assert "just now, while others used 50% of the processor" in shown.stdout
+    assert shown.exit_code == 0
 
 
 def test_what_cannot_be_measured_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

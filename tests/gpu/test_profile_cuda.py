@@ -39,7 +39,7 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
     bench.measure(backend)  # compiles the codec's kernels, once per machine
     started = time.perf_counter()
     found, _ = bench.measure(backend)
-    assert time.perf_counter() - started < 6
+    assert time.perf_counter() - started < 2  # about 1.2; these machines differ
     assert not caplog.records
     assert found.machine == torch.cuda.get_device_name(DEVICE)
     assert found.device_nbytes == torch.cuda.get_device_properties(DEVICE).total_memory

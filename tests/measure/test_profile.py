@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-MEASURED = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9)
+MEASURED = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, measured_at=1.8e9, load=0.25)
 FACTS = cuda.Facts(name="A GPU", uuid="u-1", pci="0000:01:00.0", capability="9.0", driver="13.0", total_nbytes=80 << 30)
 
 
@@ -31,6 +32,13 @@ FACTS = cuda.Facts(name="A GPU", uuid="u-1", pci="0000:01:00.0", capability="9.0
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weightstream" / "profiles"
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others use a quarter of the processor, at a time that stands still."""
+    monkeypatch.setattr(machine, "load", lambda: MEASURED.load)
+    monkeypatch.setattr(profile.time, "time", lambda: MEASURED.measured_at)
 
 
 @pytest.fixture
@@ -79,6 +87,72 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
         assert least <= getattr(found, name) <= most, name
     changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(CPU_PROFILE, field.name)}
     assert changed | {"handover_s"} == bounds.keys() | {"machine"}
+
+
+class Works:
+    """What a bench asks of works, with a clock of its own: what is measured takes a second, and more in some rounds."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = iter(seconds)
+
+    def seconds(self, work: Any, repeats: int) -> float:
+        work()
+        return next(self._seconds)
+
+    def repeats(self, work: Any, sample_s: float) -> int:
+        return round(sample_s)
+
+
+def test_a_number_is_the_best_of_its_samples() -> None:
+    """What disturbs a round, here the first and the third, spoils no number."""
+    sent: list[dict[str, float]] = []
+
+    def measuring() -> Any:
+        sent.append((yield {"a": (lambda: None, 3.0), "b": (lambda: None, 5.0)}))
+        yield {"number": sent[0]["a"]}
+
+    part = bench._Part(measuring, Works([9.0, 8.0, 1.5, 2.0, 7.0, 1.0]))  # type: ignore[arg-type]
+    for _ in range(3):
+        assert part.sample() is part
+    assert part.numbers() == {"number": 1.5}
+    assert sent == [{"a": 1.5, "b": 1.0}]
+
+
+def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    sample = bench._Part.sample
+    monkeypatch.setattr(bench._Part, "sample", lambda part: names.append(part.name) or sample(part))
+    rounds: list[int] = []
+    bench.measure(backend, lambda: rounds.append(len(names)))
+    assert rounds == [7 * num for num in range(1, 6)]
+    assert names == names[:7] * 5
+    assert len(set(names)) == 7
+    assert names[5:7] == ["products", "attention"], "what is limited by power, behind what settles the clocks"
+
+
+def test_a_number_that_fails_in_a_later_round_is_assumed(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample = bench._Part.sample
+    names: list[str] = []
+
+    def fail(part: bench._Part) -> bench._Part:
+        names.append(part.name)
+        if names.count("link") == 3 and part.name == "link":
+            raise RuntimeError("the link went away")
+        return sample(part)
+
+    monkeypatch.setattr(bench._Part, "sample", fail)
+    threads = set(threading.enumerate())
+    found, complete = bench.measure(backend)
+    assert not complete
+    assert found.link_bytes_per_s == CPU_PROFILE.link_bytes_per_s
+    assert found.op_s != CPU_PROFILE.op_s
+    assert names.count("link") == 3
+    assert names.count("kernels") == 5
+    (record,) = caplog.records
+    assert "the link cannot be measured: the link went away" in record.getMessage()
+    assert set(threading.enumerate()) == threads
 
 
 def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
@@ -207,17 +281,23 @@ def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pyte
 def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> dict[str, float]:
+    def fail(_: object) -> Any:
         raise torch.OutOfMemoryError("none left")
+        yield
+
+    def products(_: object) -> Any:
+        yield {}
+        yield {"half_flops_per_s": 3e9}
 
     monkeypatch.setattr(bench._Bench, "attention", fail)
-    monkeypatch.setattr(bench._Bench, "products", lambda _: {"half_flops_per_s": 3e9})
+    monkeypatch.setattr(bench._Bench, "products", products)
     found = profile.profile_for(backend)
     assert found.half_flops_per_s == 3e9
     assert found.attention_flops_per_s == CPU_PROFILE.attention_flops_per_s
     assert found.link_bytes_per_s != CPU_PROFILE.link_bytes_per_s
     (record,) = caplog.records
     assert "none left" in record.getMessage()
+    assert found.load == 0.25
     assert profile.load(CPU) is None
 
 
@@ -248,6 +328,7 @@ def test_a_profile_is_json_both_ways() -> None:
         ('{"op_s": NaN}', "op_s is nan"),
         ('{"unit_s": [0.1, -2]}', "unit_s is -2"),
         ('{"op_s": "soon"}', "op_s"),
+        ('{"load": -2}', "load is -2"),
         ("[]", "object"),
         ("{", "JSON"),
     ],
@@ -256,3 +337,62 @@ def test_what_is_no_profile_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="not a profile") as error:
         profile.from_json(text)
     assert said in str(error.value)
+
+
+def test_an_older_profile_does_not_say_when_it_was_measured() -> None:
+    found = profile.from_json('{"machine": "a machine"}')
+    assert (found.measured_at, found.load) == (0.0, -1.0)
+
+
+def test_a_profile_says_when_it_was_measured_and_what_others_did(
+    backend: CpuBackend, measured: list[Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "load", lambda: 0.75)
+    assert profile.profile_for(backend) == replace(measured[0], load=0.75)
+    monkeypatch.setattr(machine, "load", lambda: 0.0)
+    assert profile.profile_for(backend).load == 0.75, "it is kept"
+
+
+def test_the_load_of_a_gpu_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
+    monkeypatch.setattr(nvml, "load", lambda address: 0.5 if address == FACTS.pci else -1.0)
+    assert profile._load(GPU) == 0.5
+
+
+def test_the_load_of_a_processor_is_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+    clocks = {"perf_counter": [0.0, 0.1], "process_time": [5.0, 5.1]}
+    for name, values in clocks.items():
+        monkeypatch.setattr(machine.time, name, partial(next, iter(values)))
+    monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 75.0)
+    assert machine.load() == pytest.approx(0.5), "one of four cores was ours"
+
+
+def test_a_doubted_profile_is_measured_again(
+    backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
+) -> None:
+    profile.profile_for(backend)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        profile.doubt(CPU)
+    assert "measured again when that is next needed" in caplog.text
+    assert profile.load(CPU) is None
+    assert profile.profile_for(backend) == measured[1]
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("why", ["nothing is kept", "it cannot be removed", "no driver"])
+def test_a_doubt_never_raises(
+    why: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(why) if why == "it cannot be removed" else RuntimeError(why)
+
+    if why == "it cannot be removed":
+        monkeypatch.setattr(Path, "unlink", fail)
+    elif why == "no driver":
+        monkeypatch.setattr(profile, "_path", fail)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        profile.doubt(CPU)
+    assert (why in caplog.text) is (why != "nothing is kept")
+    assert [record.levelno for record in caplog.records] == [logging.INFO]

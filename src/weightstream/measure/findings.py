@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -40,6 +41,7 @@ _REMEDIES = MappingProxyType(  # by label, where a finding could be better
         "NUMA": "numactl --cpunodebind={node} --membind={node} weightstream ...",
         "pinning": "Raise the memlock limit (ulimit -l), or the memory of the container.",
         "huge pages": "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        "measured": "Measure again while nothing else runs there: weightstream doctor --measure",
         "coded weights": "Weights move as they are, 1.4 times the bytes. pip install -U triton, or a torch that brings "
         "it.",
         "reads": "This file system takes no direct reads: keep weights on a local disk.",
@@ -57,6 +59,7 @@ _OPTIONAL = MappingProxyType(
 )
 _OF_A_GPU = frozenset({"triton", _NVML})
 _GOOD_SHARE = 0.75  # of the link's rate
+_QUIET = 0.2  # what others may use of a device that is measured
 _FILE_NBYTES = 256 << 20
 
 
@@ -93,7 +96,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
             "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend)] if on_gpu else [],
             "host": [*_host()],
-            "speed": [*_speed(profile), _codec(backend)],
+            "speed": [*_speed(profile, on_gpu=on_gpu), _codec(backend)],
             "disk": [_disk(path)],
             "software": [*_software(on_gpu=on_gpu)],
         }, profile
@@ -187,9 +190,24 @@ def _host() -> Iterator[Finding]:
     yield _judged("huge pages", text, anonymous != "never")
 
 
-def _speed(profile: Profile) -> Iterator[Finding]:
+def measured_finding(profile: Profile, device: str, now: float) -> Finding:
+    """When these speeds were measured, and what others did then."""
     if not profile.machine:
-        yield Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
+        return Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
+    others = f"while others used {profile.load:.0%}" if profile.load >= 0 else "while others used an unknown share"
+    when = _ago(now - profile.measured_at) if profile.measured_at else "nobody knows when"
+    return _judged("measured", f"{when}, {others} of the {device}", profile.load <= _QUIET, profile.measured_at)
+
+
+def _ago(seconds: float) -> str:
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (num := int(seconds // length)) > 0:
+            return f"{num} {name}{'s' if num > 1 else ''} ago"
+    return "just now"
+
+
+def _speed(profile: Profile, *, on_gpu: bool) -> Iterator[Finding]:
+    yield measured_finding(profile, "GPU" if on_gpu else "processor", time.time())
     rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
     half, single, attention = (per_second(rate, "FLOP") for rate in rates)
     times = (profile.copy_latency_s, profile.handover_s, profile.op_s, profile.op_launch_s)

@@ -1,13 +1,16 @@
 """The machine: what the system says about its processors and memory in /proc and /sys. Knows no torch.
 
-Every function takes `root`, the folder that holds proc, sys and etc, and takes a file that is not there for unknown.
+Those that take `root`, the folder that holds proc, sys and etc, take a file that is not there for unknown.
 """
 
 from __future__ import annotations
 
 import platform
 import re
+import time
 from pathlib import Path
+
+import psutil
 
 _ROOT = Path("/")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -48,6 +51,14 @@ def processor(root: Path = _ROOT) -> str:
     """The processor's name."""
     match = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def load(seconds: float = 0.1) -> float:
+    """The share of all cores that other processes use in so many seconds."""
+    began, own_s = time.perf_counter(), time.process_time()
+    busy = psutil.cpu_percent(seconds) / 100
+    own = (time.process_time() - own_s) / (time.perf_counter() - began) / (psutil.cpu_count() or 1)
+    return float(min(1.0, max(0.0, busy - own)))
 
 
 def _text(path: Path) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 3  # of what is kept; to be raised whenever a number is measured in another way
+_FORMAT = 4  # of what is kept; to be raised whenever a number is measured in another way
 
 
 def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
@@ -33,15 +33,29 @@ def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found
-        started = time.perf_counter()
+        started, others = time.time(), _load(backend.device)
         found, complete = bench.measure(backend)
-        logger.info("measured in %.1f s: %s", time.perf_counter() - started, found)
+        found = replace(found, measured_at=started, load=others)
+        logger.info("measured in %.1f s: %s", time.time() - started, found)
         if complete:
             save(backend.device, found)
         return found
     except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
         logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
         return backend.profile
+
+
+def doubt(device: torch.device) -> None:
+    """Steps were far from what the kept profile predicts: the next `profile_for` measures again. Never raises."""
+    try:
+        _path(device).unlink(missing_ok=True)
+        logger.info("%s is not as fast as its profile says: it is measured again when that is next needed", device)
+    except Exception as error:  # whatever a driver thinks of, as above
+        logger.info("%s is not as fast as its profile says, which cannot be removed: %s", device, error)
+
+
+def _load(device: torch.device) -> float:
+    return machine.load() if device.type == "cpu" else nvml.load(cuda.facts(device).pci)
 
 
 def to_json(profile: Profile) -> str:
@@ -73,7 +87,7 @@ def _check(profile: Profile) -> None:
     for field in fields(profile):
         value = getattr(profile, field.name)
         values = value if isinstance(value, tuple) else (value,)
-        least = 1.0 if field.name.endswith("_per_s") else 0.0
+        least = 1.0 if field.name.endswith("_per_s") else -1.0 if field.name == "load" else 0.0
         if wrong := [v for v in values if not isinstance(v, str) and not least <= v < float("inf")]:
             raise ValueError(f"{field.name} is {wrong[0]}; at least {least:g} and finite is needed")
 
