@@ -253,7 +253,7 @@ def test_a_profile_is_saved_for_planning(disk: Path, tmp_path: Path) -> None:
 def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "load", lambda: 0.5)
     again = replace(PROFILE, link_bytes_per_s=8e9)
-    monkeypatch.setattr("weightstream.measure.bench.measure", lambda _: (again, True))
+    monkeypatch.setattr("weightstream.measure.bench.measure", lambda *_: (again, True))
     assert "7.0 GB/s" in run(disk).stdout
     assert "8.0 GB/s" in run(disk, "--measure").stdout
     shown = run(disk)
@@ -263,7 +263,7 @@ def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_measured_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr("weightstream.measure.bench.measure", fail)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightstream.codec import coding
 from weightstream.errors import ConfigError
-from weightstream.measure import bench, machine, nvml, profile
+from weightstream.measure import bench, machine, nvml, profile, progress
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
@@ -53,7 +57,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
     """Measuring takes no time, and every time it is measured counts here."""
     found: list[Profile] = []
 
-    def measure(_: object) -> tuple[Profile, bool]:
+    def measure(*_: object) -> tuple[Profile, bool]:
         found.append(replace(MEASURED, copy_latency_s=len(found) * 1e-6))
         return found[-1], True
 
@@ -261,7 +265,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "cache").write_text("a file in the place of the folder")
     with caplog.at_level(logging.INFO, "weightstream"):
         assert profile.profile_for(backend) == measured[0]
-    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 3
     assert "measures again" in caplog.text
 
 
@@ -304,7 +308,7 @@ def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
 def test_without_any_measurement_the_backend_says_what_to_assume(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError("a clock that stands still")
 
     monkeypatch.setattr(bench, "measure", fail)
@@ -396,3 +400,121 @@ def test_a_doubt_never_raises(
         profile.doubt(CPU)
     assert (why in caplog.text) is (why != "nothing is kept")
     assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+# -- the first use -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]]:
+    """A GPU of which trials are started here, and end when a test says so."""
+    found: list[Future[str | None]] = []
+
+    def prepare(_: object) -> Future[str | None]:
+        found.append(found[0] if found else Future())
+        return found[-1]
+
+    monkeypatch.setattr(coding, "prepare", prepare)
+    monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
+    monkeypatch.setattr(profile, "_SOON_S", 0.01)
+    coding.available.cache_clear()
+    yield found
+    coding.available.cache_clear()
+
+
+@pytest.mark.parametrize("uses_codes", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_kernels_are_prepared_where_they_will_be_needed(
+    uses_codes: bool, is_kept: bool, trials: list[Future[str | None]]
+) -> None:
+    if is_kept:
+        profile.save(GPU, MEASURED)
+    profile.prepare(CPU, uses_codes)
+    assert not trials
+    profile.prepare(GPU, uses_codes)
+    assert bool(trials) is (uses_codes or not is_kept)
+
+
+def test_kernels_that_are_there_are_not_talked_of(
+    trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    profile.prepare(GPU, True)
+    trials[0].set_result(None)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        assert profile.can_decode(GPU)
+    assert not caplog.records
+
+
+def test_kernels_that_take_a_while_are_said_once(
+    trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile.prepare(GPU, True)
+    ends = threading.Timer(0.2, trials[0].set_result, ["no"])
+    ends.start()
+    with caplog.at_level(logging.INFO, "weightstream"):
+        assert [profile.can_decode(GPU) for _ in range(3)] == [False] * 3
+    ends.join()
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "compiling kernels for cuda:0" in caplog.messages[0]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gpu_is_measured_when_nothing_is_compiled_any_more(
+    trials: list[Future[str | None]], measured: list[Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "load", lambda _: 0.5)
+    ends = threading.Timer(0.2, lambda: trials[0].set_result(None if not measured else "measured before"))
+    backend = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
+    ends.start()
+    assert profile.profile_for(backend).load == 0.5  # type: ignore[arg-type]
+    ends.join()
+    assert trials[0].result() is None
+    assert len(measured) == 1
+
+
+def test_measuring_is_said_once(
+    backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "weightstream"):
+        for _ in range(2):
+            profile.profile_for(backend, progress=False)
+    assert "".join(caplog.messages).count("measuring cpu, once per machine") == 1
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "asked", "shown"),
+    [(True, None, True), (True, True, True), (True, False, False), (False, None, False), (False, True, False)],
+)
+@pytest.mark.parametrize("total", [None, 3])
+def test_a_bar_is_for_terminals(
+    is_terminal: bool,
+    asked: bool | None,
+    shown: bool,
+    total: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stream := Terminal() if is_terminal else io.StringIO())
+    threads = set(threading.enumerate())
+    with caplog.at_level(logging.INFO, "weightstream"), progress.told("measuring it", asked, total) as advance:
+        assert ("measuring it" in stream.getvalue()) is shown
+        for _ in range(3):
+            advance()
+        assert set(threading.enumerate()) == threads
+    assert caplog.messages == ([] if shown else ["measuring it"])
+    assert bool(stream.getvalue()) is shown
+
+
+def test_an_error_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    with pytest.raises(ZeroDivisionError), progress.told("measuring it"):
+        raise ZeroDivisionError
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1, "the cursor is back"

@@ -39,7 +39,7 @@ logger = logging.getLogger("weightstream")
 _Work = Callable[[], object]
 # Yields works, each with how long a sample of it takes, is sent their best seconds, and yields what these tell.
 _Measuring = Generator[dict[str, Any], dict[str, float], None]
-_ROUNDS = 5
+NUM_ROUNDS = 5
 _SAMPLE_S = 0.003
 _COPY_NBYTES = 64 << 20
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
@@ -119,13 +119,11 @@ class _Bench:
 
     def measure(self, advance: Callable[[], object]) -> tuple[dict[str, Any], bool]:
         """All numbers that can be measured, and whether these are all."""
-        if self._on_gpu:
-            coding.available(self._device)  # a compiler that runs beside would be measured too
         numbers: dict[str, Any] = self._workspace()
         # Products last, as their clocks settle where they are made ready, and what these limit behind them.
         all_of_it = (self.link, self.kernels, self.modules, self.reading, self.decoding, self.products, self.attention)
         parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
-        for _ in range(_ROUNDS):
+        for _ in range(NUM_ROUNDS):
             parts = self._tried({part.name: part.sample for part in parts})
             advance()
         for part in parts:

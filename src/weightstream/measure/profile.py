@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from concurrent.futures import wait
 from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,8 +14,10 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
+from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
+from weightstream.measure.progress import told
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
@@ -23,18 +26,22 @@ from weightstream.store.atomic import replacing
 logger = logging.getLogger("weightstream")
 
 _FORMAT = 4  # of what is kept; to be raised whenever a number is measured in another way
+_SOON_S = 0.3  # what was compiled before is loaded
 
 
-def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
+def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None = None) -> Profile:
     """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
 
-    Never raises: without a measurement the backend's own profile is assumed, with a warning.
+    A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
+    profile is assumed, with a warning.
     """
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found
+        _wait_for_kernels(backend.device, progress)
         started, others = time.time(), _load(backend.device)
-        found, complete = bench.measure(backend)
+        with told(f"measuring {backend.device}, once per machine", progress, bench.NUM_ROUNDS) as advance:
+            found, complete = bench.measure(backend, advance)
         found = replace(found, measured_at=started, load=others)
         logger.info("measured in %.1f s: %s", time.time() - started, found)
         if complete:
@@ -43,6 +50,25 @@ def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
     except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
         logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
         return backend.profile
+
+
+def prepare(device: torch.device, uses_codes: bool) -> None:
+    """Start to compile what decodes weights, in a thread, where it will be needed: in use, or to be measured."""
+    if device.type == "cuda" and (uses_codes or not _path(device).exists()):
+        coding.prepare(device)
+
+
+def can_decode(device: torch.device, *, progress: bool | None = None) -> bool:
+    """`coding.available`; says so, as `profile_for`, where that takes a while."""
+    _wait_for_kernels(device, progress)
+    return coding.available(device)
+
+
+def _wait_for_kernels(device: torch.device, progress: bool | None) -> None:
+    if device.type == "cuda" and wait([trial := coding.prepare(device)], _SOON_S).not_done:
+        with told(f"compiling kernels for {device}, once per machine", progress) as advance:
+            while wait([trial], _SOON_S).not_done:
+                advance()
 
 
 def doubt(device: torch.device) -> None:
