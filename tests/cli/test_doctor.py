@@ -18,13 +18,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.measure import findings, machine, profile
-from weightstream.measure.machine import PciLink
+from weightstream.measure import findings, machine, nvml, profile
+from weightstream.measure.nvml import PciLink
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE
 
-PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34)
+PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34, load=0.0)
 ADDRESS = "0000:18:00.0"
+NOW = 1.8e9
 BEST = PciLink(generation=5, width=16)
 
 
@@ -33,16 +34,12 @@ BEST = PciLink(generation=5, width=16)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A machine with one GPU in a slot below a port, generation 5 x16."""
-    port = tmp_path / "sys/devices/pci0000:10/0000:10:01.0"
-    for folder in (port, port / ADDRESS):
-        write(folder, max_link_speed="32.0 GT/s PCIe", max_link_width="16")
-    write(port / ADDRESS, current_link_speed="32.0 GT/s PCIe", current_link_width="16")
-    write(port / ADDRESS, numa_node="1", vendor="0x10de", **{"class": "0x030200"})
+    """A machine with one GPU."""
+    gpu = write(tmp_path / "sys/devices" / ADDRESS, numa_node="1", vendor="0x10de", **{"class": "0x030200"})
     devices = tmp_path / "sys/bus/pci/devices"
     write(devices / "0000:00:02.0", vendor="0x1af4", **{"class": "0x030000"})
     write(devices / "0000:00:03.0", vendor="0x10de", **{"class": "0x040300"})
-    (devices / ADDRESS).symlink_to(port / ADDRESS)
+    (devices / ADDRESS).symlink_to(gpu)
     for node, cores in enumerate(((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 14))):
         folder = write(tmp_path / f"sys/devices/system/node/node{node}", cpulist="", cpumap="")
         for core in cores:
@@ -65,50 +62,8 @@ def device(root: Path) -> Path:
     return (root / "sys/bus/pci/devices" / ADDRESS).resolve()
 
 
-def test_the_rate_of_a_link_is_that_of_its_lanes_less_encoding() -> None:
-    assert round(BEST.bytes_per_s / 1e9, 2) == 63.02
-    assert PciLink(generation=1, width=4).bytes_per_s == 1e9
-    assert PciLink(generation=3, width=8).bytes_per_s * 2 == PciLink(generation=4, width=8).bytes_per_s
-    assert str(BEST) == "generation 5 x16"
-
-
-def test_a_link_now_and_at_best(root: Path) -> None:
-    assert machine.link_now(ADDRESS, root) == machine.link_at_best(ADDRESS, root) == BEST
-    write(device(root), current_link_speed="2.5 GT/s PCIe", current_link_width="8")
-    assert machine.link_now(ADDRESS.upper(), root) == PciLink(generation=1, width=8)
-    assert machine.link_at_best(ADDRESS, root) == BEST
-
-
-def test_the_slot_bounds_the_best(root: Path) -> None:
-    write(device(root).parent, max_link_speed="16.0 GT/s PCIe", max_link_width="8")
-    assert machine.link_at_best(ADDRESS, root) == PciLink(generation=4, width=8)
-    (device(root).parent / "max_link_speed").unlink()
-    assert machine.link_at_best(ADDRESS, root) == BEST, "no port is known"
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"speed": "Unknown"},
-        {"width": "0"},
-        {"width": "255"},
-        {"width": "x"},
-        {"speed": ""},
-        {"speed": "3.0 GT/s PCIe"},
-        {"speed": None},
-    ],
-)
-def test_a_link_that_is_not_shown(root: Path, files: dict[str, str | None]) -> None:
-    for name, text in files.items():
-        for which in ("current", "max"):
-            path = device(root) / f"{which}_link_{name}"
-            path.unlink() if text is None else path.write_text(text)
-    assert machine.link_now(ADDRESS, root) is None
-    assert machine.link_at_best(ADDRESS, root) is None
-
-
 def test_memory_nodes(root: Path) -> None:
-    assert machine.numa_node(ADDRESS, root) == 1
+    assert machine.numa_node(ADDRESS.upper(), root) == 1
     assert machine.cores_of_node(0, root) == {0, 1, 2, 3, 8, 9, 10, 11}
     assert machine.cores_of_node(1, root) == {4, 5, 6, 7, 12, 14}
     assert machine.cores_of_node(7, root) == frozenset()
@@ -120,21 +75,6 @@ def test_memory_nodes(root: Path) -> None:
 def test_gpus_are_found_without_a_driver(root: Path) -> None:
     assert machine.nvidia_gpus(root) == (ADDRESS,)
     assert machine.nvidia_gpus(root / "nothing") == ()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\nGCC version: 13.3.0",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@h)  Tue Sep 23",
-    ],
-)
-def test_the_driver_from_its_own_line(root: Path, line: str) -> None:
-    assert machine.driver_version(root) is None
-    write(root / "sys/module/nvidia", version="570.1")
-    assert machine.driver_version(root) == "570.1"
-    write(root / "proc/driver/nvidia", version=line)
-    assert machine.driver_version(root) == "580.95.05"
 
 
 def test_the_rest_of_the_machine(root: Path) -> None:
@@ -163,12 +103,25 @@ def test_the_rest_of_the_machine(root: Path) -> None:
     ],
 )
 def test_what_is_said_of_a_link(
-    now: PciLink | None, best: PciLink | None, measured: float, marks: list[str], said: str
+    now: PciLink | None,
+    best: PciLink | None,
+    measured: float,
+    marks: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(findings, "_version", lambda _: "13.6")
     found = list(findings.link_findings(now, best, measured))
     assert [finding.mark for finding in found] == marks
     assert said in " ".join(finding.text for finding in found)
     assert [bool(finding.remedy) for finding in found] == [mark == "better" for mark in marks]
+
+
+def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "_version", lambda _: None)
+    found, _ = findings.link_findings(None, None, 55e9)
+    assert found.text.endswith("as nvidia-ml-py is missing")
+    assert found.mark == "note"
 
 
 @pytest.mark.parametrize(
@@ -185,6 +138,25 @@ def test_what_is_said_of_nodes(node: int | None, near: set[int], allowed: set[in
     assert found.mark == mark
     assert said in found.text
     assert ("--cpunodebind=1" in found.remedy) == (mark == "better")
+
+
+@pytest.mark.parametrize(
+    ("age", "load", "mark", "said"),
+    [
+        (0, 0.0, "ok", "just now, while others used 0% of the GPU"),
+        (-5, 0.2, "ok", "just now, while others used 20% of the GPU"),
+        (61, 0.21, "better", "1 minute ago, while others used 21% of the GPU"),
+        (2 * 3600, 0.0, "ok", "2 hours ago"),
+        (3.5 * 86400, 1.0, "better", "3 days ago, while others used 100%"),
+        (60, -1.0, "ok", "an unknown share of the GPU"),
+        (NOW, 0.0, "ok", "nobody knows when"),
+    ],
+)
+def test_what_is_said_of_a_profile(age: float, load: float, mark: str, said: str) -> None:
+    found = findings.measured_finding(replace(PROFILE, measured_at=NOW - age, load=load), "GPU", NOW)
+    assert found.mark == mark
+    assert said in found.text
+    assert ("weightstream doctor --measure" in found.remedy) is (mark == "better")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +189,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cuda, "available", lambda: False)
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
-    monkeypatch.setattr(machine, "driver_version", lambda: None)
+    monkeypatch.setattr(nvml, "driver_version", lambda: None)
     monkeypatch.setattr(findings, "_FILE_NBYTES", 16 << 20)
     profile.save(torch.device("cpu"), PROFILE)
     return write(tmp_path / "disk")
@@ -279,15 +251,19 @@ def test_a_profile_is_saved_for_planning(disk: Path, tmp_path: Path) -> None:
 
 
 def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "load", lambda: 0.5)
     again = replace(PROFILE, link_bytes_per_s=8e9)
-    monkeypatch.setattr("weightstream.measure.bench.measure", lambda _: (again, True))
+    monkeypatch.setattr("weightstream.measure.bench.measure", lambda *_: (again, True))
     assert "7.0 GB/s" in run(disk).stdout
     assert "8.0 GB/s" in run(disk, "--measure").stdout
-    assert "8.0 GB/s" in run(disk).stdout
+    shown = run(disk)
+    assert "8.0 GB/s" in shown.stdout
+    assert "just now, while others used 50% of the processor" in shown.stdout
+    assert shown.exit_code == 0
 
 
 def test_what_cannot_be_measured_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr("weightstream.measure.bench.measure", fail)
@@ -305,9 +281,19 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_broken(disk: Path) -> None:
 
 def test_a_gpu_that_cannot_be_used_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: (ADDRESS,))
+    monkeypatch.setattr(findings, "_version", lambda _: "1")
     result = run(disk)
     assert result.exit_code == 1
     assert ADDRESS in result.stdout
+
+
+def test_a_driver_that_nothing_tells_of(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: (ADDRESS,))
+    monkeypatch.setattr(findings, "_version", lambda name: None if name == "nvidia-ml-py" else "1")
+    result = run(disk)
+    assert result.exit_code == 1
+    assert "nothing is known of a driver" in result.stdout
+    assert "pip install nvidia-ml-py" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu:0", "cuda:x", "meta"])

@@ -5,6 +5,10 @@ Without a GPU they run in Triton's interpreter, at 0.1 s per tile: so there is l
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -107,7 +111,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, reads: list[torch.Tensor], writes: li
 
 
 def tables(decoding: triton_codec.Decoding) -> list[torch.Tensor]:
-    return [value for value in vars(decoding).values() if isinstance(value, torch.Tensor)]
+    return [table for table, _ in decoding._launches]
 
 
 # Sound bytes
@@ -145,6 +149,14 @@ def test_decode_several_at_once(dtype: str, bits: int) -> None:
     data += [gaussian(dtype, count) for count in (1, 2, 3, 255, 4095, 4096, 4097)]
     found = decoded([part(values, dtype, bits) for values in data])
     assert all(torch.equal(*pair) for pair in zip(found, data, strict=True))
+
+
+def test_more_tensors_than_a_launch_takes() -> None:
+    """A full table, and one more launch; the last one has a tensor alone."""
+    data = [gaussian("bfloat16", count) for count in range(1, 66)]
+    parts = [part(values, "bfloat16", 3) for values in data]
+    assert [grid for _, grid in triton_codec.Decoding(parts)._launches] == [(32,), (32,), (1,)]
+    assert all(torch.equal(*pair) for pair in zip(decoded(parts), data, strict=True))
 
 
 @kinds
@@ -250,3 +262,45 @@ def test_the_watch_sees(coded_nbytes: int, out_nbytes: int, text: str, monkeypat
     watch(monkeypatch, [coded[:coded_nbytes], *tables(decoding)], [out[:out_nbytes]])
     with pytest.raises(Exception, match=text):
         decoding()
+
+
+# Compilation
+
+COUNTING = """
+import json, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:  # of a GPU that compiles nothing and launches nothing
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+def compiled(*, key, fn, **facts):
+    found.add((fn.name, key))
+    return True
+
+found = set()
+triton.runtime.driver.set_active(Driver())
+triton.knobs.runtime.jit_cache_hook = compiled
+from weightstream.codec import reference, triton_codec
+
+triton_codec_histograms = triton_codec.histograms
+triton_codec.histograms = lambda *args: (triton_codec_histograms(*args), reference.histograms(*args))[1]
+memory = torch.zeros(1 << 19, dtype=torch.uint8)
+for num in (1, 2, 7, 33):
+    for nbytes in (2, 32, 4096, 8192, 32768, 10002, 77778):
+        for offset in (0, 2, 4, 16, 18):
+            for bits in (3, 4):
+                layout, coded = triton_codec.encode(memory[offset : offset + nbytes], "bfloat16", bits)
+                triton_codec.Decoding([(coded, layout, memory[4 * offset :])] * num)()
+names = [name.rpartition(".")[2] for name, _ in found]
+print(json.dumps({name: names.count(name) for name in names}))
+"""
+
+
+def test_each_kernel_is_compiled_once_for_each_code() -> None:
+    """Whatever sizes, numbers and addresses it is given: each costs seconds."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COUNTING], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {"histogram": 1, "encode": 2, "decode": 2}

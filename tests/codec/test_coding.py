@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from weightstream.codec import coding, reference
+from weightstream.codec.format import Layout
 
+Encoded = tuple[Layout, torch.Tensor]
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    coding.available.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
+    """What is known of devices is found out again."""
     coding.available.cache_clear()
+    coding._trial.cache_clear()
 
 
 @pytest.fixture
@@ -60,3 +70,96 @@ def test_the_cpu_has_the_reference() -> None:
     out = torch.full((layout.raw_nbytes,), 0xFF, dtype=torch.uint8)
     coding.decode(coded, layout, out)
     assert torch.equal(out, data)
+
+
+# The trial, on a CPU and with the reference in the place of the kernels
+
+
+class Launches:
+    """`triton_codec` whose kernels are the reference; `wrong` names what does not do what it should."""
+
+    def __init__(self, wrong: str) -> None:
+        self.calls: list[str] = []
+        self._wrong = wrong
+
+    def _called(self, name: str) -> bool:
+        self.calls.append(name)
+        if self._wrong == f"{name} fails":
+            raise RuntimeError(f"{name}: no such instruction")
+        return self._wrong == f"{name} differs"
+
+    def histograms(self, data: torch.Tensor, dtype: str) -> torch.Tensor:
+        self._called("histogram")
+        return reference.histograms(data, dtype)
+
+    def encode(self, data: torch.Tensor, dtype: str, bits: int) -> Encoded:
+        differs = self._called(f"encode {bits}")
+        layout, coded = reference.encode(data, dtype, bits)
+        return layout, coded ^ 1 if differs else coded
+
+    def Decoding(self, parts: Sequence[reference.Part]) -> Callable[[], None]:
+        ((coded, layout, out),) = parts
+
+        def run() -> None:
+            differs = self._called(f"decode {layout.bits}")
+            coding._decode_on_cores(coded, layout, out)
+            if differs:
+                out[7] ^= 1
+
+        return run
+
+
+KERNELS = ["histogram", "encode 3", "encode 4", "decode 3", "decode 4"]
+
+
+@pytest.mark.parametrize("wrong", ["nothing", *(f"{k} fails" for k in KERNELS), *(f"{k} differs" for k in KERNELS[1:])])
+def test_a_trial_runs_every_kernel_and_looks_at_every_bit(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, threads = Launches(wrong), set(threading.enumerate())
+    monkeypatch.setattr("weightstream.codec.triton_codec", launches)
+    found = coding._tried(torch.device("cpu"))
+    assert set(threading.enumerate()) == threads
+    if wrong == "nothing":
+        assert found is None
+        assert launches.calls[0] == "histogram", "alone, before the others start"
+        assert sorted(launches.calls) == sorted(KERNELS)
+    elif "fails" in wrong:
+        assert "its kernels do not run here (RuntimeError" in str(found)
+        assert "no such instruction" in str(found)
+    else:
+        assert found == "a trial gave other bits"
+
+
+def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, tried = threading.Event(), []
+
+    def slow(device: torch.device) -> None:
+        tried.append((device, threading.current_thread()))
+        assert goes_on.wait(20)
+
+    monkeypatch.setattr(coding, "_tried", slow)
+    with ThreadPoolExecutor(8) as pool:
+        futures = list(pool.map(coding.prepare, [CUDA] * 8))
+        asked = [pool.submit(coding.available, CUDA) for _ in range(4)]
+        assert not any(future.done() for future in (*futures, *asked))
+        goes_on.set()
+        assert [future.result(20) for future in asked] == [True] * 4
+    assert len({id(future) for future in futures}) == 1
+    ((device, thread),) = tried
+    assert device == CUDA
+    thread.join(20)
+    assert not thread.is_alive(), "no thread stays"
+
+
+def test_an_error_of_the_thread_is_one_of_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: torch.device) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coding, "_tried", fail)
+    coding.prepare(CUDA)
+    with pytest.raises(KeyboardInterrupt):
+        coding.available(CUDA)
+
+
+def test_a_cpu_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding, "prepare", lambda _: pytest.fail("tried"))
+    assert not coding.available(torch.device("cpu"))

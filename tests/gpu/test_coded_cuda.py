@@ -47,7 +47,12 @@ LARGE: dict[str, Any] = {"depth": 8, "width": 2048, "dtype": torch.bfloat16, "co
 def _fresh() -> Iterator[None]:
     """What is known of a device is found out again by the next test, as this one may have pretended otherwise."""
     yield
+    forget()
+
+
+def forget() -> None:
     coding.available.cache_clear()
+    coding._trial.cache_clear()
 
 
 def assert_codes(model: Taught, plan: dict[str, Any]) -> None:
@@ -589,7 +594,7 @@ def test_without_kernels_weights_move_as_they_are(
     kind: str, codec: str, why: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="weightstream")
-    coding.available.cache_clear()
+    forget()
     WITHOUT[why](monkeypatch)
     if kind == "a model":
         with taught(**SMALL, share=0.4, codec=codec) as model:

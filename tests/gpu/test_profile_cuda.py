@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from weightstream.cli import app
+from weightstream.codec import coding
 from weightstream.measure import bench, profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Side
@@ -36,10 +37,10 @@ def backend() -> Iterator[CudaBackend]:
 
 
 def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: pytest.LogCaptureFixture) -> None:
-    bench.measure(backend)  # compiles the codec's kernels, once per machine
+    bench.measure(backend)  # loads kernels, and where they were not compiled before, compiles them
     started = time.perf_counter()
     found, _ = bench.measure(backend)
-    assert time.perf_counter() - started < 6
+    assert time.perf_counter() - started < 2  # about 1.2; these machines differ
     assert not caplog.records
     assert found.machine == torch.cuda.get_device_name(DEVICE)
     assert found.device_nbytes == torch.cuda.get_device_properties(DEVICE).total_memory
@@ -56,6 +57,20 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
     }
     for name, (least, most) in bounds.items():
         assert least <= getattr(found, name) <= most, (name, found)
+
+
+def test_measuring_and_sizes_compile_nothing_more(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    bench.measure(backend)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["repr"]))
+    bench.measure(backend)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
+    for bits in (3, 4):
+        for nbytes, offset, num in ((2, 0, 1), (10002, 2, 5), (65536, 16, 33)):
+            layout, coded = coding.encode(memory[offset : offset + nbytes], "bfloat16", bits)
+            coding.decoding([(coded, layout, memory[1 << 19 :])] * num)()
+    assert not compiled
 
 
 def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
@@ -77,8 +92,10 @@ def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
 def test_it_is_measured_once(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     first = profile.profile_for(backend)
     assert first != CUDA_PROFILE
+    assert 0 <= time.time() - first.measured_at < 60
+    assert -1 <= first.load <= 1
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(bench, "measure", fail)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightstream.codec import coding
 from weightstream.errors import ConfigError
-from weightstream.measure import bench, machine, profile
+from weightstream.measure import bench, machine, nvml, profile, progress
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-MEASURED = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9)
+MEASURED = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, measured_at=1.8e9, load=0.25)
 FACTS = cuda.Facts(name="A GPU", uuid="u-1", pci="0000:01:00.0", capability="9.0", driver="13.0", total_nbytes=80 << 30)
 
 
@@ -31,6 +36,13 @@ FACTS = cuda.Facts(name="A GPU", uuid="u-1", pci="0000:01:00.0", capability="9.0
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weightstream" / "profiles"
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others use a quarter of the processor, at a time that stands still."""
+    monkeypatch.setattr(machine, "load", lambda: MEASURED.load)
+    monkeypatch.setattr(profile.time, "time", lambda: MEASURED.measured_at)
 
 
 @pytest.fixture
@@ -45,7 +57,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
     """Measuring takes no time, and every time it is measured counts here."""
     found: list[Profile] = []
 
-    def measure(_: object) -> tuple[Profile, bool]:
+    def measure(*_: object) -> tuple[Profile, bool]:
         found.append(replace(MEASURED, copy_latency_s=len(found) * 1e-6))
         return found[-1], True
 
@@ -79,6 +91,72 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
         assert least <= getattr(found, name) <= most, name
     changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(CPU_PROFILE, field.name)}
     assert changed | {"handover_s"} == bounds.keys() | {"machine"}
+
+
+class Works:
+    """What a bench asks of works, with a clock of its own: what is measured takes a second, and more in some rounds."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = iter(seconds)
+
+    def seconds(self, work: Any, repeats: int) -> float:
+        work()
+        return next(self._seconds)
+
+    def repeats(self, work: Any, sample_s: float) -> int:
+        return round(sample_s)
+
+
+def test_a_number_is_the_best_of_its_samples() -> None:
+    """What disturbs a round, here the first and the third, spoils no number."""
+    sent: list[dict[str, float]] = []
+
+    def measuring() -> Any:
+        sent.append((yield {"a": (lambda: None, 3.0), "b": (lambda: None, 5.0)}))
+        yield {"number": sent[0]["a"]}
+
+    part = bench._Part(measuring, Works([9.0, 8.0, 1.5, 2.0, 7.0, 1.0]))  # type: ignore[arg-type]
+    for _ in range(3):
+        assert part.sample() is part
+    assert part.numbers() == {"number": 1.5}
+    assert sent == [{"a": 1.5, "b": 1.0}]
+
+
+def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    sample = bench._Part.sample
+    monkeypatch.setattr(bench._Part, "sample", lambda part: names.append(part.name) or sample(part))
+    rounds: list[int] = []
+    bench.measure(backend, lambda: rounds.append(len(names)))
+    assert rounds == [7 * num for num in range(1, 6)]
+    assert names == names[:7] * 5
+    assert len(set(names)) == 7
+    assert names[5:7] == ["products", "attention"], "what is limited by power, behind what settles the clocks"
+
+
+def test_a_number_that_fails_in_a_later_round_is_assumed(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample = bench._Part.sample
+    names: list[str] = []
+
+    def fail(part: bench._Part) -> bench._Part:
+        names.append(part.name)
+        if names.count("link") == 3 and part.name == "link":
+            raise RuntimeError("the link went away")
+        return sample(part)
+
+    monkeypatch.setattr(bench._Part, "sample", fail)
+    threads = set(threading.enumerate())
+    found, complete = bench.measure(backend)
+    assert not complete
+    assert found.link_bytes_per_s == CPU_PROFILE.link_bytes_per_s
+    assert found.op_s != CPU_PROFILE.op_s
+    assert names.count("link") == 3
+    assert names.count("kernels") == 5
+    (record,) = caplog.records
+    assert "the link cannot be measured: the link went away" in record.getMessage()
+    assert set(threading.enumerate()) == threads
 
 
 def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
@@ -118,12 +196,12 @@ def test_what_was_measured_is_logged(
 @pytest.mark.parametrize("what", ["driver", "device", "uuid", "capability", "torch", "cuda", "machine", "cores"])
 def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
-    monkeypatch.setattr(machine, "driver_version", lambda: "580.95.05")
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.95.05")
     profile.save(GPU, MEASURED)
     assert profile.load(GPU) == MEASURED
     match what:
         case "driver":
-            monkeypatch.setattr(machine, "driver_version", lambda: "590.1.0")
+            monkeypatch.setattr(nvml, "driver_version", lambda: "590.1.0")
         case "torch":
             monkeypatch.setattr(torch, "__version__", "9.9.9")
         case "cuda":
@@ -187,7 +265,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "cache").write_text("a file in the place of the folder")
     with caplog.at_level(logging.INFO, "weightstream"):
         assert profile.profile_for(backend) == measured[0]
-    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 3
     assert "measures again" in caplog.text
 
 
@@ -207,24 +285,30 @@ def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pyte
 def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> dict[str, float]:
+    def fail(_: object) -> Any:
         raise torch.OutOfMemoryError("none left")
+        yield
+
+    def products(_: object) -> Any:
+        yield {}
+        yield {"half_flops_per_s": 3e9}
 
     monkeypatch.setattr(bench._Bench, "attention", fail)
-    monkeypatch.setattr(bench._Bench, "products", lambda _: {"half_flops_per_s": 3e9})
+    monkeypatch.setattr(bench._Bench, "products", products)
     found = profile.profile_for(backend)
     assert found.half_flops_per_s == 3e9
     assert found.attention_flops_per_s == CPU_PROFILE.attention_flops_per_s
     assert found.link_bytes_per_s != CPU_PROFILE.link_bytes_per_s
     (record,) = caplog.records
     assert "none left" in record.getMessage()
+    assert found.load == 0.25
     assert profile.load(CPU) is None
 
 
 def test_without_any_measurement_the_backend_says_what_to_assume(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError("a clock that stands still")
 
     monkeypatch.setattr(bench, "measure", fail)
@@ -248,6 +332,7 @@ def test_a_profile_is_json_both_ways() -> None:
         ('{"op_s": NaN}', "op_s is nan"),
         ('{"unit_s": [0.1, -2]}', "unit_s is -2"),
         ('{"op_s": "soon"}', "op_s"),
+        ('{"load": -2}', "load is -2"),
         ("[]", "object"),
         ("{", "JSON"),
     ],
@@ -256,3 +341,180 @@ def test_what_is_no_profile_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="not a profile") as error:
         profile.from_json(text)
     assert said in str(error.value)
+
+
+def test_an_older_profile_does_not_say_when_it_was_measured() -> None:
+    found = profile.from_json('{"machine": "a machine"}')
+    assert (found.measured_at, found.load) == (0.0, -1.0)
+
+
+def test_a_profile_says_when_it_was_measured_and_what_others_did(
+    backend: CpuBackend, measured: list[Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "load", lambda: 0.75)
+    assert profile.profile_for(backend) == replace(measured[0], load=0.75)
+    monkeypatch.setattr(machine, "load", lambda: 0.0)
+    assert profile.profile_for(backend).load == 0.75, "it is kept"
+
+
+def test_the_load_of_a_gpu_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
+    monkeypatch.setattr(nvml, "load", lambda address: 0.5 if address == FACTS.pci else -1.0)
+    assert profile._load(GPU) == 0.5
+
+
+def test_the_load_of_a_processor_is_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+    clocks = {"perf_counter": [0.0, 0.1], "process_time": [5.0, 5.1]}
+    for name, values in clocks.items():
+        monkeypatch.setattr(machine.time, name, partial(next, iter(values)))
+    monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 75.0)
+    assert machine.load() == pytest.approx(0.5), "one of four cores was ours"
+
+
+def test_a_doubted_profile_is_measured_again(
+    backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
+) -> None:
+    profile.profile_for(backend)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        profile.doubt(CPU)
+    assert "measured again when that is next needed" in caplog.text
+    assert profile.load(CPU) is None
+    assert profile.profile_for(backend) == measured[1]
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("why", ["nothing is kept", "it cannot be removed", "no driver"])
+def test_a_doubt_never_raises(
+    why: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(why) if why == "it cannot be removed" else RuntimeError(why)
+
+    if why == "it cannot be removed":
+        monkeypatch.setattr(Path, "unlink", fail)
+    elif why == "no driver":
+        monkeypatch.setattr(profile, "_path", fail)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        profile.doubt(CPU)
+    assert (why in caplog.text) is (why != "nothing is kept")
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+# -- the first use -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]]:
+    """A GPU of which trials are started here, and end when a test says so."""
+    found: list[Future[str | None]] = []
+
+    def prepare(_: object) -> Future[str | None]:
+        found.append(found[0] if found else Future())
+        return found[-1]
+
+    monkeypatch.setattr(coding, "prepare", prepare)
+    monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
+    monkeypatch.setattr(profile, "_SOON_S", 0.01)
+    coding.available.cache_clear()
+    yield found
+    coding.available.cache_clear()
+
+
+@pytest.mark.parametrize("uses_codes", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_kernels_are_prepared_where_they_will_be_needed(
+    uses_codes: bool, is_kept: bool, trials: list[Future[str | None]]
+) -> None:
+    if is_kept:
+        profile.save(GPU, MEASURED)
+    profile.prepare(CPU, uses_codes)
+    assert not trials
+    profile.prepare(GPU, uses_codes)
+    assert bool(trials) is (uses_codes or not is_kept)
+
+
+def test_kernels_that_are_there_are_not_talked_of(
+    trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    profile.prepare(GPU, True)
+    trials[0].set_result(None)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        assert profile.can_decode(GPU)
+    assert not caplog.records
+
+
+def test_kernels_that_take_a_while_are_said_once(
+    trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile.prepare(GPU, True)
+    ends = threading.Timer(0.2, trials[0].set_result, ["no"])
+    ends.start()
+    with caplog.at_level(logging.INFO, "weightstream"):
+        assert [profile.can_decode(GPU) for _ in range(3)] == [False] * 3
+    ends.join()
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "compiling kernels for cuda:0" in caplog.messages[0]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gpu_is_measured_when_nothing_is_compiled_any_more(
+    trials: list[Future[str | None]], measured: list[Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "load", lambda _: 0.5)
+    ends = threading.Timer(0.2, lambda: trials[0].set_result(None if not measured else "measured before"))
+    backend = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
+    ends.start()
+    assert profile.profile_for(backend).load == 0.5  # type: ignore[arg-type]
+    ends.join()
+    assert trials[0].result() is None
+    assert len(measured) == 1
+
+
+def test_measuring_is_said_once(
+    backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "weightstream"):
+        for _ in range(2):
+            profile.profile_for(backend, progress=False)
+    assert "".join(caplog.messages).count("measuring cpu, once per machine") == 1
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "asked", "shown"),
+    [(True, None, True), (True, True, True), (True, False, False), (False, None, False), (False, True, False)],
+)
+@pytest.mark.parametrize("total", [None, 3])
+def test_a_bar_is_for_terminals(
+    is_terminal: bool,
+    asked: bool | None,
+    shown: bool,
+    total: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stream := Terminal() if is_terminal else io.StringIO())
+    threads = set(threading.enumerate())
+    with caplog.at_level(logging.INFO, "weightstream"), progress.told("measuring it", asked, total) as advance:
+        assert ("measuring it" in stream.getvalue()) is shown
+        for _ in range(3):
+            advance()
+        assert set(threading.enumerate()) == threads
+    assert caplog.messages == ([] if shown else ["measuring it"])
+    assert bool(stream.getvalue()) is shown
+
+
+def test_an_error_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    with pytest.raises(ZeroDivisionError), progress.told("measuring it"):
+        raise ZeroDivisionError
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1, "the cursor is back"

@@ -77,14 +77,14 @@ def environment() -> dict[str, Any]:
     """What this was measured with: the machine, versions and the command."""
     import torch
 
-    from weightstream.measure import machine
+    from weightstream.measure import machine, nvml
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["weightstream", *sys.argv[1:]]),
         "processor": machine.processor(),
         "cores": os.cpu_count(),
-        "driver": machine.driver_version(),
+        "driver": nvml.driver_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

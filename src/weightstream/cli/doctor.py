@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write
@@ -42,14 +41,13 @@ def doctor(
 ) -> None:
     """Show what this machine can do, what is in the way, and how to fix it.
 
-    Speeds are measured the first time, in a few seconds, and kept until the driver, torch or the device changes.
+    Speeds are measured the first time, in a second or two, and kept until the driver, torch or the device changes.
     Exits with 1 if something is broken.
     """
     from weightstream.measure.findings import examine
     from weightstream.measure.profile import to_json
 
-    with Console(stderr=True).status("measuring ..."):
-        sections, profile = examine(device, path.expanduser(), anew=measure)
+    sections, profile = examine(device, path.expanduser(), anew=measure)
     if save is not None:
         write("--save", save, to_json(profile) + "\n")
     findings = [finding._asdict() | {"section": name} for name, part in sections.items() for finding in part]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,12 +18,13 @@ from typing import TypeVar
 import torch
 
 from weightstream.codec import reference
-from weightstream.codec.format import ELEMENTS, TILE, Layout
+from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout
+from weightstream.codec.reference import Part
 from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
 
-Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
+_STARTING = threading.Lock()
 _TRIED = 3 * 4096 + 5
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
@@ -42,20 +44,51 @@ def available(device: torch.device) -> bool:
 
 def why_not(device: torch.device) -> str | None:
     """What keeps the kernels from running on a device, in words; None: they ran, and every bit was right."""
-    if device.type != "cuda":
-        return "the kernels need a CUDA GPU"
+    return prepare(device).result() if device.type == "cuda" else "the kernels need a CUDA GPU"
+
+
+def prepare(device: torch.device) -> Future[str | None]:
+    """What `why_not` is going to say, found out by a thread, as compilers take seconds: once in a process."""
+    with _STARTING:
+        return _trial(device)
+
+
+@cache
+def _trial(device: torch.device) -> Future[str | None]:
+    pool = ThreadPoolExecutor(1, "weightstream-kernels")
+    try:
+        return pool.submit(_tried, device)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _tried(device: torch.device) -> str | None:
     try:
         from weightstream.codec import triton_codec
 
         numbers = torch.arange(_TRIED, dtype=torch.int32, device="cpu")
         data = numbers.mul_(40503).to(torch.int16).view(torch.uint8)
-        expected = reference.encode(data, "bfloat16", 3)
-        with torch.get_device_module(device).device(device):  # Triton launches on the current one
-            layout, coded = triton_codec.encode(data.to(device), "bfloat16", 3)
+
+        def encodes() -> bool:
+            expected = (reference.encode(data, "bfloat16", bits) for bits in BITS)
+            found = [triton_codec.encode(data.to(device), "bfloat16", bits) for bits in BITS]
+            pairs = zip(found, expected, strict=True)
+            return all(ours[0] == theirs[0] and torch.equal(ours[1].cpu(), theirs[1]) for ours, theirs in pairs)
+
+        def decodes(bits: int) -> bool:
+            layout, coded = reference.encode(data, "bfloat16", bits)
             out = torch.zeros(2 * _TRIED + 2, dtype=torch.uint8, device=device)  # in whole words
-            triton_codec.Decoding([(coded, layout, out)])()
-            right = layout == expected[0] and torch.equal(coded.cpu(), expected[1])
-            right = right and torch.equal(out[: data.numel()].cpu(), data)
+            triton_codec.Decoding([(coded.to(device), layout, out)])()
+            return torch.equal(out[: data.numel()].cpu(), data)
+
+        def on_device(work: Callable[[], _T]) -> _T:
+            with torch.accelerator.device_index(device.index):  # Triton launches on the current one
+                return work()
+
+        on_device(lambda: triton_codec.histograms(data.to(device), "bfloat16"))  # and what Triton makes for all kernels
+        # Triton compiles in as many threads as there are; decoding takes longest.
+        with ThreadPoolExecutor(1 + len(BITS)) as pool:
+            right = all([*pool.map(on_device, [*(partial(decodes, bits) for bits in BITS), encodes])])
     except ImportError as error:
         return f"Triton is missing ({error}): pip install triton"
     except Exception as error:  # whatever a compiler or a driver thinks of: nothing depends on this

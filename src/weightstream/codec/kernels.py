@@ -101,8 +101,8 @@ def _write(
 
 @triton.jit
 def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Decode a tile of one of NUM tensors. The table holds the first program of each, then for each its source, target,
-    weights and escapes."""
+    """Decode a tile of one of at most NUM tensors. The table holds the first program of each, then for each its source,
+    target, weights and escapes."""
     program = tl.program_id(0)
     tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
     row = table + NUM + 4 * tensor
@@ -147,7 +147,7 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["count"])
-def histogram(data, counts, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def histogram(data, counts, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """How often each exponent occurs in a tile."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * 4096 + tl.arange(0, 4096)
@@ -168,7 +168,7 @@ def _field(word, field: tl.constexpr, base, left, BITS: tl.constexpr, EXPONENT: 
 
 
 @triton.jit(do_not_specialize=["count"])
-def encode(data, coded, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BITS: tl.constexpr):
+def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BITS: tl.constexpr):
     """Write the planes and the escapes of a tile; starts and bases are in place already."""
     WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
     PER_WORD: tl.constexpr = 32 // WIDTH

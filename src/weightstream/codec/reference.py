@@ -8,6 +8,7 @@ import torch
 
 from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
 
+Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
 
 

@@ -1,17 +1,24 @@
-"""The codec on a GPU: launches of the Triton kernels."""
+"""The codec on a GPU: launches of the Triton kernels.
+
+Triton compiles a kernel anew for each kind of its arguments, which takes seconds. So launches differ in bits and dtype
+alone: addresses are aligned, counts have 64 bits, and tables one size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
 from weightstream.codec import kernels, reference
 from weightstream.codec.format import ELEMENTS, TILE, Layout
+from weightstream.codec.reference import Part
 
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
+_MOST = 32  # tensors in a launch: a warp counts those that begin before it in one go
 _NEVER = 2**62
+_ALIGN = 16  # what Triton tells addresses apart by
 
 
 def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -30,6 +37,8 @@ def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Ten
     count = data.numel() // element.nbytes
     if data.numel() % 4:  # words are read whole
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    elif data.data_ptr() % _ALIGN:
+        data = data.clone()
     layout, coded = reference.prepared(histograms(data[: count * element.nbytes], dtype), dtype, bits, count)
     facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits, "BITS": bits}
     kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
@@ -37,24 +46,29 @@ def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Ten
 
 
 class Decoding:
-    """Several coded tensors of one kind, decoded by one launch: each is its coded bytes, their layout and its target.
+    """Several coded tensors of one kind, decoded together: each is its coded bytes, their layout and its target.
 
     A target has room for whole words of 4 bytes. All addresses are fixed.
     """
 
-    def __init__(self, parts: Iterable[tuple[torch.Tensor, Layout, torch.Tensor]]) -> None:
+    def __init__(self, parts: Iterable[Part]) -> None:
         self._parts = list(parts)
-        layouts = [layout for _, layout, _ in self._parts]
-        firsts = list(accumulate((layout.num_tiles for layout in layouts), initial=0))
-        num = 1 << (len(layouts) - 1).bit_length()
-        table = [*firsts[:-1], *[_NEVER] * (num - len(layouts))]
-        for coded, layout, out in self._parts:
-            table += [coded.data_ptr(), out.data_ptr(), layout.count, layout.num_escapes]
-        self._table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self._parts[0][0].device)
-        self._grid = (firsts[-1],)
-        element = layouts[0].element
-        self._facts = {"BITS": layouts[0].bits, "EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
-        self._facts["NUM"] = num
+        coded, layout, _ = self._parts[0]
+        rows = [_row(self._parts[begin : begin + _MOST]) for begin in range(0, len(self._parts), _MOST)]
+        tables = torch.tensor([table for table, _ in rows], dtype=torch.int64, device="cpu").to(coded.device)
+        self._launches = [(table, (num_tiles,)) for table, (_, num_tiles) in zip(tables, rows, strict=True)]
+        element = layout.element
+        self._facts = {"BITS": layout.bits, "EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
 
     def __call__(self) -> None:
-        kernels.decode[self._grid](self._table, **self._facts, num_warps=WARPS)
+        for table, grid in self._launches:
+            kernels.decode[grid](table, NUM=_MOST, **self._facts, num_warps=WARPS)
+
+
+def _row(parts: Sequence[Part]) -> tuple[list[int], int]:
+    """The table of a launch, and its programs."""
+    firsts = list(accumulate((layout.num_tiles for _, layout, _ in parts), initial=0))
+    row = [*firsts[:-1], *[_NEVER] * (_MOST - len(parts))]
+    for coded, layout, out in parts:
+        row += [coded.data_ptr(), out.data_ptr(), layout.count, layout.num_escapes]
+    return [*row, *[0] * (5 * _MOST - len(row))], firsts[-1]

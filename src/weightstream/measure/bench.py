@@ -1,16 +1,17 @@
-"""The bench: measures in a second or two what this machine can do, and times work that follows itself.
+"""The bench: measures in about a second what this machine can do, and times work that follows itself.
 
 What the machine can do is timed with the host's clock, between two points where the device is idle and with so much
-queued between them that these do not count. The median of the later samples is taken, once clocks have settled.
+queued between them that these do not count. Rounds go over all numbers, and each is the best of its samples: so what
+disturbs a round spoils none. A GPU's clocks settle first at what its power allows, and again in each round before the
+products that this limits.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,15 +37,18 @@ from weightstream.store.mapping import FileMapping
 logger = logging.getLogger("weightstream")
 
 _Work = Callable[[], object]
-_SAMPLES = 6
-_SAMPLE_S = 0.02  # all samples of a number together, where nothing has to settle
+# Yields works, each with how long a sample of it takes, is sent their best seconds, and yields what these tell.
+_Measuring = Generator[dict[str, Any], dict[str, float], None]
+NUM_ROUNDS = 5
+_SAMPLE_S = 0.003
+_COPY_NBYTES = 64 << 20
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _NUM_KERNELS = 200
 _MEASURED_NBYTES = 256 << 20  # of a file
 _SETTLING = 2  # rounds timed and not counted: the first finds a ring that was filled while nobody looked
 _LEAST, _MOST = 5, 400  # rounds
 _SOURCE_NBYTES = 256 << 20  # more than a processor caches
-_NUM_WEIGHTS, _WIDTH = 4, 4096
+_NUM_WEIGHTS, _WIDTH = 3, 4096
 # A layer of a transformers model takes the host longer per kernel than the bare blocks below: keyword arguments, cache
 # objects, interfaces. Measured (one H200, decode of Llama's 8B and 32B shapes, three machines): 1.16 to 1.39 times.
 _FRAMEWORK = 1.25
@@ -56,18 +60,17 @@ _TENSOR_OPS, _OPENING_OPS = 2, 3
 class _Sizes(NamedTuple):
     """How much is measured with: rows of an activation; heads, positions and width of attention."""
 
-    copy_nbytes: int
     out_width: int
     rows: int
     attention: tuple[int, int, int]
-    settle_s: float
+    settle_s: tuple[float, float]  # at first, and in each round
     decoded_rows: int
 
 
-_CPU = _Sizes(64 << 20, 4096, 16, (4, 512, 64), _SAMPLE_S, 256)
-# 448 MiB of weights: no cache holds what is read again. A GPU at rest raises its clock, then lowers it to what its
+_CPU = _Sizes(4096, 16, (4, 512, 64), (0.0, 0.0), 256)
+# 336 MiB of weights: no cache holds what is read again. A GPU at rest raises its clock, then lowers it to what its
 # power allows.
-_GPU = _Sizes(128 << 20, 14336, 8192, (32, 8192, 128), 0.35, 14336)
+_GPU = _Sizes(14336, 8192, (32, 8192, 128), (0.3, 0.045), 14336)
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -75,18 +78,13 @@ def backend_of(device: torch.device) -> Backend:
     return cpu.CpuBackend() if device.type == "cpu" else cuda.CudaBackend(device)
 
 
-def measure(backend: Backend) -> tuple[Profile, bool]:
-    """What the backend's machine can do, and whether all of it was measured; the rest is the backend's own profile."""
+def measure(backend: Backend, advance: Callable[[], object] = lambda: None) -> tuple[Profile, bool]:
+    """What the backend's machine can do, and whether all of it was measured; the rest is the backend's own profile.
+
+    Calls `advance` once a round.
+    """
     with closing(backend_of(backend.device)) as own, _left_as_found(own.device), torch.no_grad():
-        numbers: dict[str, Any] = {}
-        complete, bench = True, _Bench(own)
-        for measuring in (bench.products, bench.attention, bench.kernels, bench.modules, bench.link, bench.decoding):
-            try:
-                numbers |= measuring()
-            except (RuntimeError, StoreError) as error:
-                logger.warning("%s: the %s cannot be measured: %s", own.device, measuring.__name__, error)
-                complete = False
-        del bench, measuring
+        numbers, complete = _Bench(own).measure(advance)
     if own.device.type == "cpu":
         numbers |= {"machine": machine.processor(), "device_nbytes": psutil.virtual_memory().total}
     else:
@@ -109,7 +107,7 @@ def _left_as_found(device: torch.device) -> Iterator[None]:
 
 
 class _Bench:
-    """Measures one number after the other on a backend, with weights and activations of its own."""
+    """Measures on a backend, with weights and activations of its own."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._device = backend, backend.device
@@ -119,11 +117,35 @@ class _Bench:
         rows = self._tensor(1024, _WIDTH)  # of which the others are copies: random numbers take the CPU long
         self._weights = [rows.repeat(self._sizes.out_width // 1024, 1) for _ in range(_NUM_WEIGHTS)]
 
+    def measure(self, advance: Callable[[], object]) -> tuple[dict[str, Any], bool]:
+        """All numbers that can be measured, and whether these are all."""
+        numbers: dict[str, Any] = self._workspace()
+        # Products last, as their clocks settle where they are made ready, and what these limit behind them.
+        all_of_it = (self.link, self.kernels, self.modules, self.reading, self.decoding, self.products, self.attention)
+        parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
+        for _ in range(NUM_ROUNDS):
+            parts = self._tried({part.name: part.sample for part in parts})
+            advance()
+        for part in parts:
+            numbers |= part.numbers()
+        return numbers, len(parts) == len(all_of_it)
+
+    def _tried(self, works: dict[str, Callable[[], _Part]]) -> list[_Part]:
+        """The parts that did not fail."""
+        parts = []
+        for name, work in works.items():
+            try:
+                parts.append(work())
+            except (RuntimeError, StoreError) as error:
+                logger.warning("%s: the %s cannot be measured: %s", self._device, name, error)
+        return parts
+
     def _tensor(self, *shape: int) -> torch.Tensor:
         """Random bf16, as a product of equal numbers takes less power, and so runs faster, than any in a model."""
         return torch.randn(*shape, generator=self._random, device=self._device, dtype=torch.bfloat16)
 
-    def _sample(self, work: _Work, repeats: int) -> float:
+    def seconds(self, work: _Work, repeats: int) -> float:
+        """Seconds of `work` where it follows itself."""
         self._backend.synchronize()
         started = time.perf_counter()
         for _ in range(repeats):
@@ -131,14 +153,10 @@ class _Bench:
         self._backend.synchronize()
         return (time.perf_counter() - started) / repeats
 
-    def _seconds(
-        self, work: _Work, at_least_s: float = _SAMPLE_S, choose: Callable[[list[float]], float] = statistics.median
-    ) -> float:
-        """Seconds of `work` where it follows itself. `choose=min` where only what else the machine does adds to it."""
-        self._sample(work, 1)  # loads kernels
-        repeats = max(1, round(at_least_s / _SAMPLES / self._sample(work, 1)))
-        samples = [self._sample(work, repeats) for _ in range(_SAMPLES)]
-        return choose(samples[_SAMPLES // 2 :])
+    def repeats(self, work: _Work, sample_s: float) -> int:
+        """How often `work` fits into a sample."""
+        self.seconds(work, 1)  # loads kernels
+        return max(1, round(sample_s / self.seconds(work, 1)))
 
     def _workspace(self) -> dict[str, int]:
         """What libraries take at the first product, and keep; not known where that was before us."""
@@ -148,34 +166,38 @@ class _Bench:
         grown = cuda.allocated_nbytes(self._device) - before if self._on_gpu else 0
         return {"workspace_nbytes": grown} if grown else {}
 
-    def products(self) -> dict[str, float]:
-        """Reading weights for one row, then products of many rows in bf16 and float32."""
-        num_rows, weight, settle_s = self._sizes.rows, self._weights[0], self._sizes.settle_s
-        flops = 2 * num_rows * weight.numel()
-        workspace = self._workspace()
-        read_s = self._seconds(self._read)
-        rows = self._tensor(num_rows, _WIDTH)
-        half_s = self._seconds(lambda: F.linear(rows, weight), settle_s)
-        rows, weight = rows[: num_rows // 4].float(), weight.float()
-        single_s = self._seconds(lambda: F.linear(rows, weight))
-        return workspace | {
-            "device_bytes_per_s": sum(w.nbytes for w in self._weights) / read_s,
-            "half_flops_per_s": flops / half_s,
-            "single_flops_per_s": flops / 4 / single_s,
-        }
+    def reading(self) -> _Measuring:
+        """Reading weights for one row."""
+        best = yield {"read": (self._read, _SAMPLE_S)}
+        yield {"device_bytes_per_s": sum(weight.nbytes for weight in self._weights) / best["read"]}
 
     def _read(self) -> None:
         for weight in self._weights:
             F.linear(self._weights[0][:1], weight)
 
-    def attention(self) -> dict[str, float]:
+    def products(self) -> _Measuring:
+        """Products of many rows in bf16 and float32."""
+        rows, weight = self._tensor(self._sizes.rows, _WIDTH), self._weights[0]
+        few, part = rows[: len(rows) // 4].float(), weight[: len(weight) // 4].float()
+        half, single = partial(F.linear, rows, weight), partial(F.linear, few, part)
+        at_first_s, again_s = self._sizes.settle_s
+        self.seconds(half, self.repeats(half, at_first_s))
+        works = {"half": (half, 3 * _SAMPLE_S), "single": (single, _SAMPLE_S)}
+        best = yield {"settling": (half, again_s)} | works
+        yield {
+            "half_flops_per_s": 2 * len(rows) * weight.numel() / best["half"],
+            "single_flops_per_s": 2 * len(few) * part.numel() / best["single"],
+        }
+
+    def attention(self) -> _Measuring:
         heads, positions, width = self._sizes.attention
         queries, keys, values = (self._tensor(1, heads, positions, width) for _ in range(3))
         flops = 4 * heads * positions**2 * width / 2  # causal: half of all pairs
         work = partial(F.scaled_dot_product_attention, queries, keys, values, is_causal=True)
-        return {"attention_flops_per_s": flops / self._seconds(work, self._sizes.settle_s / 4)}
+        best = yield {"attention": (work, 2 * _SAMPLE_S)}
+        yield {"attention_flops_per_s": flops / best["attention"]}
 
-    def kernels(self) -> dict[str, float]:
+    def kernels(self) -> _Measuring:
         """The least time of a kernel: in a graph, where the host is not in the way."""
         small = self._tensor(16)
         work: _Work = partial(_run_all, [partial(small.mul_, 1.0)] * _NUM_KERNELS)
@@ -185,9 +207,10 @@ class _Bench:
             with self._backend.capture(graph):
                 work()
             work = graph.replay
-        return {"op_s": self._seconds(work, choose=min) / _NUM_KERNELS}
+        best = yield {"kernels": (work, _SAMPLE_S)}
+        yield {"op_s": best["kernels"] / _NUM_KERNELS}
 
-    def modules(self) -> dict[str, float]:
+    def modules(self) -> _Measuring:
         """What the host takes to launch a kernel from a model's code.
 
         From blocks of our own: importing transformers takes longer than all else here (2.5 s).
@@ -203,42 +226,46 @@ class _Bench:
             for block in blocks:
                 y = block(y, turn, past)
 
-        launch_s = _FRAMEWORK * self._seconds(work, choose=min) / (_Block.num_kernels * len(blocks))
+        best = yield {"blocks": (work, _SAMPLE_S)}
+        launch_s = _FRAMEWORK * best["blocks"] / (_Block.num_kernels * len(blocks))
         on_gpu = {"launch_s": _TENSOR_OPS * launch_s, "overhead_s": _OPENING_OPS * launch_s} if self._on_gpu else {}
-        return {"op_launch_s": launch_s, **on_gpu}
+        yield {"op_launch_s": launch_s, **on_gpu}
 
-    def link(self) -> dict[str, float]:
+    def link(self) -> _Measuring:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""
-        nbytes, backend = self._sizes.copy_nbytes, self._backend
+        nbytes, backend = _COPY_NBYTES, self._backend
         with host_memory(self._device, nbytes) as source:
             bulk = Copy(dst=backend.alloc(nbytes), src=source, pinned=source.is_pinned())
-            bytes_per_s = nbytes / self._seconds(lambda: backend.copy([bulk]), 4 * _SAMPLE_S)
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
             pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
-            piece_s = self._seconds(partial(_run_all, pieces)) / len(pieces)
-            round_s = self._seconds(partial(self._rounds, pieces[:8])) / 8
-        reads_s = self._seconds(self._read) if self._on_gpu else 0.0
-        return {
+            works: dict[str, _Work] = {"pieces": partial(_run_all, pieces), "rounds": partial(self._rounds, pieces[:8])}
+            works |= {"reads": self._read} if self._on_gpu else {}
+            best = yield {"bulk": (partial(backend.copy, [bulk]), 4 * _SAMPLE_S)} | {
+                name: (work, _SAMPLE_S) for name, work in works.items()
+            }
+        piece_s, bytes_per_s = best["pieces"] / len(pieces), nbytes / best["bulk"]
+        yield {
             "link_bytes_per_s": bytes_per_s,
             "copy_latency_s": max(1e-7, piece_s - _PIECE_NBYTES / bytes_per_s),  # no copy is free
-            "handover_s": max(0.0, round_s - piece_s - reads_s),
+            "handover_s": max(0.0, best["rounds"] / 8 - piece_s - best.get("reads", 0.0)),
         }
 
-    def decoding(self) -> dict[str, float]:
-        """Bytes of plain weights that come out of each code, weight by weight into the same memory.
+    def decoding(self) -> _Measuring:
+        """Bytes of plain weights that come out of each code.
 
         One a second where nothing decodes them: then no plan is faster with codes.
         """
-        decodes = not self._on_gpu or coding.available(self._device)
-        return {f"decode{bits}_bytes_per_s": self._decoded_per_s(bits) if decodes else 1.0 for bits in BITS}
-
-    def _decoded_per_s(self, bits: int) -> float:
-        weights = self._weights if self._on_gpu else self._weights[:1]
-        weights = [weight[: self._sizes.decoded_rows].view(-1).view(torch.uint8) for weight in weights]
-        out = self._backend.alloc(weights[0].numel())
-        coded = [coding.encode(weight, "bfloat16", bits) for weight in weights]
-        runs = [coding.decoding([(data, layout, out)]) for layout, data in coded]
-        return sum(weight.nbytes for weight in weights) / self._seconds(partial(_run_all, runs))
+        if self._on_gpu and not coding.available(self._device):
+            yield {}
+            yield {f"decode{bits}_bytes_per_s": 1.0 for bits in BITS}
+            return
+        weight = self._weights[0][: self._sizes.decoded_rows].view(-1).view(torch.uint8)
+        out, works = self._backend.alloc(weight.numel()), {}
+        for bits in BITS:
+            layout, data = coding.encode(weight, "bfloat16", bits)
+            works[f"decode{bits}_bytes_per_s"] = coding.decoding([(data, layout, out)]), _SAMPLE_S
+        best = yield works
+        yield {name: weight.nbytes / best[name] for name in works}
 
     def _rounds(self, copies: Sequence[_Work]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
@@ -251,6 +278,25 @@ class _Bench:
             copy()
             self._backend.record(Side.COPY, filled)
             self._backend.wait(Side.COMPUTE, filled)
+
+
+class _Part:
+    """What is measured together: its works, and the best seconds of each so far."""
+
+    def __init__(self, measuring: Callable[[], _Measuring], bench: _Bench) -> None:
+        self.name = measuring.__name__
+        self._measuring, self._seconds = measuring(), bench.seconds
+        works = next(self._measuring)
+        self._works = {name: (work, bench.repeats(work, sample_s)) for name, (work, sample_s) in works.items()}
+        self._best = dict.fromkeys(works, float("inf"))
+
+    def sample(self) -> _Part:
+        for name, (work, repeats) in self._works.items():
+            self._best[name] = min(self._best[name], self._seconds(work, repeats))
+        return self
+
+    def numbers(self) -> dict[str, Any]:
+        return self._measuring.send(self._best)
 
 
 def _run_all(works: Sequence[_Work]) -> None:

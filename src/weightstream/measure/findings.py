@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -19,9 +20,9 @@ import torch
 
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
-from weightstream.measure import machine
+from weightstream.measure import machine, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
-from weightstream.measure.machine import PciLink
+from weightstream.measure.nvml import PciLink
 from weightstream.measure.profile import profile_for
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
@@ -40,20 +41,25 @@ _REMEDIES = MappingProxyType(  # by label, where a finding could be better
         "NUMA": "numactl --cpunodebind={node} --membind={node} weightstream ...",
         "pinning": "Raise the memlock limit (ulimit -l), or the memory of the container.",
         "huge pages": "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        "measured": "Measure again while nothing else runs there: weightstream doctor --measure",
         "coded weights": "Weights move as they are, 1.4 times the bytes. pip install -U triton, or a torch that brings "
         "it.",
         "reads": "This file system takes no direct reads: keep weights on a local disk.",
     }
 )
+_NVML = "nvidia-ml-py"
 _OPTIONAL = MappingProxyType(
     {
         "triton": "for coded weights and compiled models on a GPU",
+        _NVML: "for what is said of driver and PCIe link, and of who else uses the GPU",
         "transformers": "for language models by name, and weightstream run",
         "diffusers": "for pipelines for images and video",
         "matplotlib": "for figures",
     }
 )
+_OF_A_GPU = frozenset({"triton", _NVML})
 _GOOD_SHARE = 0.75  # of the link's rate
+_QUIET = 0.2  # what others may use of a device that is measured
 _FILE_NBYTES = 256 << 20
 
 
@@ -90,7 +96,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
             "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend)] if on_gpu else [],
             "host": [*_host()],
-            "speed": [*_speed(profile), _codec(backend)],
+            "speed": [*_speed(profile, on_gpu=on_gpu), _codec(backend)],
             "disk": [_disk(path)],
             "software": [*_software(on_gpu=on_gpu)],
         }, profile
@@ -100,13 +106,16 @@ def _gpu(backend: Backend) -> Iterator[Finding]:
     found, free = cuda.facts(backend.device), cuda.allocatable_nbytes(backend.device)
     yield Finding("device", f"{found.name}, compute capability {found.capability}", value=asdict(found))
     yield _judged("memory", f"{human(free)} of {human(found.total_nbytes)} free", free > found.total_nbytes / 2, free)
-    driver, built = machine.driver_version() or "unknown", f"torch {torch.__version__} of CUDA {torch.version.cuda}"
+    driver, built = nvml.driver_version() or "unknown", f"torch {torch.__version__} of CUDA {torch.version.cuda}"
     yield Finding("driver", f"{driver} (up to CUDA {found.driver}), {built}", value=driver)
 
 
 def _no_gpu(*, is_wanted: bool) -> Finding:
-    gpus, driver, visible = machine.nvidia_gpus(), machine.driver_version(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    text, remedy = why_no_gpu(gpus, driver, torch.__version__, torch.version.cuda, visible)
+    gpus, driver, visible = machine.nvidia_gpus(), nvml.driver_version(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus and driver is None and _version(_NVML) is None:
+        text, remedy = f"a GPU by NVIDIA ({', '.join(gpus)}), and nothing is known of a driver", f"pip install {_NVML}"
+    else:
+        text, remedy = why_no_gpu(gpus, driver, torch.__version__, torch.version.cuda, visible)
     is_broken = bool(gpus) or driver is not None or is_wanted
     return Finding("device", f"{text}: weightstream runs on the CPU", "broken" if is_broken else "note", remedy)
 
@@ -133,7 +142,7 @@ def why_no_gpu(
 def _link(backend: Backend) -> Iterator[Finding]:
     address = cuda.facts(backend.device).pci
     copies_s(backend, [64 << 20], 0.2)  # an idle link runs slower
-    now, best, node = machine.link_now(address), machine.link_at_best(address), machine.numa_node(address)
+    now, best, node = nvml.link_now(address), nvml.link_at_best(address), machine.numa_node(address)
     yield from link_findings(now, best, backend.profile.link_bytes_per_s)
     yield numa_finding(node, machine.cores_of_node(node or 0), frozenset(os.sched_getaffinity(0)))
     with host_memory(backend.device, 64 << 20) as memory:
@@ -150,7 +159,8 @@ def link_findings(now: PciLink | None, best: PciLink | None, measured: float) ->
     text = f"{per_second(measured)} from pinned memory"
     if now is None or measured > now.bytes_per_s:  # a virtual machine may show another link than there is
         said = "" if now is None else f" (it says {now})"
-        yield Finding("PCIe", f"generation and width are not shown, as in many virtual machines{said}", "note")
+        why = "as in many virtual machines" if _version(_NVML) else f"as {_NVML} is missing"
+        yield Finding("PCIe", f"generation and width are not shown, {why}{said}", "note")
         yield Finding("host to GPU", text, value=measured)
         return
     is_best = best is None or best.bytes_per_s <= now.bytes_per_s
@@ -180,9 +190,24 @@ def _host() -> Iterator[Finding]:
     yield _judged("huge pages", text, anonymous != "never")
 
 
-def _speed(profile: Profile) -> Iterator[Finding]:
+def measured_finding(profile: Profile, device: str, now: float) -> Finding:
+    """When these speeds were measured, and what others did then."""
     if not profile.machine:
-        yield Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
+        return Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
+    others = f"while others used {profile.load:.0%}" if profile.load >= 0 else "while others used an unknown share"
+    when = _ago(now - profile.measured_at) if profile.measured_at else "nobody knows when"
+    return _judged("measured", f"{when}, {others} of the {device}", profile.load <= _QUIET, profile.measured_at)
+
+
+def _ago(seconds: float) -> str:
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (num := int(seconds // length)) > 0:
+            return f"{num} {name}{'s' if num > 1 else ''} ago"
+    return "just now"
+
+
+def _speed(profile: Profile, *, on_gpu: bool) -> Iterator[Finding]:
+    yield measured_finding(profile, "GPU" if on_gpu else "processor", time.time())
     rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
     half, single, attention = (per_second(rate, "FLOP") for rate in rates)
     times = (profile.copy_latency_s, profile.handover_s, profile.op_s, profile.op_launch_s)
@@ -229,7 +254,7 @@ def _software(*, on_gpu: bool) -> Iterator[Finding]:
     versions = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield Finding("installed", versions, value=found)
     for name, purpose in _OPTIONAL.items():
-        if found[name] is None and (on_gpu or name != "triton"):
+        if found[name] is None and (on_gpu or name not in _OF_A_GPU):
             yield Finding(name, purpose, "missing", f"pip install {name}")
 
 

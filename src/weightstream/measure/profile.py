@@ -6,15 +6,18 @@ import json
 import logging
 import os
 import time
-from dataclasses import fields
+from concurrent.futures import wait
+from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 
+from weightstream.codec import coding
 from weightstream.errors import ConfigError
-from weightstream.measure import bench, machine
+from weightstream.measure import bench, machine, nvml
+from weightstream.measure.progress import told
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
@@ -22,26 +25,63 @@ from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 3  # of what is kept; to be raised whenever a number is measured in another way
+_FORMAT = 4  # of what is kept; to be raised whenever a number is measured in another way
+_SOON_S = 0.3  # what was compiled before is loaded
 
 
-def profile_for(backend: Backend, *, anew: bool = False) -> Profile:
+def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None = None) -> Profile:
     """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
 
-    Never raises: without a measurement the backend's own profile is assumed, with a warning.
+    A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
+    profile is assumed, with a warning.
     """
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found
-        started = time.perf_counter()
-        found, complete = bench.measure(backend)
-        logger.info("measured in %.1f s: %s", time.perf_counter() - started, found)
+        _wait_for_kernels(backend.device, progress)
+        started, others = time.time(), _load(backend.device)
+        with told(f"measuring {backend.device}, once per machine", progress, bench.NUM_ROUNDS) as advance:
+            found, complete = bench.measure(backend, advance)
+        found = replace(found, measured_at=started, load=others)
+        logger.info("measured in %.1f s: %s", time.time() - started, found)
         if complete:
             save(backend.device, found)
         return found
     except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
         logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
         return backend.profile
+
+
+def prepare(device: torch.device, uses_codes: bool) -> None:
+    """Start to compile what decodes weights, in a thread, where it will be needed: in use, or to be measured."""
+    if device.type == "cuda" and (uses_codes or not _path(device).exists()):
+        coding.prepare(device)
+
+
+def can_decode(device: torch.device, *, progress: bool | None = None) -> bool:
+    """`coding.available`; says so, as `profile_for`, where that takes a while."""
+    _wait_for_kernels(device, progress)
+    return coding.available(device)
+
+
+def _wait_for_kernels(device: torch.device, progress: bool | None) -> None:
+    if device.type == "cuda" and wait([trial := coding.prepare(device)], _SOON_S).not_done:
+        with told(f"compiling kernels for {device}, once per machine", progress) as advance:
+            while wait([trial], _SOON_S).not_done:
+                advance()
+
+
+def doubt(device: torch.device) -> None:
+    """Steps were far from what the kept profile predicts: the next `profile_for` measures again. Never raises."""
+    try:
+        _path(device).unlink(missing_ok=True)
+        logger.info("%s is not as fast as its profile says: it is measured again when that is next needed", device)
+    except Exception as error:  # whatever a driver thinks of, as above
+        logger.info("%s is not as fast as its profile says, which cannot be removed: %s", device, error)
+
+
+def _load(device: torch.device) -> float:
+    return machine.load() if device.type == "cpu" else nvml.load(cuda.facts(device).pci)
 
 
 def to_json(profile: Profile) -> str:
@@ -73,7 +113,7 @@ def _check(profile: Profile) -> None:
     for field in fields(profile):
         value = getattr(profile, field.name)
         values = value if isinstance(value, tuple) else (value,)
-        least = 1.0 if field.name.endswith("_per_s") else 0.0
+        least = 1.0 if field.name.endswith("_per_s") else -1.0 if field.name == "load" else 0.0
         if wrong := [v for v in values if not isinstance(v, str) and not least <= v < float("inf")]:
             raise ValueError(f"{field.name} is {wrong[0]}; at least {least:g} and finite is needed")
 
@@ -108,7 +148,7 @@ def _path(device: torch.device) -> Path:
         key += ["cpu", torch.get_num_threads()]
     else:
         found = cuda.facts(device)
-        driver = machine.driver_version() or found.driver
+        driver = nvml.driver_version() or found.driver
         key += [found.name, found.uuid, found.pci, found.capability, driver, torch.version.cuda]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"

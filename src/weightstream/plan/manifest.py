@@ -176,6 +176,8 @@ class Profile:
     its launch `op_launch_s` of the host. `decode3_bytes_per_s` and `decode4_bytes_per_s` are bytes of plain weights
     that come out of the 3-bit and the 4-bit code. `workspace_nbytes` is what libraries keep on the device,
     `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
+    `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the processor, that
+    others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
     that the host takes to launch them, to which `overhead_s` comes for a unit that streams or is decoded;
@@ -200,6 +202,8 @@ class Profile:
     decode4_bytes_per_s: float = 1.7e12
     workspace_nbytes: int = 0
     device_nbytes: int = 0
+    measured_at: float = 0.0
+    load: float = -1.0
     unit_s: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()

@@ -278,14 +278,13 @@ class Facts:
 
 
 def facts(device: torch.device) -> Facts:
-    found = torch.cuda.get_device_properties(device)
-    driver, pci, version = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(32), ctypes.c_int()
-    driver.cuDeviceGetPCIBusId(pci, len(pci), device.index)
-    driver.cuDriverGetVersion(ctypes.byref(version))
+    found: Any = torch.cuda.get_device_properties(device)
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return Facts(
         name=found.name,
         uuid=str(found.uuid),
-        pci=pci.value.decode(),
+        pci=f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0",
         capability=f"{found.major}.{found.minor}",
         driver=f"{version.value // 1000}.{version.value % 1000 // 10}",
         total_nbytes=found.total_memory,

@@ -1,0 +1,91 @@
+"""What NVIDIA's management library (NVML) says of its driver and GPUs, by the package nvidia-ml-py. Knows no torch.
+
+Unknown is what the package, the driver or the GPU does not tell. GPUs go by their PCI addresses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+_GENERATIONS = (2.5, 5.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # transfers per second and lane of generation 1, ..., in 1e9
+_LANES = range(1, 33)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PciLink:
+    """A PCIe link: its generation and the number of its lanes."""
+
+    generation: int
+    width: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What is left of the line rate after its encoding; packets take some 10 % more."""
+        coded = 8 / 10 if self.generation < 3 else 128 / 130 if self.generation < 6 else 242 / 256
+        return _GENERATIONS[self.generation - 1] * 1e9 / 8 * self.width * coded
+
+    def __str__(self) -> str:
+        return f"generation {self.generation} x{self.width}"
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's kernel driver, such as `580.95.05`."""
+    return _answer(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
+
+
+def link_now(address: str) -> PciLink | None:
+    """The link as it is; an idle GPU slows it down."""
+    return _link(address, "Curr")
+
+
+def link_at_best(address: str) -> PciLink | None:
+    """What the GPU and the slot that it is in could do."""
+    return _link(address, "Max")
+
+
+def load(address: str) -> float:
+    """The share of the last second or less in which kernels of others ran; -1: unknown.
+
+    Where this process is not alone its own kernels count too.
+    """
+
+    def question(nvml: Any) -> float:
+        gpu = nvml.nvmlDeviceGetHandleByPciBusId(address)
+        if [found.pid for found in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)] == [os.getpid()]:
+            return 0.0
+        return float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100
+
+    found = _answer(question)
+    return -1.0 if found is None else found
+
+
+def _link(address: str, which: str) -> PciLink | None:
+    def question(nvml: Any) -> PciLink | None:
+        gpu = nvml.nvmlDeviceGetHandleByPciBusId(address)
+        generation = getattr(nvml, f"nvmlDeviceGet{which}PcieLinkGeneration")(gpu)
+        width = getattr(nvml, f"nvmlDeviceGet{which}PcieLinkWidth")(gpu)
+        if not 1 <= generation <= len(_GENERATIONS) or width not in _LANES:
+            return None  # a virtual machine
+        return PciLink(generation=generation, width=width)
+
+    return _answer(question)
+
+
+def _answer(question: Callable[[Any], _T]) -> _T | None:
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        try:
+            return question(nvml)
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:  # no driver, or a GPU that does not tell this
+        return None
