@@ -20,7 +20,7 @@ from weightstream.adapters import device_map
 from weightstream.adapters.module import find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.measure.profile import read_profile
+from weightstream.measure.profile import doubt, prepare, read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
@@ -138,15 +138,18 @@ def from_pretrained(
     config = (config or OffloadConfig()).merged(**settings).resolved()
     # the device first: a wrong one is told before gigabytes are read
     with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
+        prepare(backend.device, config.uses_codes)
         loaded = load_pretrained(
             path_or_repo_id,
             dtype=dtype,
             offload_folder=config.offload_folder,
             progress=progress,
             verify_checksums=config.verify_checksums,
-            decode=not prospects.can_decode(backend, config),
+            decode=lambda: not prospects.can_decode(backend, config, progress),
             **kwargs,
         )
+        if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
+            prospects.can_decode(backend, config, progress)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
@@ -263,7 +266,7 @@ def _offload(
         found = prospects.foreseen(known, by_alias, grains, model, backend, args, kwargs)
         return found and prospects.with_facts(found, homes, backend, mappings)
 
-    refinement = Refinement(prospect, foresee)
+    refinement = Refinement(prospect, foresee, partial(doubt, backend.device))
     closing = ExitStack()
     for owned in (folder, spill):
         if owned is not None:

@@ -18,12 +18,12 @@ from torch import nn
 from weightstream.adapters import trial
 from weightstream.adapters.module import GRAINS, find_units, row_tables
 from weightstream.adapters.shapes import Footprint, follow, observe
-from weightstream.codec import coding
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
+from weightstream.measure.profile import can_decode as decodes
 from weightstream.measure.profile import profile_for
 from weightstream.plan.codes import Sizes
 from weightstream.plan.manifest import Profile, Workload
@@ -45,11 +45,12 @@ Grains = list[list[UnitModule]]
 Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
 
 
-def can_decode(backend: Backend, config: OffloadConfig) -> bool:
+def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
     """Whether coded weights are decoded as they are needed: on a GPU; on the CPU, which is slow, on request."""
     if not config.uses_codes:
         return False
-    return config.codec != "auto" if backend.device.type == "cpu" else coding.available(backend.device)
+    on_cpu = backend.device.type == "cpu"
+    return config.codec != "auto" if on_cpu else decodes(backend.device, progress=progress)
 
 
 def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:

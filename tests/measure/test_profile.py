@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import fields, replace
@@ -373,10 +374,15 @@ def test_the_load_of_a_processor_is_that_of_others(monkeypatch: pytest.MonkeyPat
     assert machine.load() == pytest.approx(0.5), "one of four cores was ours"
 
 
+@pytest.mark.parametrize("changed", [{"measured_at": 1.0, "load": 0.0}, {"load": 0.5}, {"load": -1.0}])
 def test_a_doubted_profile_is_measured_again(
-    backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
+    changed: dict[str, float], backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
 ) -> None:
-    profile.profile_for(backend)
+    found = profile.profile_for(backend)
+    profile.save(CPU, replace(found, measured_at=time.time(), load=0.1))
+    profile.doubt(CPU)
+    assert profile.load(CPU) is not None, "of a moment ago, on an idle machine"
+    profile.save(CPU, replace(found, **changed))
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.doubt(CPU)
     assert "measured again when that is next needed" in caplog.text
@@ -396,10 +402,12 @@ def test_a_doubt_never_raises(
         monkeypatch.setattr(Path, "unlink", fail)
     elif why == "no driver":
         monkeypatch.setattr(profile, "_path", fail)
+    if why == "it cannot be removed":
+        profile.save(CPU, Profile())
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.doubt(CPU)
     assert (why in caplog.text) is (why != "nothing is kept")
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * (why != "nothing is kept")
 
 
 # -- the first use -----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def times_of(plan: Plan, profile: Profile) -> Times:
     computes: dict[int, list[float]] = {}
     for begin, end in zip(waits, [*waits[1:], waits[0] + len(order)] if waits else [], strict=True):
         positions = (order[p % len(order)] for p in range(begin, end))
-        seconds = (profile.compute_s(u, plan.manifest.units[u], opens=plan.opens(u)) for u in positions)
+        seconds = (profile.compute_s(u, plan.manifest.units[u], shown=plan.num_shown[u]) for u in positions)
         computes.setdefault(order[begin], []).append(sum(seconds))
     filled = {unit for fills in plan.after for unit in fills}
     return Times(
@@ -92,7 +92,7 @@ def test_seconds_are_told_apart_by_the_estimates_and_sum_up() -> None:
     true = faster(planner.profile(plan.manifest), 0.3, 1)
     times = times_of(plan, true)
     estimate = planner.profile(plan.manifest)
-    estimates = [estimate.compute_s(u, unit, opens=plan.opens(u)) for u, unit in enumerate(plan.manifest.units)]
+    estimates = [estimate.compute_s(u, unit, shown=plan.num_shown[u]) for u, unit in enumerate(plan.manifest.units)]
     found = unit_s(plan, estimates, times)
     assert found.keys() == {unit.name for unit in plan.manifest.units}
     assert sum(found.values()) == pytest.approx(sum(times.computes.values()))

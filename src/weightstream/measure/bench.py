@@ -54,7 +54,7 @@ _NUM_WEIGHTS, _WIDTH = 3, 4096
 _FRAMEWORK = 1.25
 # What the host takes beside a GPU, in launches: per weight of a block (a decoder layer has 16 kernels to 9 weights),
 # and to open and close a unit (H200, where a launch takes 15 us: 30 us where it is decoded, 60 where it streams).
-_TENSOR_OPS, _OPENING_OPS = 2, 3
+_TENSOR_OPS, _OPENING_OPS, _SHOWING_OPS = 2, 4, 2
 
 
 class _Sizes(NamedTuple):
@@ -229,6 +229,7 @@ class _Bench:
         best = yield {"blocks": (work, _SAMPLE_S)}
         launch_s = _FRAMEWORK * best["blocks"] / (_Block.num_kernels * len(blocks))
         on_gpu = {"launch_s": _TENSOR_OPS * launch_s, "overhead_s": _OPENING_OPS * launch_s} if self._on_gpu else {}
+        on_gpu |= {"show_s": _SHOWING_OPS * launch_s} if self._on_gpu else {}
         yield {"op_launch_s": launch_s, **on_gpu}
 
     def link(self) -> _Measuring:

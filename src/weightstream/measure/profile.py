@@ -27,6 +27,7 @@ logger = logging.getLogger("weightstream")
 
 _FORMAT = 4  # of what is kept; to be raised whenever a number is measured in another way
 _SOON_S = 0.3  # what was compiled before is loaded
+_FRESH_S, _IDLE = 3600.0, 0.2  # seconds; the share of the machine that others use
 
 
 def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None = None) -> Profile:
@@ -72,8 +73,14 @@ def _wait_for_kernels(device: torch.device, progress: bool | None) -> None:
 
 
 def doubt(device: torch.device) -> None:
-    """Steps were far from what the kept profile predicts: the next `profile_for` measures again. Never raises."""
+    """Steps were far from what the kept profile predicts: the next `profile_for` measures again. Never raises.
+
+    One that was measured a moment ago, on an idle machine, stays: then it is the steps that others disturb.
+    """
     try:
+        found = load(device)
+        if found is None or (time.time() - found.measured_at < _FRESH_S and 0 <= found.load <= _IDLE):
+            return
         _path(device).unlink(missing_ok=True)
         logger.info("%s is not as fast as its profile says: it is measured again when that is next needed", device)
     except Exception as error:  # whatever a driver thinks of, as above

@@ -180,9 +180,10 @@ class Profile:
     others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
-    that the host takes to launch them, to which `overhead_s` comes for a unit that streams or is decoded;
-    `after_share` is the share of a unit's seconds for ops that follow its release, before the next unit opens. Else a
-    unit takes the time to read its weights once, and at least `overhead_s`, and `launch_s` per tensor.
+    that the host takes to launch them, to which `overhead_s` comes for a unit that streams or is decoded, and `show_s`
+    for each of its tensors that does; `after_share` is the share of a unit's seconds for ops that follow its release,
+    before the next unit opens. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
+    `launch_s` per tensor.
     """
 
     machine: str = ""
@@ -196,6 +197,7 @@ class Profile:
     op_launch_s: float = 10e-6
     overhead_s: float = 0.5e-3
     launch_s: float = 0.0
+    show_s: float = 0.0
     handover_s: float = 0.0
     disk_bytes_per_s: float = 2e9
     decode3_bytes_per_s: float = 1.2e12
@@ -208,14 +210,14 @@ class Profile:
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
 
-    def compute_s(self, index: int, unit: UnitSpec, *, opens: bool = False) -> float:
+    def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0) -> float:
         """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both.
 
-        `opens`: something is to be done before it computes.
+        `shown`: how many of its tensors stream or are decoded.
         """
         if self.unit_s:
-            host_s = self.host_s[index] + self.overhead_s * opens if self.host_s else 0.0
-            return max(self.unit_s[index], host_s)
+            opening_s = self.overhead_s + self.show_s * shown if shown else 0.0
+            return max(self.unit_s[index], self.host_s[index] + opening_s if self.host_s else 0.0)
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
         device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
         return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s)

@@ -29,6 +29,7 @@ _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of 
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
 _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
 _DEPTHS = (1, 2, 3, 4, 6, 8)
+_SHALLOW = (1, 2, 4)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
@@ -233,8 +234,18 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterator[Choice]:
     """What fits: complete columns, with and without what fills the rest."""
     columns = _columns(manifest, forced)
+    yield from _columns_choices(manifest, forced, columns, budget, _DEPTHS)
+    # The smallest first, so that few tensors stream: where the host is the limit each of them costs.
+    yield from _columns_choices(manifest, forced, columns[::-1], budget, _SHALLOW)
+    yield from _few_streaming(manifest, columns, budget)
+
+
+def _columns_choices(
+    manifest: Manifest, forced: frozenset[str], columns: list[list[str]], budget: int, depths: Sequence[int]
+) -> Iterator[Choice]:
+    """Complete columns in this order, with and without what fills the rest."""
     states = list(_column_states(manifest, forced, columns))
-    for depth in _DEPTHS:
+    for depth in depths:
         fitting = [k for k, (held, unit_nbytes) in enumerate(states) if held + depth * unit_nbytes <= budget]
         for complete in fitting[-_STATES:]:
             held, unit_nbytes = states[complete]
@@ -242,7 +253,6 @@ def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterato
             spare, plain = budget - held - ring, _plain_nbytes(manifest, residents)
             extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
             yield from (Choice(residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
-    yield from _few_streaming(manifest, columns, budget)
 
 
 def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:

@@ -94,6 +94,12 @@ class Plan:
         return frozenset(a for a in self.manifest.aliases if len(users[a]) > 1 and a not in self.resident | self.mapped)
 
     @cached_property
+    def num_shown(self) -> tuple[int, ...]:
+        """Of each unit, how many tensors show other bytes while it computes: of the ring, or decoded ones."""
+        placed, units = self.resident | self.mapped, self.manifest.units
+        return tuple(sum(t.bits > 0 or (t.alias not in placed and t.nbytes > 0) for t in u.tensors) for u in units)
+
+    @cached_property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffer that coded weights are decoded into."""
         return buffer_nbytes(self.manifest)
