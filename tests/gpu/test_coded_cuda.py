@@ -102,6 +102,7 @@ def test_a_planner_that_chooses_leaves_what_fits_alone() -> None:
 
 @pytest.mark.alone
 @pytest.mark.usefixtures("own_profile")
+@pytest.mark.usefixtures("nothing_foreseen")  # else what streams hides behind the work of the call, and is faster
 def test_coded_residents_alone_fit_where_the_plain_ones_do_not() -> None:
     with taught(**LARGE, share=0.95) as model:
         plan = model.streamer.plan

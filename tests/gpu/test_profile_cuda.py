@@ -40,7 +40,7 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
     bench.measure(backend)  # loads kernels, and where they were not compiled before, compiles them
     started = time.perf_counter()
     found, _ = bench.measure(backend)
-    assert time.perf_counter() - started < 2  # about 1.2; these machines differ
+    assert time.perf_counter() - started < 3  # about 2; these machines differ
     assert not caplog.records
     assert found.machine == torch.cuda.get_device_name(DEVICE)
     assert found.device_nbytes == torch.cuda.get_device_properties(DEVICE).total_memory

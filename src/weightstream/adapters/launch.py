@@ -68,7 +68,10 @@ class Launch:
     def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
         """What runs it on tensors that `tensor` makes; None where it matters what these hold, or which they are."""
         func, (args, kwargs) = self._call
-        if not self.is_repeatable or torch.Tag.nondeterministic_seeded in func.tags or self.op is None:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if func.overloadpacket is _ATTENTION:
+            draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+        if not self.is_repeatable or draws or self.op is None:
             return None
         args, kwargs = tree_map_only(Spec, tensor, (args, kwargs))
         return partial(func, *args, **kwargs)

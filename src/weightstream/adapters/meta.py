@@ -93,15 +93,12 @@ def forget(storages: Collection[int]) -> None:
         gc.collect()
     if not storages:
         return
-    is_frozen = gc.get_freeze_count() > 0  # what is frozen is not found
-    gc.unfreeze()
+    gc.unfreeze()  # what is frozen is not found; to freeze again would keep for ever what is garbage since
     found = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_meta]
     kept = [t for t in found if t.untyped_storage()._cdata in storages]
     del found
     while kept:
         _let_go(kept.pop(), _HOLDERS)
-    if is_frozen:
-        gc.freeze()
 
 
 def _let_go(value: Any, depth: int) -> None:

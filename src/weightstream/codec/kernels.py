@@ -137,11 +137,9 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     lane = tl.arange(0, 128)
     begin = tile.to(tl.int64) * OUT
     out = target + begin + lane
-    room = tl.cdiv(count, PER_WORD) - begin - lane
-    if count < (tile.to(tl.int64) + 1) * 4096:
+    room = tl.minimum(tl.cdiv(count, PER_WORD) - begin, OUT).to(tl.int32) - lane
+    if BITS == 3 or (count < (tile.to(tl.int64) + 1) * 4096) or total > 0:
         _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
-    elif BITS == 3 or total > 0:
-        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, False)
     else:
         _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
 

@@ -39,7 +39,7 @@ def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None =
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found
-        _wait_for_kernels(backend.device, progress)
+        prepare(backend.device, uses_codes=False)  # compiles beside what is made ready
         started, others = time.time(), _load(backend.device)
         with told(f"measuring {backend.device}, once per machine", progress, bench.NUM_ROUNDS) as advance:
             found, complete = bench.measure(backend, advance)

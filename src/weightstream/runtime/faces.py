@@ -176,7 +176,8 @@ class UnitFaces:
 
     def to_ring(self) -> None:
         for face in self.faces:
-            parameter.unguard(face.tensor, face.member.kind)
+            if face.is_lazy:  # all others are plain while a step is under way
+                parameter.unguard(face.tensor, face.member.kind)
             _DATA.__set__(face.tensor, face.ring)
         for shell in self._shells:
             shell.follow()
