@@ -726,3 +726,26 @@ def test_the_examples_run() -> None:
     result = doctest.testmod(config_module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_table_of_settings_has_every_setting_with_its_default() -> None:
+    """docs/usage.md: one row for each field, in the words of the field where it has a default of its own."""
+    text = (Path(__file__).parents[1] / "docs" / "usage.md").read_text()
+    table = text[text.index("| setting | default |") : text.index("```toml")]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:] if line.startswith("|")]
+    named = {name: row[1].strip() for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
+    fields = _fields(OffloadConfig())
+    assert named.keys() == fields.keys()
+    for name, default in fields.items():
+        if isinstance(default, bool | int | float) and default is not None:
+            assert named[name] == str(default).lower().removesuffix(".0"), name
+        elif isinstance(default, str):
+            assert named[name] == f"`{default}`", name
+
+
+def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        found |= _fields(value, f"{name}.") if hasattr(type(value), "model_fields") else {prefix + name: value}
+    return found

@@ -12,7 +12,7 @@ import gc
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -87,15 +87,14 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def forget(storages: Collection[int]) -> None:
-    """Take tensors on meta out of the caches where somebody keeps them; `storages` are those alive, by `_cdata`."""
-    if storages:
-        gc.collect()
-    if not storages:
+def forget(storages: Callable[[], Collection[int]]) -> None:
+    """Take tensors on meta out of the caches where somebody keeps them; `storages()` are those alive, by `_cdata`."""
+    if not storages() or not (gc.collect(), storages())[1]:
         return
+    left = storages()
     gc.unfreeze()  # what is frozen is not found; to freeze again would keep for ever what is garbage since
     found = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_meta]
-    kept = [t for t in found if t.untyped_storage()._cdata in storages]
+    kept = [t for t in found if t.untyped_storage()._cdata in left]
     del found
     while kept:
         _let_go(kept.pop(), _HOLDERS)

@@ -32,6 +32,7 @@ from weightstream.runtime.values import tensors_in
 from weightstream.runtime.watch import OperatorMode
 from weightstream.runtime.weights import UnitModule
 
+Alive = dict[tuple[int, int], weakref.ref[Any]]  # by storage and who holds it
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -162,7 +163,7 @@ def _followed(
     `steps(start, copy, *values)` makes them: `start(args, kwargs)` is one. What one fails with, and what copying does,
     becomes an `UnsupportedError`.
     """
-    alive: set[int] = set()
+    alive: Alive = {}
     until_s = time.perf_counter() + limit_s
 
     def run() -> Footprint:
@@ -182,7 +183,7 @@ def _followed(
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0]
         failed = f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
-    meta.forget(alive)  # all that the copy had is gone now, an error's frames too
+    meta.forget(lambda: {storage for storage, _ in alive})  # all that the copy had is gone now, an error's frames too
     if found is None:
         raise UnsupportedError(failed)
     return found
@@ -224,7 +225,7 @@ class _Forward(OperatorMode):
         model: nn.Module,
         weights: Collection[int],
         until_s: float,
-        alive: set[int],
+        alive: Alive,
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
@@ -288,9 +289,9 @@ def _is_composite(func: Any) -> bool:
 class _Memory:
     """The bytes of storages that are alive, weights apart, in blocks as PyTorch's allocator on CUDA takes them."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], alive: set[int]) -> None:
-        self._alive = alive  # storages of all forwards
-        self._held: dict[int, weakref.ref[Any]] = {}
+    def __init__(self, weights: Iterable[torch.Tensor], alive: Alive) -> None:
+        self._alive = alive  # of all forwards: it holds the references, as those that go away themselves tell nothing
+        self._held: set[int] = set()
         self._live_nbytes = self.peak_nbytes = 0
         for weight in weights:
             self.hold(weight, counts=False)
@@ -303,11 +304,11 @@ class _Memory:
 
         def drop(_: Any) -> None:
             self._live_nbytes -= nbytes
-            self._alive.discard(key)
-            del self._held[key]
+            self._held.discard(key)
+            del self._alive[key, id(self)]
 
-        self._held[key] = weakref.ref(storage, drop)
-        self._alive.add(key)
+        self._held.add(key)
+        self._alive[key, id(self)] = weakref.ref(storage, drop)
         self._live_nbytes += nbytes
         self.touch()
 

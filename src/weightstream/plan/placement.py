@@ -32,6 +32,7 @@ _DEPTHS = (1, 2, 3, 4, 6, 8)
 _SHALLOW = (1, 2, 4)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
 _TIE_S = 1e-9  # plans that differ by less are equally fast
+_MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
 _ASSUMED = Profile()
 
@@ -64,15 +65,16 @@ def search(candidates: Iterable[Candidate]) -> Plan | None:
     """The plan with the least predicted step, then with the fewest bytes of the device; None where there is none.
 
     The candidate with the lowest bound is made next, until no bound is under the best step that was found. Steps
-    that differ by less than a nanosecond are equally fast.
+    that differ by less than a nanosecond are equally fast. Where many are alike, the first 500 plans are looked at.
     """
-    best, least = None, (math.inf, math.inf)
+    best, least, num_plans = None, (math.inf, math.inf), 0
     number = itertools.count()
     waiting = [(candidate.bound_s, next(number), candidate) for candidate in candidates]
     heapq.heapify(waiting)
-    while waiting and waiting[0][0] <= least[0] + _TIE_S:
+    while waiting and waiting[0][0] <= least[0] + _TIE_S and num_plans < _MOST_PLANS:
         found = heapq.heappop(waiting)[2].make()
         if isinstance(found, Plan):
+            num_plans += 1
             key = round(found.step_s / _TIE_S) * _TIE_S, found.device_nbytes
             if key < least:
                 best, least = found, key

@@ -129,10 +129,12 @@ class Planner:
     ) -> Iterator[Candidate]:
         """The plans of one way."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
+        as_coded = manifest.coded(way.aside.codes)  # once: there are hundreds of candidates
 
         def whole(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
-            plan = self._reading(plan, manifest.coded(plan.manifest.codes), way.mapped, profile)
+            form = as_coded if plan.manifest is way.aside else manifest.coded(plan.manifest.codes)
+            plan = self._reading(plan, form, way.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
             except PlanError as error:  # the first way takes the least of the host: told before what breaks the device
