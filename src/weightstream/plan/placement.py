@@ -107,7 +107,8 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
         plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot)
         return replace(plan, budget=budget, step_s=cost.simulate_s(plan, profile))
 
-    choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest)))
+    counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
+    choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
     for choice in choices:
@@ -233,12 +234,12 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
     return _enclosing(manifest) | small
 
 
-def _choices(manifest: Manifest, forced: frozenset[str], budget: int) -> Iterator[Choice]:
+def _choices(manifest: Manifest, forced: frozenset[str], budget: int, counts_tensors: bool = False) -> Iterator[Choice]:
     """What fits: complete columns, with and without what fills the rest."""
     columns = _columns(manifest, forced)
     yield from _columns_choices(manifest, forced, columns, budget, _DEPTHS)
-    # The smallest first, so that few tensors stream: where the host is the limit each of them costs.
-    yield from _columns_choices(manifest, forced, columns[::-1], budget, _SHALLOW)
+    if counts_tensors:  # the smallest first, so that few of them stream
+        yield from _columns_choices(manifest, forced, columns[::-1], budget, _SHALLOW)
     yield from _few_streaming(manifest, columns, budget)
 
 
