@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -87,7 +87,7 @@ def _example(model: nn.Module, inputs: Any) -> prospects.Example | None:
     if inputs is None:
         return None
     args: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (args, {})
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {})
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

@@ -151,7 +151,7 @@ def foreseen(
     Neither the model nor the arguments change. It takes a few seconds at most.
     """
     try:
-        found = follow(model, args, kwargs, limit_s=_FOLLOW_S)
+        found = follow(model, args, kwargs, limit_s=_FOLLOW_S, device=backend.device)
     except UnsupportedError as error:
         logger.info("the work of this call is not known before it ran: %s", error)
         return None

@@ -1,24 +1,19 @@
 """A copy of a model on meta: a forward of it computes shapes alone, and changes nothing that the model has.
 
-The copy has modules, settings and caches of its own, and no hooks. What lies outside of both (random states, what is
-kept in modules of Python) is put back, as far as tensors on meta would be found there.
+The copy has modules, settings and caches of its own, and no hooks. What lies outside is looked after in
+`surroundings`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
-import random
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 
 from weightstream.errors import UnsupportedError
@@ -26,7 +21,6 @@ from weightstream.runtime.leaves import leaves
 from weightstream.runtime.values import tensors_in
 
 _COPIED = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
-_HOLDERS = 3  # containers around a tensor that somebody has kept, at most, until the one that can let go of it
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,50 +61,11 @@ def copied(model: nn.Module, *values: Any) -> Copied:
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Shapes():
         made, given = copy.deepcopy((model, values), memo)
+    if any(memo.get(id(module), module) is module for module in modules):
+        raise UnsupportedError("a module that is its own copy")
     return Copied(made, {id(memo[id(module)]): module for module in modules}, weights, given)
 
 
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Inside, a forward may run that nobody asked for: random states are put back at the end.
-
-    Raises `UnsupportedError` where hooks of all modules would tell others of it.
-    """
-    if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
-        raise UnsupportedError("hooks of all modules are in force, which would see it")
-    numpy: Any = sys.modules.get("numpy")
-    with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        if numpy is not None:
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        yield
-
-
-def forget(storages: Callable[[], Collection[int]]) -> None:
-    """Take tensors on meta out of the caches where somebody keeps them; `storages()` are those alive, by `_cdata`."""
-    if not storages() or not (gc.collect(), storages())[1]:
-        return
-    left = storages()
-    gc.unfreeze()  # what is frozen is not found; to freeze again would keep for ever what is garbage since
-    found = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_meta]
-    kept = [t for t in found if t.untyped_storage()._cdata in left]
-    del found
-    while kept:
-        _let_go(kept.pop(), _HOLDERS)
-
-
-def _let_go(value: Any, depth: int) -> None:
-    """Empty the containers that hold a value, or the ones around it where these cannot be changed."""
-    holders = [h for h in gc.get_referrers(value) if not hasattr(h, "f_code") and type(h).__name__ != "list_iterator"]
-    while holders:
-        holder = holders.pop()
-        if isinstance(holder, dict):
-            for key in [key for key, item in holder.items() if item is value]:
-                del holder[key]
-        elif isinstance(holder, functools._lru_cache_wrapper):
-            holder.cache_clear()
-        elif isinstance(holder, tuple) and depth:
-            _let_go(holder, depth - 1)
-        elif isinstance(holder, list) and holder is not holders:
-            holder[:] = [item for item in holder if item is not value]
+def kept(storages: Callable[[], Collection[int]]) -> bool:
+    """Whether somebody still holds tensors of these storages, given by `_cdata`."""
+    return bool(storages()) and bool((gc.collect(), storages())[1])

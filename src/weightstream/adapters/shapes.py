@@ -8,6 +8,7 @@ the same shapes before is not run again: the layers of a model are alike, and me
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import weakref
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters import hf_private, launch, meta
+from weightstream.adapters import hf_private, launch, meta, surroundings
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
 from weightstream.errors import UnsupportedError
@@ -32,7 +33,10 @@ from weightstream.runtime.values import tensors_in
 from weightstream.runtime.watch import OperatorMode
 from weightstream.runtime.weights import UnitModule
 
+logger = logging.getLogger("weightstream")
+
 Alive = dict[tuple[int, int], weakref.ref[Any]]  # by storage and who holds it
+_CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -109,14 +113,18 @@ class Footprint:
         return positions
 
 
-def follow(model: nn.Module, args: Any = (), kwargs: Any = None, *, limit_s: float = math.inf) -> Footprint:
+def follow(
+    model: nn.Module, args: Any = (), kwargs: Any = None, *, limit_s: float = math.inf, device: torch.device = _CPU
+) -> Footprint:
     """Follow a call of any model on the shapes of its arguments. Neither changes, and no weight is read.
+
+    `device`: where it computes, whose random state is put back.
 
     Raises:
         UnsupportedError: what the model computes depends on values, it cannot be copied without its weights, or its
             Python alone takes longer than `limit_s` seconds.
     """
-    return _followed(model, lambda start, _, given, named: [start(given, named)], (args, kwargs or {}), limit_s)
+    return _followed(model, lambda start, _, given, named: [start(given, named)], (args, kwargs or {}), limit_s, device)
 
 
 def observe(model: nn.Module, workload: Workload) -> Footprint:
@@ -156,7 +164,11 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
 
 
 def _followed(
-    model: nn.Module, steps: Callable[..., list[_Forward]], values: tuple[Any, ...] = (), limit_s: float = math.inf
+    model: nn.Module,
+    steps: Callable[..., list[_Forward]],
+    values: tuple[Any, ...] = (),
+    limit_s: float = math.inf,
+    device: torch.device = _CPU,
 ) -> Footprint:
     """What the last of some forwards of a copy on meta did, and the most memory that one of them took.
 
@@ -167,9 +179,8 @@ def _followed(
     until_s = time.perf_counter() + limit_s
 
     def run() -> Footprint:
-        weight = next((t for t in model.parameters() if not t.is_meta), None)
-        on = torch.device("cpu") if weight is None else weight.device
-        with meta.undisturbed(on), torch.no_grad():
+        surroundings.refuse(model, values)
+        with surroundings.undisturbed(model, device), torch.no_grad():
             made = meta.copied(model, *values)
             with torch.inference_mode():
                 start = partial(_Forward, made.model, made.weights, until_s, alive)
@@ -183,7 +194,8 @@ def _followed(
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0]
         failed = f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
-    meta.forget(lambda: {storage for storage, _ in alive})  # all that the copy had is gone now, an error's frames too
+    if meta.kept(lambda: {storage for storage, _ in alive}):  # all that the copy had is gone now, an error's frames too
+        logger.warning("%s keeps tensors outside of its modules: one without values may be left", type(model).__name__)
     if found is None:
         raise UnsupportedError(failed)
     return found
@@ -232,6 +244,7 @@ class _Forward(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
+        self._made: dict[int, torch.Tensor] = {}  # with values, in this forward: by storage
         self.calls: list[tuple[nn.Module, int]] = []
         self.ops: list[tuple[int, int, Op]] = []
         self.launches: dict[Any, Launch] = {}
@@ -261,6 +274,15 @@ class _Forward(OperatorMode):
                 self.reads[self._call, storage] = None
         if time.perf_counter() > self._until_s:
             raise UnsupportedError("to follow it takes too long")
+        real = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
+        writes = func._schema.is_mutable and func.overloadpacket is not torch.ops.aten.detach_
+        if kwargs.get("generator") is not None or (writes and any(_memory_of(t) not in self._made for t in real)):
+            raise UnsupportedError(f"{func} changes what is no copy")
+        if len(real) == len(list(tensors_in((args, kwargs)))) and _device_of(kwargs) != "meta":
+            with torch.inference_mode(False):  # somebody may keep it, for calls with gradients
+                output = func(*args, **kwargs)
+            self._made |= {_memory_of(tensor): tensor for tensor in tensors_in(output)}
+            return output
         if _is_composite(func) and not launch.is_kernel(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -279,6 +301,15 @@ class _Forward(OperatorMode):
             self.ops.append((self._call, len(self.calls), seen.op))
             self.memory.touch(seen.workspace_nbytes)
         return output
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _device_of(kwargs: dict[str, Any]) -> str:
+    device = kwargs.get("device")
+    return "" if device is None else torch.device(device).type
 
 
 @cache

@@ -159,8 +159,9 @@ class Manifest:
         return frozenset(alias for unit in self.units if unit.name == KEPT for alias in unit.aliases())
 
     def keeping(self, aliases: Collection[str]) -> Manifest:
-        """The same with one more unit that no position names, which keeps these alias groups on the device."""
-        kept = {spec.name: spec for spec in self.tensors() if spec.alias in aliases}
+        """The same with one more unit that no position names, which keeps these alias groups on the device, and those
+        that were kept before."""
+        kept = {spec.name: spec for spec in self.tensors() if spec.alias in aliases or spec.alias in self.kept}
         if not kept:
             return self
         unit = UnitSpec(name=KEPT, tensors=tuple(kept.values()), enclosing=True)

@@ -100,7 +100,8 @@ class Installation:
             before = self.plan, self.modules.units
             self._detach()
             try:
-                self.modules.units = units
+                if [unit.name for unit in units] != [unit.name for unit in self.modules.units]:
+                    self.modules.units = units  # another object: the next step is watched again
                 self._bind(plan)
             except BaseException:
                 self._detach()

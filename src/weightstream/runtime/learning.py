@@ -86,7 +86,7 @@ class Learning:
 
         Where a workload was planned for, as a language model's always is, a kind must come twice in a row.
         """
-        kind, last = _class_of(kind), self._last
+        exact, kind, last = kind, _class_of(kind), self._last
         self._last = kind
         is_new = kind not in self._foreseen and kind != self._planned and (self._planned is None or kind == last)
         if not is_new or self._installed.graphs or len(self._foreseen) >= _KINDS:
@@ -94,22 +94,25 @@ class Learning:
         self._foreseen.add(kind)
         with torch.inference_mode(False), torch.no_grad():
             try:
-                plan = self._installed.refinement.foresee(self._installed.plan, args, kwargs)
+                plan = self._installed.refinement.foresee(self._installed.plan, exact, args, kwargs)
             except Exception:  # the call itself is not at fault
                 logger.warning("the work of this call cannot be told before it runs", exc_info=True)
                 return
             if plan is None:
                 return
-            now = self._installed.plan
-            if (plan.extents, plan.after, plan.resident, plan.manifest.units) == (
-                now.extents,
-                now.after,
-                now.resident,
-                now.manifest.units,
-            ):
-                self._installed.binding.plan = plan  # but for what is predicted it is the one in force
-            else:
-                self._try_switch(plan)
+            self._change(plan)
+            prospect, now = self._installed.refinement.prospect, self._installed.plan
+            self.watching |= not prospect.grains[prospect.grain_of(now.manifest)].kept <= now.resident
+
+    def _change(self, plan: Plan) -> None:
+        """Put a plan in force that is better for a call."""
+        now, binding = self._installed.plan, self._installed.binding
+        parts = ("extents", "after", "resident")
+        is_same = all(getattr(plan, part) == getattr(now, part) for part in parts)
+        if is_same and plan.manifest.units == now.manifest.units:
+            binding.plan = plan  # but for what is predicted it is the one in force
+        else:
+            self._try_switch(plan, any_error=True)
 
     def learn(self, *, watched: bool) -> None:
         """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""
@@ -182,14 +185,28 @@ class Learning:
             if better is not None:
                 self._try_switch(better)
 
-    def _try_switch(self, plan: Plan) -> Exception | None:
-        """Switch, if that can be; else the plan in force stays. Returns why it did."""
+    def switch(self, plan: Plan) -> None:
+        """As `Installation.switch`; reads outside of units of another grain are to be seen."""
+        units = self._installed.modules.units
+        self._installed.switch(plan)
+        self._before = None
+        self.watching |= self._installed.modules.units is not units
+
+    def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
+        """Switch, if that can be; else the plan in force stays. Returns why it did.
+
+        `any_error`: whatever the error, a call is to go on for which the change was only better.
+        """
         try:
-            self._installed.switch(plan)
-            self._before = None
+            self.switch(plan)
         except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
             if self._installed.gate.mode is Mode.REMOVED:
                 raise
             logger.warning("the plan stays as it is: %s", error)
+            return error
+        except Exception as error:
+            if not any_error or self._installed.gate.mode is Mode.REMOVED:
+                raise
+            logger.warning("the plan stays as it is", exc_info=True)
             return error
         return None

@@ -41,6 +41,7 @@ class Refinement:
         self._doubt = doubt
         self._kept = frozenset[str]()  # on the device for good
         self._kind: Kind | None = None  # of the steps that the plan was held against last
+        self._foreseen: Kind | None = None  # of the call that the plan was predicted for from its work
         self._num_moves = 0
 
     def plan(self, manifest: Manifest) -> Plan:
@@ -76,7 +77,7 @@ class Refinement:
         """Kernels cannot read host memory after all."""
         self._change(lambda planner: replace(planner, machine=replace(planner.machine, maps_host_memory=False)))
 
-    def foresee(self, plan: Plan, args: Any, kwargs: Any) -> Plan | None:
+    def foresee(self, plan: Plan, kind: Kind, args: Any, kwargs: Any) -> Plan | None:
         """The plan for calls with these arguments: the one in force, priced and ordered for them, or a better one.
 
         None: nothing tells of them.
@@ -85,7 +86,8 @@ class Refinement:
         if found is None:
             return None
         self.prospect = found
-        found = replace(found, grains=tuple(grain.keeping(grain.kept | self._kept) for grain in found.grains))
+        found = replace(found, grains=tuple(grain.keeping(self._kept) for grain in found.grains))
+        self.prospect = found  # what one kind of calls keeps stays for all
         index = found.grain_of(plan.manifest)
         planner, grain = found.planners[index], found.grains[index]
         same = planner.priced(plan.reordered(grain.order))
@@ -101,7 +103,7 @@ class Refinement:
             logger.warning("device memory may run out: %s", short)
         told = f"this call takes {1e3 * same.step_s:.1f} ms by its shapes, {1e3 * plan.step_s:.1f} predicted without"
         logger.info("%s%s", told, f"; a better plan takes {1e3 * better.step_s:.1f}" if chosen is better else "")
-        self._kind = None
+        self._kind, self._foreseen = None, kind
         prove(chosen)
         return chosen
 
@@ -122,8 +124,9 @@ class Refinement:
         if is_known and missed <= _MISSED:
             return None
         planner = self._planners[self.prospect.grain_of(plan.manifest)]
-        if not is_known and missed > _DOUBTED and planner.demand.work:
+        if missed > _DOUBTED and timeline.kind == self._foreseen:
             self._doubt()
+        self._foreseen = None  # from here on measured times are in what is predicted
         # of a code that moves, what it costs to encode is not known
         may_move &= not is_known and self._num_moves < _MOVES and not plan.manifest.codes
         refined: Refined = refine(planner, plan, _times(measured), may_move=may_move)

@@ -151,7 +151,7 @@ class Streamer:
             OffloadError: the addresses of weights are held, by an engine or by code that was compiled elsewhere.
             StoreError, torch.OutOfMemoryError: weights cannot be moved. On every error the plan in force stays.
         """
-        self._installed.switch(plan)
+        self._learning.switch(plan)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

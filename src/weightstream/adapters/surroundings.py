@@ -1,0 +1,159 @@
+"""What a forward may change outside of its model and its arguments: looked at before, and put back after.
+
+Random states, torch's defaults, and what lies in the Python modules of the packages that the model's code is from:
+their globals, what their classes and objects hold one level below, and caches of functions. Values are put back one by
+one, by assignment, where another object is there now; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from weightstream.errors import UnsupportedError
+
+_NEVER = ("torch", "builtins", "weightstream", "numpy", "typing", "functools", "collections")  # no state of a forward
+_MOST = 10_000  # items of a container that is looked at
+_MISSING = object()
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
+def refuse(model: nn.Module, values: Iterable[Any]) -> None:
+    """Raise `UnsupportedError` where others would be told of a forward of a copy, or it would run the model itself."""
+    if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+        raise UnsupportedError("hooks of all modules are in force, which would see it")
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        raise UnsupportedError("modes of torch are in force, which would see it")
+    for module in model.modules():
+        own = vars(module)
+        for forward in (own.get("forward"), getattr(own.get("_weightstream_around"), "patched", None)):
+            if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
+                raise UnsupportedError(f"{type(module).__name__} has a forward that may run the model itself")
+    if any(isinstance(value, FunctionType | MethodType | functools.partial | Iterator) for value in _flat(values)):
+        raise UnsupportedError("it takes functions or iterators")
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, a forward may run that nobody asked for; what it left in its surroundings is put back at the end."""
+    numpy: Any = sys.modules.get("numpy")
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        for undo in _state_of(model):
+            stack.callback(undo)
+        yield
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, dict):
+            yield from _flat(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _state_of(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """What puts back the state of the code around a model, piece by piece."""
+    tops = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
+    tops -= set(_NEVER) & tops
+    seen: set[int] = set()
+    for name, module in tuple(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] in tops:
+            yield from _attributes(module, vars(module))
+            for value in tuple(vars(module).values()):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    yield from _held(value, name)
+
+
+def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:
+    """The same of what a global refers to."""
+    if isinstance(value, type):
+        if value.__module__ == module:
+            yield from _attributes(value, vars(value))
+            for inner in tuple(vars(value).values()):
+                yield from _contents(inner)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        size = value.cache_info().misses
+        yield lambda: value.cache_clear() if value.cache_info().misses != size else None
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            yield from _cell(cell)
+    elif not isinstance(value, ModuleType | torch.Tensor):
+        yield from _contents(value)
+        table = None if isinstance(value, nn.Module) else _table_of(value)
+        if table is not None and type(value).__module__ == module:
+            yield from _attributes(value, table)
+            for inner in tuple(table.values()):
+                yield from _contents(inner)
+
+
+def _table_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, past whatever its class makes of them."""
+    try:
+        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
+
+
+def _attributes(owner: Any, table: Any) -> Iterator[Callable[[], None]]:
+    before = dict(table)
+
+    def undo() -> None:
+        for name in {*before, *table}:
+            old, now = before.get(name, _MISSING), table.get(name, _MISSING)
+            if now is not old and name != "__slotnames__":
+                (delattr if old is _MISSING else setattr)(owner, name, *(() if old is _MISSING else (old,)))
+
+    yield undo
+
+
+def _contents(value: Any) -> Iterator[Callable[[], None]]:
+    """Of a plain container."""
+    if type(value) not in _CONTAINERS or len(value) > _MOST:  # classes of their own may do anything when looked at
+        return
+    is_dict = isinstance(value, dict)
+    before: Any = list(value.items()) if is_dict else list(value)
+
+    def undo() -> None:
+        now: Any = list(value.items()) if is_dict else list(value)
+        if len(now) == len(before) and all(_is_same(a, b) for a, b in zip(now, before, strict=True)):
+            return
+        value.clear()
+        value.extend(before) if isinstance(value, list | deque) else value.update(before)
+
+    yield undo
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+
+
+def _cell(cell: Any) -> Iterator[Callable[[], None]]:
+    try:
+        before = cell.cell_contents
+    except ValueError:  # not set yet
+        return
+    yield from _contents(before)
+
+    def undo() -> None:
+        if cell.cell_contents is not before:
+            cell.cell_contents = before
+
+    yield undo
