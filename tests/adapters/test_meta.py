@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from weightstream.adapters.shapes import follow
 from weightstream.errors import UnsupportedError
@@ -189,3 +191,172 @@ def test_weights_that_are_read_outside_of_their_unit() -> None:
     own = UnitModule(name="", module=model, scope=Scope.OWN, enclosing=True)
     assert {id(tensor) for tensor in found.outside([own, *units])} == {id(model.b.weight), id(model.c.weight)}
     assert found.order([own, *units]) == (0, 1)
+
+
+# -- what lies around a model --------------------------------------------------------------------------------------
+
+
+class Rope:
+    table: Any = None
+
+
+class Context:
+    def __init__(self) -> None:
+        self.table: Any = None
+
+
+class Slots:
+    __slots__ = ("table",)
+
+    def __init__(self) -> None:
+        self.table: Any = None
+
+
+CONTEXT, SLOTS = Context(), Slots()
+PLACES: list[Any] = [None, None]
+TABLE: Any = None
+STEP = torch.zeros(1)
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def closure() -> Any:
+    table = None
+
+    def cached(x: torch.Tensor) -> torch.Tensor:
+        nonlocal table
+        if table is None:
+            table = torch.ones(WIDTH, device=x.device)
+        return table
+
+    return cached
+
+
+CACHED = closure()
+
+
+@functools.lru_cache
+def real(width: int) -> torch.Tensor:
+    return torch.linspace(0, 1, width)
+
+
+def on_a_class(x: torch.Tensor) -> torch.Tensor:
+    if Rope.table is None:
+        Rope.table = torch.ones(WIDTH, device=x.device)
+    return Rope.table  # type: ignore[no-any-return]
+
+
+def in_an_object(x: torch.Tensor) -> torch.Tensor:
+    if CONTEXT.table is None:
+        CONTEXT.table = torch.ones(WIDTH, device=x.device)
+    return CONTEXT.table  # type: ignore[no-any-return]
+
+
+def in_slots(x: torch.Tensor) -> torch.Tensor:
+    if SLOTS.table is None:
+        SLOTS.table = torch.ones(WIDTH, device=x.device)
+    return SLOTS.table  # type: ignore[no-any-return]
+
+
+def in_a_list(x: torch.Tensor) -> torch.Tensor:
+    if PLACES[1] is None:
+        PLACES[1] = torch.ones(WIDTH, device=x.device)
+    return PLACES[1]  # type: ignore[no-any-return]
+
+
+def in_a_global(x: torch.Tensor) -> torch.Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = torch.ones(WIDTH, device=x.device)
+    return TABLE  # type: ignore[no-any-return]
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    return STEP.add_(1).to(x.device)
+
+
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=GENERATOR)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = [function]  # as an attribute it would be an argument of `deepcopy`
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.function[0](x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "function", [on_a_class, in_an_object, in_slots, in_a_list, in_a_global, CACHED, lambda x: real(WIDTH)]
+)
+def test_what_code_keeps_around_a_model_is_put_back(function: Any) -> None:
+    model, x = Calls(function), torch.randn(2, WIDTH)
+    with contextlib.suppress(UnsupportedError):
+        follow(model, (x,))
+    output = model(x)
+    output.sum().backward()
+    assert function(x).device.type == "cpu"
+    assert len(PLACES) == 2
+
+
+@pytest.mark.parametrize("function", [counted, drawn])
+def test_a_forward_that_changes_what_is_no_copy_is_not_followed(function: Any) -> None:
+    state = STEP.clone(), GENERATOR.get_state()
+    with pytest.raises(UnsupportedError, match="changes what is no copy"):
+        follow(Calls(function), (torch.randn(2, WIDTH),))
+    assert torch.equal(STEP, state[0])
+    assert torch.equal(GENERATOR.get_state(), state[1])
+
+
+def test_a_forward_that_somebody_has_wrapped_is_not_followed() -> None:
+    model, calls = nn.Sequential(Counting()), []
+    plain = model[0].forward
+    model[0].forward = lambda x: calls.append(1) or plain(x)
+    with pytest.raises(UnsupportedError, match="may run the model itself"):
+        follow(model, (torch.randn(2, WIDTH),))
+    assert (calls, model[0].calls) == ([], 0)
+
+
+@pytest.mark.parametrize("value", [print, iter([1]), functools.partial(print)])
+def test_a_call_with_functions_is_not_followed(value: Any) -> None:
+    if value is print:
+        value = lambda: None  # noqa: E731
+    with pytest.raises(UnsupportedError, match="takes functions or iterators"):
+        follow(nn.Linear(2, 2), (torch.ones(1, 2),), {"then": [value]})
+
+
+def test_modes_of_others_see_nothing() -> None:
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with Mode(), pytest.raises(UnsupportedError, match="modes of torch"):
+        follow(model, (x,))
+    assert not any("linear" in str(func) for func in seen)
+
+
+def test_an_interrupt_leaves_nothing() -> None:
+    def interrupts(x: torch.Tensor) -> torch.Tensor:
+        in_an_object(x)
+        raise KeyboardInterrupt
+
+    CONTEXT.table = None
+    with pytest.raises(KeyboardInterrupt):
+        follow(Calls(interrupts), (torch.randn(2, WIDTH),))
+    assert CONTEXT.table is None
+
+
+def test_torch_defaults_are_put_back() -> None:
+    def sets(x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        return x.sum().item()  # type: ignore[return-value]
+
+    with pytest.raises(UnsupportedError):
+        follow(Calls(sets), (torch.randn(2, WIDTH),))
+    assert torch.get_default_dtype() is torch.float32

@@ -244,7 +244,7 @@ class _Forward(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
-        self._made: dict[int, torch.Tensor] = {}  # with values, in this forward: by storage
+        self._made = weakref.WeakValueDictionary[int, Any]()  # storages with values that this forward made
         self.calls: list[tuple[nn.Module, int]] = []
         self.ops: list[tuple[int, int, Op]] = []
         self.launches: dict[Any, Launch] = {}
@@ -281,7 +281,8 @@ class _Forward(OperatorMode):
         if len(real) == len(list(tensors_in((args, kwargs)))) and _device_of(kwargs) != "meta":
             with torch.inference_mode(False):  # somebody may keep it, for calls with gradients
                 output = func(*args, **kwargs)
-            self._made |= {_memory_of(tensor): tensor for tensor in tensors_in(output)}
+            for tensor in tensors_in(output):
+                self._made[_memory_of(tensor)] = tensor.untyped_storage()
             return output
         if _is_composite(func) and not launch.is_kernel(func, args, kwargs):
             with self:

@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from weightstream.errors import UnsupportedError
 
 _NEVER = ("torch", "builtins", "weightstream", "numpy", "typing", "functools", "collections")  # no state of a forward
 _MOST = 10_000  # items of a container that is looked at
+_HOPS = 2  # from a module to those that its functions and classes are from
 _MISSING = object()
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -70,16 +71,24 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 def _state_of(model: nn.Module) -> Iterator[Callable[[], None]]:
     """What puts back the state of the code around a model, piece by piece."""
-    tops = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
-    tops -= set(_NEVER) & tops
     seen: set[int] = set()
-    for name, module in tuple(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] in tops:
-            yield from _attributes(module, vars(module))
-            for value in tuple(vars(module).values()):
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    yield from _held(value, name)
+    for name in _modules_of(model):
+        module = sys.modules[name]
+        yield from _attributes(module, vars(module))
+        for value in tuple(vars(module).values()):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield from _held(value, name)
+
+
+def _modules_of(model: nn.Module) -> set[str]:
+    """The Python modules that the code of a model is from, and those that what they import is from."""
+    found = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    for _ in range(_HOPS):
+        names = [name for name in found if isinstance(sys.modules.get(name), ModuleType)]
+        values = [value for name in names for value in tuple(vars(sys.modules[name]).values())]
+        found |= {str(v.__module__) for v in values if isinstance(v, type | FunctionType)}
+    return {n for n in found if n.partition(".")[0] not in _NEVER and isinstance(sys.modules.get(n), ModuleType)}
 
 
 def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:
@@ -97,19 +106,37 @@ def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:
             yield from _cell(cell)
     elif not isinstance(value, ModuleType | torch.Tensor):
         yield from _contents(value)
-        table = None if isinstance(value, nn.Module) else _table_of(value)
-        if table is not None and type(value).__module__ == module:
-            yield from _attributes(value, table)
-            for inner in tuple(table.values()):
-                yield from _contents(inner)
+        if isinstance(value, nn.Module) or type(value).__module__ != module:
+            return
+        table = _table_of(value)
+        yield from _attributes(value, table)
+        for inner in tuple(table.values()):
+            yield from _contents(inner)
 
 
-def _table_of(value: Any) -> dict[str, Any] | None:
+def _table_of(value: Any) -> Mapping[str, Any]:
     """The attributes of an object, past whatever its class makes of them."""
     try:
         return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
     except AttributeError:
-        return None
+        return _Slots(value)
+
+
+class _Slots(Mapping[str, Any]):
+    """The attributes of an object that has no dictionary, as they are now."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self._value, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._value, name)
 
 
 def _attributes(owner: Any, table: Any) -> Iterator[Callable[[], None]]:
