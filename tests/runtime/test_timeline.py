@@ -302,7 +302,10 @@ def model() -> nn.Sequential:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, backend: Any, module: nn.Module, **settings: Any) -> weightstream.Streamer:
+    """Offloaded to this backend, with a plan that nothing changes however busy the machine is."""
     monkeypatch.setattr("weightstream.front.CpuBackend", lambda *_: backend)
+    monkeypatch.setattr("weightstream.prospects.foreseen", lambda *_: None)
+    monkeypatch.setattr("weightstream.runtime.refinement._MOVES", 0)
     return weightstream.offload(module, device="cpu", **{"device_budget": BUDGET} | settings)
 
 
@@ -318,7 +321,6 @@ def test_a_slow_copy_is_a_wait_for_its_unit(monkeypatch: pytest.MonkeyPatch) -> 
     with opened(monkeypatch, backend, module) as streamer:
         want = [plain(torch.full((2, WIDTH), float(i))) for i in range(6)]
         backend.slow = {module[3].weight.data_ptr()}
-        streamer._installed.refinement._num_moves = 2  # else the slow unit is made resident
         assert all(torch.equal(module(torch.full((2, WIDTH), float(i))), y) for i, y in enumerate(want))
         stats = settled(streamer)
         units = {unit.name: unit for unit in stats.units}

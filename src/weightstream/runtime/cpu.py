@@ -15,7 +15,7 @@ import torch
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import Point, Worker, move, staging
+from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, Point, Worker, move, staging
 from weightstream.store.arena import Arena
 from weightstream.store.limits import available_nbytes
 from weightstream.store.staging import Staging
@@ -37,8 +37,8 @@ CPU_PROFILE = Profile(
 
 
 def free_nbytes() -> int:
-    """Host memory to plan with when no budget was given: 80 % of what this process may still take."""
-    return available_nbytes() * 4 // 5
+    """Host memory to plan with when no budget was given: 80 % of what this process may still take, less staging."""
+    return max(0, available_nbytes() * 4 // 5 - STAGING_BUFFERS * STAGING_NBYTES)
 
 
 class CpuEvent:
