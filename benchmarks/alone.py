@@ -12,9 +12,8 @@ import select
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,7 @@ import torch
 from bench import show
 from cases import Case
 from host import DirectReads
-from rows import RESULTS, append, environment
+from rows import RESULTS, append, environment, guarded
 
 HERE = Path(__file__).parent
 DEVICE_BUDGET, TINY_BUDGET = "1200MiB", "12MiB"  # room for the head, which is the largest matrix
@@ -114,14 +113,9 @@ class Trials:
             return self.add(system, settings=case.settings, **process.result(), **fields)
         return None
 
-    @contextmanager
-    def guarded(self, system: str) -> Iterator[None]:
-        """Turns an error into a row."""
-        try:
-            yield
-        except Exception as error:  # a peer may raise anything
-            traceback.print_exc()
-            self.add(system, error=f"{type(error).__name__}: {error}"[:500])
+    def guarded(self, system: str, **fields: Any) -> AbstractContextManager[None]:
+        """Turns an error into a row. Nests: a part that fails leaves the others."""
+        return guarded(self.add, system, **fields)
 
     def floor_gbps(self) -> float:
         """GB/s of direct reads now; the row of it counts all samples so far."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from model import TINY, Decoder, Shape, build, wrap
 from rich.console import Console
 from rich.table import Table
-from rows import RESULTS, append, environment, percentiles
+from rows import RESULTS, append, environment, guarded, percentiles
 from systems import graphed
 from timing import Run
 
@@ -94,14 +93,9 @@ class Bench:
         self._setup_s: float | None = None
         self._setup_from = time.perf_counter()
 
-    @contextmanager
-    def guarded(self, system: str, **fields: Any) -> Iterator[None]:
-        """Turns an error into a row. Nests: a mode that fails leaves the system's others."""
-        try:
-            yield
-        except Exception as error:  # a peer may raise anything
-            traceback.print_exc()
-            self.add(system, error=f"{type(error).__name__}: {error}"[:500], **fields)
+    def guarded(self, system: str, **fields: Any) -> AbstractContextManager[None]:
+        """Turns an error into a row. Nests: a part that fails leaves the others."""
+        return guarded(self.add, system, **fields)
 
     def ring_budget(self) -> int:
         """For a ring of at most 0.45 GiB, 1.107 layers of the full shape, beside the norms."""

@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,11 +94,11 @@ class Models:
         bounds = bounds_of(model, budgets.values(), self.backend)
         for budget_name, budget in budgets.items():
             for case in cases:
-                with self.guarded(f"weightstream, {case.name}, {budget_name}"):
+                with rows.guarded(self.write, f"weightstream, {case.name}, {budget_name}"):
                     self.offloaded(model, case, budget_name, bounds[budget])
         if self.args.peers and name == "flux" and self.device.type == "cuda":
             for level in ("block", "leaf"):
-                with self.guarded(f"diffusers group offload, {name}, {level}"):
+                with rows.guarded(self.write, f"diffusers group offload, {name}, {level}"):
                     self.peer(model, cases[0], level)
 
     def made(self, name: str) -> tuple[Any, list[Case]]:
@@ -161,7 +160,7 @@ class Models:
         with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=folder):
             for profiled, measured in STATES:
                 about = f"{budget_name}, profile {profiled}, steps {measured}"
-                with self.guarded(f"weightstream, {case.name}, {about}"):
+                with rows.guarded(self.write, f"weightstream, {case.name}, {about}"):
                     with self.state(profiled):
                         print(profile_for(self.backend, anew=True), flush=True)
                     with self.state(measured):
@@ -175,15 +174,6 @@ class Models:
     def state(self, of: str) -> Any:
         return loaded(self.args) if of == "loaded" else nullcontext()
 
-    @contextmanager
-    def guarded(self, system: str) -> Iterator[None]:
-        """Turns an error into a row."""
-        try:
-            yield
-        except Exception as error:  # a peer may raise anything
-            traceback.print_exc()
-            self.write({"system": system, "error": f"{type(error).__name__}: {error}"[:500]})
-
     def add(self, system: str, case: Case, base: int, found: Row, about: str = "", **fields: Any) -> None:
         """A row of what was timed; `base` is what was allocated before the system was set up."""
         name = ", ".join(filter(None, (system, case.name, about)))
@@ -195,9 +185,9 @@ class Models:
         p50 = row["ms"]["p50"]
         row |= {f"x_{of}": round(row[f"{of}_ms"] / p50, 4) for of in ("predicted", "refined") if f"{of}_ms" in row}
         row |= {"x_bound": round(p50 / row["bound_ms"], 4)} if "bound_ms" in row else {}
-        self.write(row | {"cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()})
+        self.write(**row, cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled())
 
-    def write(self, row: Row) -> None:
+    def write(self, **row: Any) -> None:
         """Write a row and show it."""
         row = {"bench": "models", "tiny": self.args.tiny} | row
         self.rows.append(row)
@@ -271,7 +261,7 @@ def main() -> None:
             return
         models = Models(args)
         for name in [args.load] if args.load else args.models.split(","):
-            with models.guarded(f"weightstream, {name}"):
+            with rows.guarded(models.write, f"weightstream, {name}"):
                 (models.load if args.load else models.measure)(name)
         models.backend.close()
         show(models.rows)

@@ -8,6 +8,9 @@ import os
 import platform
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,16 @@ def environment() -> dict[str, Any]:
         "commit": os.environ.get("WEIGHTSTREAM_COMMIT") or _commit(),
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
     }
+
+
+@contextmanager
+def guarded(write: Callable[..., object], system: str, **fields: Any) -> Iterator[None]:
+    """Turns an error into a row: `write(system=…, error=…, …)`."""
+    try:
+        yield
+    except Exception as error:  # a peer may raise anything
+        traceback.print_exc()
+        write(system=system, error=f"{type(error).__name__}: {error}"[:500], **fields)
 
 
 def append(path: Path, rows: list[dict[str, Any]], common: dict[str, Any] | None = None) -> None:

@@ -90,6 +90,8 @@ def _example(model: nn.Module, inputs: Any) -> prospects.Example | None:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {})
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
+    except ValueError:  # a builtin has no signature
+        pass
     except TypeError as error:
         raise ConfigError(
             f"example_inputs: {type(model).__name__}.forward() does not take them: {error}; give a tensor, a tuple of "

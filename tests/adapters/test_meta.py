@@ -7,6 +7,7 @@ import functools
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy
@@ -134,6 +135,21 @@ def test_what_cannot_be_copied_is_told() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"Linear: its work cannot be told .* TypeError"):
+        follow(model, (torch.ones(1, WIDTH),))
+
+
+class Own:
+    """Every copy is itself."""
+
+    def __deepcopy__(self, memo: Any) -> Own:
+        return self
+
+
+@pytest.mark.parametrize("value", [Own(), weakref.ref(Own)], ids=["object", "reference"])
+def test_what_is_its_own_copy_might_change(value: Any) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.state = value
+    with pytest.raises(UnsupportedError, match="Linear or what it holds is its own copy"):
         follow(model, (torch.ones(1, WIDTH),))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ KIB = 1024
 ELSEWHERE = Profile(machine="Elsewhere", device_nbytes=1 << 30, link_bytes_per_s=20e9, overhead_s=60e-6)
 # the least budget that works is nearly that of the largest matrix, or of the experts of a layer
 BUDGETS = {"llama": 140 * KIB, "llama-bf16": 80 * KIB, "mixtral": 600 * KIB, "qwen3_moe-bf16": 140 * KIB}
+
+
+@pytest.fixture(autouse=True)
+def reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure shows why work or an order was not known."""
+    caplog.set_level(logging.INFO, "weightstream")
 
 
 @pytest.fixture(scope="module")

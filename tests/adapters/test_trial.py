@@ -73,6 +73,34 @@ def test_what_cannot_be_run_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) 
     assert found.timed({}).ops == found.ops
 
 
+@torch.library.custom_op("weightstream_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("what it does with any operands nobody knows")
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_only_operators_of_torch_are_tried() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.gelu(doubled(x))
+
+    found = follow(Own(), (torch.randn(64, 256),))
+    assert {launch._call[0].namespace for launch, _ in found.launches} == {"aten", "weightstream_test"}
+    assert {launch._call[0].namespace for launch in seconds_of(found)} == {"aten"}
+
+
+def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setattr(trial, "_rounds", fails)
+    assert seconds_of(follow(nn.Linear(256, 256), (torch.randn(64, 256),))) == {}
+
+
 def test_what_is_over_before_it_is_launched_is_not_tried() -> None:
     found = follow(nn.Linear(4, 4), (torch.ones(1, 4),))
     assert trial.seconds_of(found.launches, CPU_PROFILE, CpuBackend()) == {}

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from weightstream.plan.planner import Planner, Refusal, Way
 from weightstream.plan.refine import Refined, Times, refine, unit_s
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
+from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.timeline import Kind, Measured
 from wrapped import Delay, Wrapper
 
 # -- a machine that is simulated ----------------------------------------------------------------------------------
@@ -351,6 +354,24 @@ def test_delays_that_nobody_predicted_change_no_bit(opened: Callable[..., weight
     assert streamer.plan.step_s < SLOW_COMPUTE.overhead_s * DEPTH / 2
     streamer.remove()
     assert torch.equal(step(module, 1), step(layers(), 1))
+
+
+@pytest.mark.parametrize(("size", "num_doubts"), [(2 * WIDTH, 1), (3 * WIDTH, 0)])
+def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
+    size: int, num_doubts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of its class, but of another size, may well take another time."""
+    monkeypatch.setattr(prospects, "profile_for", lambda _: CPU_PROFILE)
+    with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
+        given, doubts = streamer._installed.refinement.prospect, []
+        plan = given.planners[0](given.grains[0])
+        learned = Refinement(given, lambda *_: given, lambda: doubts.append(1))
+        learned.foresee(plan, Kind("forward", 2 * WIDTH), (), {})
+        kind = Kind("forward", size)
+        measured = Measured(kind=kind, num_steps=3, step_s=3 * plan.step_s, units=())
+        timeline: Any = SimpleNamespace(kind=kind, measured=lambda: measured)
+        learned.refine(plan, 4, timeline)
+        assert len(doubts) == num_doubts
 
 
 def test_a_better_plan_is_moved_to_and_measured_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import weightstream
 from models import ARCHITECTURES, FIXTURES
 from weightstream import prospects
 from weightstream.errors import ConfigError
+from weightstream.runtime.homes import Homes
 from weightstream.runtime.values import tensors_in
 
 WIDTH = 64
@@ -101,7 +103,7 @@ def test_first_steps_of_models_of_every_kind(name: str) -> None:
 
 def test_example_inputs_tell_it_ahead(asked: list[int]) -> None:
     model, plain = models()
-    for given in (x(), (x(),), {"x": x()}):
+    for given in (x(), (x(),), {"x": x()}, UserDict(x=x())):
         with weightstream.offload(model, device="cpu", device_budget=4 * LAYER, example_inputs=given) as streamer:
             ahead = streamer.plan
             assert ahead.manifest.order == (7, 6, 5, 4, 3, 2, 1, 0, 4)
@@ -118,6 +120,13 @@ def test_an_example_that_the_forward_does_not_take_is_refused(inputs: Any) -> No
     with pytest.raises(ConfigError, match=r"example_inputs: Backwards\.forward\(\) does not take them"):
         weightstream.offload(model, device="cpu", device_budget=4 * LAYER, example_inputs=inputs)
     assert_steps(model, plain)
+
+
+def test_an_example_for_a_forward_without_a_signature_is_no_error() -> None:
+    model, _ = models()
+    model.forward = torch.relu  # type: ignore[assignment]
+    with weightstream.offload(model, device="cpu", device_budget=4 * LAYER, example_inputs=x()):
+        assert torch.equal(model(x()), torch.relu(x()))
 
 
 def test_an_example_that_tells_nothing_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,6 +191,59 @@ def test_an_error_of_following_is_no_error_of_the_call(
     assert caplog.text.count("cannot be told before it runs") == 1
 
 
+def test_a_switch_that_fails_is_no_error_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settle, calls = Homes.settle, []
+
+    def fails_once(self: Homes, plan: weightstream.Plan) -> None:
+        calls.append(plan)
+        if len(calls) == 2:
+            raise ZeroDivisionError("a fault of ours")
+        settle(self, plan)
+
+    monkeypatch.setattr(Homes, "settle", fails_once)
+    model, plain = models()
+    with (
+        caplog.at_level(logging.WARNING, "weightstream"),
+        weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer,
+    ):
+        assert_steps(model, plain, 1)
+        assert calls[2] == calls[0], "the plan before"
+        assert "the plan stays as it is" in caplog.text
+        assert_steps(model, plain, 4)
+        assert streamer.plan.manifest.order == (7, 6, 5, 4, 3, 2, 1, 0, 4), "learned from its steps"
+
+
+class Peeks(nn.Module):
+    """Of 16 rows it reads a layer's weight by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 16:
+            x = x @ self.layers[2].weight
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_one_kind_of_calls_keeps_stays_for_all() -> None:
+    model, plain = models(Peeks)
+    with weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer:
+        for rows in (2, 16, 64, 256):
+            kept = {"layers.2.weight"} if rows >= 16 else set()
+            assert_steps(model, plain, 2, rows)
+            prospect = streamer._installed.refinement.prospect
+            assert all(grain.kept == kept for grain in prospect.grains)
+            assert streamer.plan.resident >= kept
+        before = streamer.stats().unplanned_fills
+        assert_steps(model, plain, 2, 16)
+        assert streamer.stats().unplanned_fills == before
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +279,33 @@ def test_a_plan_of_another_grain_can_be_put_in_force() -> None:
             assert_steps(model, plain, 4)
             assert streamer.stats().unplanned_fills == before
     assert_steps(model, plain, 1)
+
+
+class Reads(Two):
+    """It computes with a weight of its layer, which is outside of the layer's forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.linear(x, self.up.weight))  # type: ignore[no-any-return]
+
+
+class DeepReads(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reads() for _ in range(6))
+
+
+@pytest.mark.usefixtures("nothing_foreseen")
+def test_reads_outside_of_finer_units_are_seen_after_a_change_of_grain() -> None:
+    model, plain = models(DeepReads)
+    with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
+        found = streamer._installed.refinement.prospect
+        blocks, matrices = found.grains[0], found.grains[-1]
+        assert len(blocks.units) < len(matrices.units)
+        for manifest, outside in ((blocks, 0), (matrices, 6), (blocks, 0)):
+            streamer.switch(found.planners[0](manifest))
+            assert_steps(model, plain, 1)
+            assert len(streamer._learning.read_outside) == outside
+            assert_steps(model, plain, 2)
 
 
 def test_a_switch_to_another_grain_that_fails_leads_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,32 @@ def test_a_patched_forward_is_copied_and_survives() -> None:
     assert not torch.equal(changed, want)
 
 
+@pytest.mark.parametrize("where", ["model", "unit"])
+def test_a_forward_that_is_wrapped_meanwhile_survives_changes_of_the_plan(where: str) -> None:
+    calls: list[str] = []
+    model, x = chain(), torch.randn(2, WIDTH)
+    want = model(x).detach()
+    with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget=9 << 10) as streamer:
+        first, found = streamer.plan, streamer._installed.refinement.prospect
+        wrapped = model if where == "model" else model[2]
+        inner = wrapped.forward
+
+        def wrapper(*args: Any) -> Any:
+            calls.append(where)
+            return inner(*args)
+
+        wrapped.forward = wrapper
+        for num, manifest in enumerate((found.grains[-1], first.manifest, found.grains[-1]), 1):
+            assert torch.equal(model(x), want)
+            streamer.switch(found.planners[0](manifest))
+            assert torch.equal(model(x), want)
+            assert len(calls) == 2 * num
+    assert torch.equal(model(x), want)
+    assert len(calls) == 7
+    del wrapped.forward
+    assert torch.equal(model(x), want)
+
+
 def test_units_may_run_in_threads_of_the_models_own() -> None:
     class Parallel(nn.Module):
         def __init__(self) -> None:

@@ -47,7 +47,7 @@ class Launch:
     it on other tensors.
     """
 
-    __slots__ = ("_call", "_specs", "is_repeatable", "op", "workspace_nbytes")
+    __slots__ = ("_call", "_made", "is_repeatable", "op", "workspace_nbytes")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
@@ -56,7 +56,7 @@ class Launch:
         changes: bool = func._schema.is_mutable
         parts = output if isinstance(output, tuple) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
-        self._specs = [(t.shape, t.stride(), t.dtype) for t in made]
+        self._made = [_spec(tensor) for tensor in made]
         self._call = func, tree_map_only(torch.Tensor, _spec, (args, kwargs))
         self.op: Op | None = None
         self.workspace_nbytes = 0
@@ -71,14 +71,14 @@ class Launch:
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket is _ATTENTION:
             draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-        if not self.is_repeatable or draws or self.op is None:
+        if not self.is_repeatable or draws or self.op is None or func.namespace != "aten":
             return None
         args, kwargs = tree_map_only(Spec, tensor, (args, kwargs))
         return partial(func, *args, **kwargs)
 
     def repeat(self) -> Any:
         """What it returns, without running it."""
-        made = tuple(torch.empty_strided(*spec[:2], dtype=spec[2], device="meta") for spec in self._specs)
+        made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._made)
         return made if len(made) > 1 else made[0]
 
 

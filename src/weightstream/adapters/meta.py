@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +63,17 @@ def copied(model: nn.Module, *values: Any) -> Copied:
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Shapes():
         made, given = copy.deepcopy((model, values), memo)
-    if any(memo.get(id(module), module) is module for module in modules):
-        raise UnsupportedError("a module that is its own copy")
+    for module in modules:
+        twin = memo.get(id(module), module)
+        if twin is module or any(_is_shared(value, vars(twin).get(name)) for name, value in vars(module).items()):
+            raise UnsupportedError(f"{type(module).__name__} or what it holds is its own copy")
     return Copied(made, {id(memo[id(module)]): module for module in modules}, weights, given)
+
+
+def _is_shared(value: Any, made: Any) -> bool:
+    """Whether a forward of the copy could change a value of the model, as its class makes no copies of it."""
+    makes_none = hasattr(type(value), "__deepcopy__") or isinstance(value, weakref.ref)
+    return made is value and makes_none and not isinstance(value, Enum)
 
 
 def kept(storages: Callable[[], Collection[int]]) -> bool:

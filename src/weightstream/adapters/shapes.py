@@ -269,16 +269,17 @@ class _Forward(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
             if (storage := tensor.untyped_storage()._cdata) in self._weights:
                 self.reads[self._call, storage] = None
         if time.perf_counter() > self._until_s:
             raise UnsupportedError("to follow it takes too long")
-        real = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
+        real = [tensor for tensor in given if not tensor.is_meta]
         writes = func._schema.is_mutable and func.overloadpacket is not torch.ops.aten.detach_
         if kwargs.get("generator") is not None or (writes and any(_memory_of(t) not in self._made for t in real)):
             raise UnsupportedError(f"{func} changes what is no copy")
-        if len(real) == len(list(tensors_in((args, kwargs)))) and _device_of(kwargs) != "meta":
+        if len(real) == len(given) and _device_of(kwargs) != "meta":
             with torch.inference_mode(False):  # somebody may keep it, for calls with gradients
                 output = func(*args, **kwargs)
             for tensor in tensors_in(output):

@@ -22,6 +22,7 @@ import torch
 from weightstream.adapters.launch import Launch, Spec
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Backend, Side, Stamp
+from weightstream.runtime.weights import span
 
 logger = logging.getLogger("weightstream")
 
@@ -50,7 +51,8 @@ def seconds_of(launches: Iterable[tuple[Launch, int]], profile: Profile, backend
         try:
             works = {launch: work for launch in worth if (work := _runnable(launch, operands)) is not None}
             return dict(zip(works, _rounds(backend, list(works.values()), operands), strict=True)) if works else {}
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # memory, above all
+            logger.debug("operators are not tried: %s", error)
             return {}
 
 
@@ -114,19 +116,20 @@ class _Operands:
 
     def note(self, spec: Spec) -> torch.Tensor:
         """So many elements are to be taken later; nothing is made yet."""
-        num = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
-        key = spec.dtype, self._taken[spec.dtype]
-        self._taken[spec.dtype] += 1
-        self._sizes[key] = max(self._sizes[key], num)
+        key = self._next(spec)
+        self._sizes[key] = max(self._sizes[key], span(spec.shape, spec.stride))
         return torch.empty(0, device="meta")
 
     def take(self, spec: Spec) -> torch.Tensor:
         """Floats are random, all else is zeros, which are in range wherever they name a place."""
-        key = spec.dtype, self._taken[spec.dtype]
-        self._taken[spec.dtype] += 1
+        key = self._next(spec)
         if key not in self._pools:
             self._pools[key] = self._filled(self._sizes[key], spec.dtype)
         return self._pools[key].as_strided(spec.shape, spec.stride)
+
+    def _next(self, spec: Spec) -> tuple[torch.dtype, int]:
+        self._taken[spec.dtype] += 1
+        return spec.dtype, self._taken[spec.dtype]
 
     def products(self) -> Callable[[], Any]:
         """A product that takes a GPU about 0.2 ms."""

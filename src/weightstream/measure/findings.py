@@ -23,7 +23,7 @@ from weightstream.errors import ConfigError
 from weightstream.measure import machine, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
 from weightstream.measure.nvml import PciLink
-from weightstream.measure.profile import profile_for
+from weightstream.measure.profile import QUIET, profile_for
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
@@ -59,7 +59,6 @@ _OPTIONAL = MappingProxyType(
 )
 _OF_A_GPU = frozenset({"triton", _NVML})
 _GOOD_SHARE = 0.75  # of the link's rate
-_QUIET = 0.2  # what others may use of a device that is measured
 _FILE_NBYTES = 256 << 20
 
 
@@ -196,7 +195,7 @@ def measured_finding(profile: Profile, device: str, now: float) -> Finding:
         return Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
     others = f"while others used {profile.load:.0%}" if profile.load >= 0 else "while others used an unknown share"
     when = _ago(now - profile.measured_at) if profile.measured_at else "nobody knows when"
-    return _judged("measured", f"{when}, {others} of the {device}", profile.load <= _QUIET, profile.measured_at)
+    return _judged("measured", f"{when}, {others} of the {device}", profile.load <= QUIET, profile.measured_at)
 
 
 def _ago(seconds: float) -> str:

@@ -27,7 +27,8 @@ logger = logging.getLogger("weightstream")
 
 _FORMAT = 4  # of what is kept; to be raised whenever a number is measured in another way
 _SOON_S = 0.3  # what was compiled before is loaded
-_FRESH_S, _IDLE = 3600.0, 0.2  # seconds; the share of the machine that others use
+_FRESH_S = 3600.0
+QUIET = 0.2  # what others may use of a device that is measured
 
 
 def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None = None) -> Profile:
@@ -79,7 +80,7 @@ def doubt(device: torch.device) -> None:
     """
     try:
         found = load(device)
-        if found is None or (time.time() - found.measured_at < _FRESH_S and 0 <= found.load <= _IDLE):
+        if found is None or (time.time() - found.measured_at < _FRESH_S and 0 <= found.load <= QUIET):
             return
         _path(device).unlink(missing_ok=True)
         logger.info("%s is not as fast as its profile says: it is measured again when that is next needed", device)

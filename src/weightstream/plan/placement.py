@@ -89,11 +89,16 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED
 
     Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
     """
-    if budget is None or manifest.nbytes + buffer_nbytes(manifest) <= budget:
+    if budget is None or fits(manifest, budget):
         return replace(cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0), profile), budget=budget)
     plan = search(candidates(manifest, budget, profile))
     assert plan is not None
     return cost.predicted(plan, profile)
+
+
+def fits(manifest: Manifest, budget: int) -> bool:
+    """Whether everything may stay."""
+    return manifest.nbytes + buffer_nbytes(manifest) <= budget
 
 
 def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Candidate]:
@@ -111,19 +116,18 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
     choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
+    computes_s = compute_s(manifest, profile)
     for choice in choices:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
-        bound = bound_s(manifest, profile, sum(manifest.read.values()) - streamed + ring)
+        bound = max(computes_s, (streamed - ring) / profile.link_bytes_per_s)
         yield from (Candidate(bound, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
 
 
-def bound_s(manifest: Manifest, profile: Profile, kept_nbytes: float) -> float:
-    """Seconds that no step takes less than, where the device keeps so many bytes from step to step: those to compute,
-    and those to copy the rest."""
-    computes_s = sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
-    return max(computes_s, (sum(manifest.read.values()) - kept_nbytes) / profile.link_bytes_per_s)
+def compute_s(manifest: Manifest, profile: Profile) -> float:
+    """Seconds in which a step computes, all waits left out."""
+    return sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
 
 
 def place_layers(

@@ -207,7 +207,8 @@ class Planner:
         kept_nbytes = (self.budget or 0) - buffer_nbytes(way.aside) if is_bounded else math.inf
         if way.aside.codes and kept_nbytes >= sum(way.aside.read.values()):
             return read_s  # of what is coded, some may stay plain
-        return placement.bound_s(way.aside, profile.decoding(way.aside), kept_nbytes) + read_s
+        computes_s = placement.compute_s(way.aside, profile.decoding(way.aside))
+        return max(computes_s, (sum(way.aside.read.values()) - kept_nbytes) / profile.link_bytes_per_s) + read_s
 
     def may_code(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest depends on what can be coded."""
@@ -270,7 +271,7 @@ class Planner:
 
     def _placed(self, way: Way, profile: Profile) -> Iterator[Candidate]:
         """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
-        if self.config.backend == "none" and self.budget is not None and _nbytes_held(way.aside) > self.budget:
+        if self.config.backend == "none" and self.budget is not None and not placement.fits(way.aside, self.budget):
             yield from placement.candidates(way.aside, self.budget, profile.decoding(way.aside))
             return
         plan = self._streaming(way.aside, profile.decoding(way.aside))
@@ -318,8 +319,3 @@ class Planner:
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
         movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
         return placement.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)
-
-
-def _nbytes_held(manifest: Manifest) -> int:
-    """Bytes of the device where everything stays."""
-    return manifest.nbytes + buffer_nbytes(manifest)

@@ -34,6 +34,7 @@ class Around:
         self.session: ops.Session | None = None
         self.unit: torch.Tensor | None = None
         self.hidden = False  # from compilers
+        self.is_wrapped = False  # somebody's forward runs ours
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
@@ -84,13 +85,15 @@ def hide(module: nn.Module) -> None:
     module.__dict__[_AROUND].hidden = True
 
 
-def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in(own: Around) -> Callable[..., Any]:
     """A forward for one instance, to be bound to it, so that a copy of the instance binds it to the copy."""
+    plain = own.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         around = getattr(self, _AROUND, None)
-        if not isinstance(around, Around):  # a copy of the module
-            return type(self).forward(self, *args, **kwargs) if around is None else around(*args, **kwargs)
+        if own.is_wrapped or not isinstance(around, Around):  # we stand around the wrapper; or it is a copy
+            patched = own.patched if around is None or isinstance(around, Around) else around
+            return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return around(*args, **kwargs)
         if around.session is None or (around.session.streams and not around.session.fixed):
@@ -111,8 +114,8 @@ def _stand_in(plain: Callable[..., Any]) -> Callable[..., Any]:
     functools.update_wrapper(forward, plain)
     with suppress(ValueError):  # a builtin has none
         signature = inspect.signature(plain)
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+        bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])  # type: ignore[attr-defined]
     forward.__name__ = "forward"  # by which a pickle finds the plain one
     return forward
 
@@ -128,7 +131,7 @@ def surround(
         if _AROUND in module.__dict__:
             _put_back(module, found)  # a copy of an offloaded module
         found = Around(module)
-        stand_in = types.MethodType(_stand_in(found.forward), module)
+        stand_in = types.MethodType(_stand_in(found), module)
         module.__dict__.update({_AROUND: found, "forward": stand_in})
     found.session = session
     found.runs.append(run)
@@ -138,9 +141,12 @@ def surround(
 
 
 def _leave(module: nn.Module, around: Around, stand_in: Callable[..., Any]) -> None:
-    if module.__dict__.get(_AROUND) is around and module.__dict__.get("forward") is stand_in:
-        _put_back(module, around.patched)
-    module.__dict__.pop(_AROUND, None)  # alone, if somebody has replaced our forward since
+    if module.__dict__.get(_AROUND) is around:
+        if module.__dict__.get("forward") is stand_in:
+            _put_back(module, around.patched)
+        else:
+            around.is_wrapped = True  # or replaced
+    module.__dict__.pop(_AROUND, None)
 
 
 def _put_back(module: nn.Module, patched: Callable[..., Any] | None) -> None:

@@ -80,6 +80,11 @@ class Homes:
         return Home(group=group, origin=device, source=file or Pageable(view=view), file=file)
 
     @property
+    def groups(self) -> dict[str, Group]:
+        """What they are the homes of."""
+        return {alias: home.group for alias, home in self.homes.items()}
+
+    @property
     def layouts(self) -> dict[str, Layout]:
         """Of the groups whose file holds them coded."""
         files = ((alias, home.file) for alias, home in self.homes.items())

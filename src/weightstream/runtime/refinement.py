@@ -85,9 +85,8 @@ class Refinement:
         found = self._foresee(self.prospect, args, kwargs)
         if found is None:
             return None
-        self.prospect = found
-        found = replace(found, grains=tuple(grain.keeping(self._kept) for grain in found.grains))
-        self.prospect = found  # what one kind of calls keeps stays for all
+        # what one kind of calls keeps stays for all
+        self.prospect = found = replace(found, grains=tuple(grain.keeping(self._kept) for grain in found.grains))
         index = found.grain_of(plan.manifest)
         planner, grain = found.planners[index], found.grains[index]
         same = planner.priced(plan.reordered(grain.order))
