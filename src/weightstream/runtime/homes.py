@@ -57,7 +57,7 @@ class Homes:
         by_row: frozenset[str] = frozenset(),
     ) -> None:
         self.plan: Plan | None = None
-        self.by_row = by_row  # alias groups of which a step reads a few rows
+        self.groups, self.by_row = groups, by_row  # of the latter a step reads a few rows
         self.can_map = True  # until pinning is refused
         self.sources_changed = False  # graphs that were captured before read old ones
         self._backend, self._arena, self._pages, self._can_spill = backend, arena, pages, spill is not None
@@ -78,11 +78,6 @@ class Homes:
         if (file := in_file(view, memory)) is None:
             memory.populate(0, memory.nbytes)  # a part of a coded tensor cannot be taken as it is
         return Home(group=group, origin=device, source=file or Pageable(view=view), file=file)
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        """What they are the homes of."""
-        return {alias: home.group for alias, home in self.homes.items()}
 
     @property
     def layouts(self) -> dict[str, Layout]:
