@@ -107,7 +107,7 @@ def prospect_of_model(
 
     `example` are arguments of a forward, of which the work is told; else it is that of a language model's step.
     """
-    by_alias = homes.groups
+    by_alias = _groups(homes)
     weights = weights_of(
         by_alias, by_row=homes.by_row, coded_in_files=frozenset(homes.layouts), movable=homes.movable, kept=kept
     )
@@ -121,6 +121,10 @@ def prospect_of_model(
     return with_facts(found, homes, backend, memories)
 
 
+def _groups(homes: Homes) -> dict[str, Group]:
+    return {alias: home.group for alias, home in homes.homes.items()}
+
+
 def with_facts(prospect: Prospect, homes: Homes, backend: Backend, memories: Sequence[Memory]) -> Prospect:
     """The same with what takes time to find out, as far as a plan may depend on it and nobody has found it out yet."""
     planner, plain = prospect.planners[-1], prospect.grains[-1]
@@ -128,7 +132,7 @@ def with_facts(prospect: Prospect, homes: Homes, backend: Backend, memories: Seq
     if planner.may_code(plain) and not weights.codes and can_decode(backend, planner.config):
         for memory in memories:
             memory.check()
-        codes = sizes_of(homes.groups, homes.layouts, homes.in_parts, weights.by_row)
+        codes = sizes_of(_groups(homes), homes.layouts, homes.in_parts, weights.by_row)
         machine, weights = replace(machine, can_decode=True), replace(weights, codes=codes)
     if machine.disk_bytes_per_s is None and planner.may_use_disk(plain):
         machine = replace(machine, disk_bytes_per_s=bench.rate_of_files(homes.files))

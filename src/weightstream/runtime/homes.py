@@ -57,7 +57,7 @@ class Homes:
         by_row: frozenset[str] = frozenset(),
     ) -> None:
         self.plan: Plan | None = None
-        self.groups, self.by_row = groups, by_row  # of the latter a step reads a few rows
+        self.by_row = by_row  # alias groups of which a step reads a few rows
         self.can_map = True  # until pinning is refused
         self.sources_changed = False  # graphs that were captured before read old ones
         self._backend, self._arena, self._pages, self._can_spill = backend, arena, pages, spill is not None

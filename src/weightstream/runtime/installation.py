@@ -70,7 +70,7 @@ class Installation:
 
     def manifest(self) -> Manifest:
         """All units and weights, plain, in the order of the modules."""
-        return manifest(self.modules.units, self.homes.groups)
+        return manifest(self.modules.units, {alias: home.group for alias, home in self.homes.homes.items()})
 
     def start(self, plan: Plan | None) -> None:
         """Put the first plan in force, or one that is made now. On an error the model is as it was."""
