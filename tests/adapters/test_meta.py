@@ -8,7 +8,9 @@ import random
 import threading
 import time
 import weakref
+from threading import Thread
 from typing import Any
+from weakref import finalize
 
 import numpy
 import pytest
@@ -129,6 +131,30 @@ def test_a_view_of_a_weight_that_is_kept_is_let_go_of() -> None:
     KEPT.clear()
     follow(Keeps(), (torch.ones(1, WIDTH),))
     assert KEPT == {}
+
+
+def test_what_the_standard_library_keeps_stays() -> None:
+    """Other threads start and end meanwhile, and garbage is collected."""
+    done = threading.Event()
+    finalized: list[int] = []
+    threads = [Thread(target=done.wait, args=(60,)) for _ in range(2)]
+    kept = [type("Dies", (), {})()]
+
+    class Busy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            threads[1].start()
+            done.set()
+            threads[0].join()
+            finalize(kept[0], finalized.append, 1)
+            return super().forward(x)
+
+    threads[0].start()
+    done.clear()
+    follow(Busy(WIDTH, WIDTH), (torch.ones(1, WIDTH),))
+    assert threads[0] not in threading.enumerate()
+    threads[1].join()
+    kept.clear()
+    assert finalized == [1]
 
 
 def test_what_cannot_be_copied_is_told() -> None:

@@ -22,7 +22,8 @@ from torch.nn.modules import module as torch_modules
 
 from weightstream.errors import UnsupportedError
 
-_NEVER = ("torch", "builtins", "weightstream", "numpy", "typing", "functools", "collections")  # no state of a forward
+# No state of a forward; other threads, and finalizers, change what the standard library holds at any time.
+_NEVER = frozenset(("torch", "weightstream", "numpy", *sys.stdlib_module_names))
 _MOST = 10_000  # items of a container that is looked at
 _HOPS = 2  # from a module to those that its functions and classes are from
 _MISSING = object()
@@ -82,13 +83,18 @@ def _state_of(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _modules_of(model: nn.Module) -> set[str]:
-    """The Python modules that the code of a model is from, and those that what they import is from."""
-    found = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    """The Python modules that the code of a model is from, and those of the same packages that they import from."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    packages = {name.partition(".")[0] for name in names} - _NEVER
+
+    def loaded(names: Iterable[str]) -> set[str]:
+        return {n for n in names if n.partition(".")[0] in packages and isinstance(sys.modules.get(n), ModuleType)}
+
+    found = loaded(names)
     for _ in range(_HOPS):
-        names = [name for name in found if isinstance(sys.modules.get(name), ModuleType)]
-        values = [value for name in names for value in tuple(vars(sys.modules[name]).values())]
-        found |= {str(v.__module__) for v in values if isinstance(v, type | FunctionType)}
-    return {n for n in found if n.partition(".")[0] not in _NEVER and isinstance(sys.modules.get(n), ModuleType)}
+        values = [value for name in found for value in tuple(vars(sys.modules[name]).values())]
+        found |= loaded(str(value.__module__) for value in values if isinstance(value, type | FunctionType))
+    return found
 
 
 def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:
