@@ -25,6 +25,8 @@ from weightstream.runtime.timeline import Kind, Measured
 from weightstream.trace import Trace
 from wrapped import Wrapper
 
+pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+
 DECODE, PREFILL = Kind("forward", 1), Kind("forward", 100)
 MARKS = 2 + 5 * 4  # of a step of five units, of which each is filled once
 WIDTH, DEPTH = 64, 6
@@ -302,10 +304,7 @@ def model() -> nn.Sequential:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, backend: Any, module: nn.Module, **settings: Any) -> weightstream.Streamer:
-    """Offloaded to this backend, with a plan that nothing changes however busy the machine is."""
     monkeypatch.setattr("weightstream.front.CpuBackend", lambda *_: backend)
-    monkeypatch.setattr("weightstream.prospects.foreseen", lambda *_: None)
-    monkeypatch.setattr("weightstream.runtime.refinement._MOVES", 0)
     return weightstream.offload(module, device="cpu", **{"device_budget": BUDGET} | settings)
 
 

@@ -21,6 +21,8 @@ from weightstream.cli import app
 from weightstream.errors import OffloadError
 from weightstream.trace import Span, Trace
 
+pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+
 NBYTES = WIDTH * WIDTH * 4
 
 
