@@ -21,6 +21,7 @@ from test_planner import (
     SMALL,
     TABLE,
     WIDE,
+    Machine,
     Plan,
     Workload,
     decoder,
@@ -209,6 +210,18 @@ def test_without_codes_plans_are_what_they_were(settings: Mapping[str, Any]) -> 
     plain = {name: value for name, value in settings.items() if name not in ("codec", "weights")}
     expected = prospect(SMALL, **given, **plain, codec="none").plan()[1]
     assert plan_of(SMALL, **given, **settings) == expected
+
+
+@pytest.mark.parametrize("on", [machine(), machine(on_cpu=True, free_nbytes=4 * GIB)])
+@pytest.mark.parametrize(("codec", "bits"), [("3bit", 3), ("4bit", 4)])
+@pytest.mark.parametrize("percent", [30, 100, 200])
+def test_a_code_that_is_asked_for_is_used_everywhere(on: Machine, codec: str, bits: int, percent: int) -> None:
+    whole = decoder("block", **SMALL)
+    plan = plan_of(SMALL, on=on, device_budget=whole.nbytes * percent // 100, codec=codec)
+    assert bits_of(plan) == {bits}
+    plain = whole.aliases.keys() - plan.manifest.codes.keys() - plan.mapped
+    assert plain - {TABLE} == {alias for alias in plain if whole.aliases[alias] <= 2 * SMALL["hidden"]}
+    assert (plan.offloaded_nbytes == 0) == (percent > 30)
 
 
 def test_classic_settings_code_what_streams() -> None:
