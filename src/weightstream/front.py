@@ -141,15 +141,13 @@ def from_pretrained(
     # the device first: a wrong one is told before gigabytes are read
     with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
-        later = partial(_decodes_at_load, backend, config, progress)
-        decode = later() if backend.device.type == "cpu" else later  # nothing is to be compiled for a CPU
         loaded = load_pretrained(
             path_or_repo_id,
             dtype=dtype,
             offload_folder=config.offload_folder,
             progress=progress,
             verify_checksums=config.verify_checksums,
-            decode=decode,
+            decode=lambda: not prospects.can_decode(backend, config, progress),
             **kwargs,
         )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
@@ -160,10 +158,6 @@ def from_pretrained(
             _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.lazy), loaded.folder)
         on_failure.pop_all()
     return loaded.model
-
-
-def _decodes_at_load(backend: Backend, config: OffloadConfig, progress: bool | None) -> bool:
-    return not prospects.can_decode(backend, config, progress)
 
 
 def plan_model(

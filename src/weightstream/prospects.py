@@ -172,11 +172,11 @@ def with_work(
 ) -> Prospect:
     """The same for a step that was followed; weights that units read outside of them are to stay on the device."""
     aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
+    known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
     manifests, planners = [], []
     for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):
         work = {unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)}
-        demand = Demand(workload=workload, work=work, activation_nbytes=found.activation_nbytes)
-        planners.append(replace(planner, demand=replace(demand, cache_nbytes=found.cache_nbytes)))
+        planners.append(replace(planner, demand=replace(known, work=work)))
         order, outside = found.order(units), {aliases[id(t)] for t in found.outside(units) if id(t) in aliases}
         # What a call leaves out it does not need; but a made-up step of text says nothing of images.
         is_all = len(set(order)) == len(units) or (workload is None and order)

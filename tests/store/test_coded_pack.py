@@ -145,7 +145,7 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
         assert ratio < (0.77 if codec == "4bit" else 0.72)
         assert f", {ratio:.2f} of 2.4MiB, in 1 files" in told
     expected = transformers.LlamaForCausalLM.from_pretrained(source)
-    loaded = load_pretrained(out, decode=True, offload_folder=tmp_path / "offload")
+    loaded = load_pretrained(out, decode=lambda: True, offload_folder=tmp_path / "offload")
     assert_same(loaded, expected)
     assert loaded.lazy == ()
     for name, tensor in loaded.model.named_parameters():
@@ -156,7 +156,7 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
         re.search(rf"16 coded tensors are decoded into {tmp_path}/offload/\S+ for this process only: \d+ bytes", m)
         for m in messages
     )
-    again = load_pretrained(out, decode=True, offload_folder=tmp_path / "offload")
+    again = load_pretrained(out, decode=lambda: True, offload_folder=tmp_path / "offload")
     assert_same(again, expected)
     assert_same(loaded, expected)
 
@@ -358,7 +358,7 @@ def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None
     message = rf"model\.safetensors: tensor '{re.escape(UP)}', bytes \[\d+, \d+\): checksum [0-9a-f]{{8}}, was"
     with pytest.raises(CheckpointError, match=message + r".*damaged: get or pack it again"):
         load_pretrained(pack)
-    loaded = load_pretrained(pack, verify_checksums=False, decode=True, offload_folder=tmp_path / "offload")
+    loaded = load_pretrained(pack, verify_checksums=False, decode=lambda: True, offload_folder=tmp_path / "offload")
     original = load_pretrained(pack, verify_checksums=False)
     populate(original)
     for name, tensor in loaded.model.state_dict().items():

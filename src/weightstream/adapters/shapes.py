@@ -271,7 +271,7 @@ class _Forward(OperatorMode):
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         for tensor in given:
-            if (storage := tensor.untyped_storage()._cdata) in self._weights:
+            if (storage := _memory_of(tensor)) in self._weights:
                 self.reads[self._call, storage] = None
         if time.perf_counter() > self._until_s:
             raise UnsupportedError("to follow it takes too long")
@@ -330,8 +330,8 @@ class _Memory:
             self.hold(weight, counts=False)
 
     def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, aligned(storage.nbytes()) * counts
+        storage, key = tensor.untyped_storage(), _memory_of(tensor)
+        nbytes = aligned(storage.nbytes()) * counts
         if not tensor.is_meta or key in self._held:
             return
 

@@ -63,14 +63,14 @@ def load_pretrained(
     trust_remote_code: bool = False,
     progress: bool | None = None,
     verify_checksums: bool = True,
-    decode: bool | Callable[[], bool] = False,
+    decode: Callable[[], bool] = lambda: False,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
-    are those that the file holds coded with `decode`, which is asked, where it is a function, if there are any. Other
-    keywords go to the hub or to transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
+    are those that the file holds coded, if there are any and `decode` says so. Other keywords go to the hub or to
+    transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
     check_dtype(dtype)
     if refused := sorted(kwargs.keys() & set(_OURS)):
@@ -104,17 +104,17 @@ class _Load:
         self._thread = threading.get_ident()
         self._freed_nbytes = 0
 
-    def run(self, wants_plain: bool | Callable[[], bool]) -> Any:
+    def run(self, wants_plain: Callable[[], bool]) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
-        decode = wants_plain if isinstance(wants_plain, bool) else bool(self._coded) and wants_plain()
+        decode = bool(self._coded) and wants_plain()
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
         places = hf_private.places(skeleton, checkpoint.entries)
         gathered, used = gather(skeleton, checkpoint, places)
-        if not decode:
-            self._populate_what_is_read(skeleton, places)
-        elif self._coded:
+        if decode:
             self._tell_of_decoding()
+        elif self._coded:
+            self._populate_what_is_read(skeleton, places)
         sources = {name: self._source(name, decode) for name in checkpoint.entries if name not in used}
         try:
             with register_module_parameter_registration_hook(self._on_parameter):

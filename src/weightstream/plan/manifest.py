@@ -161,7 +161,8 @@ class Manifest:
     def keeping(self, aliases: Collection[str]) -> Manifest:
         """The same with one more unit that no position names, which keeps these alias groups on the device, and those
         that were kept before."""
-        kept = {spec.name: spec for spec in self.tensors() if spec.alias in aliases or spec.alias in self.kept}
+        wanted = self.kept.union(aliases)
+        kept = {spec.name: spec for spec in self.tensors() if spec.alias in wanted}
         if not kept:
             return self
         unit = UnitSpec(name=KEPT, tensors=tuple(kept.values()), enclosing=True)

@@ -116,17 +116,17 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
     choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    computes_s = compute_s(manifest, profile)
+    compute_s = least_compute_s(manifest, profile)
     for choice in choices:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
-        bound = max(computes_s, (streamed - ring) / profile.link_bytes_per_s)
+        bound = max(compute_s, (streamed - ring) / profile.link_bytes_per_s)
         yield from (Candidate(bound, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
 
 
-def compute_s(manifest: Manifest, profile: Profile) -> float:
-    """Seconds in which a step computes, all waits left out."""
+def least_compute_s(manifest: Manifest, profile: Profile) -> float:
+    """Seconds that a step computes where nothing streams."""
     return sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
 
 

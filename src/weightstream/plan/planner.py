@@ -10,7 +10,7 @@ are candidates of one search.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -84,6 +84,14 @@ class Demand:
 Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
 
 
+def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
+    """The plan that a search finds; where there is none raises the refusal, added by then, that is best told."""
+    plan = placement.search(candidates)
+    if plan is None:
+        raise min(refusals, key=itemgetter(0))[1]
+    return plan
+
+
 class Way(NamedTuple):
     """A way to place a manifest: those that kernels read from host memory, and all others, as they are coded; `sizes`
     are the bytes of what may be coded, by the bits of each code."""
@@ -110,10 +118,7 @@ class Planner:
 
     def __call__(self, manifest: Manifest) -> Plan:
         refusals: list[Refusal] = []
-        plan = placement.search(self.candidates(manifest, refusals))
-        if plan is None:
-            raise min(refusals, key=itemgetter(0))[1]
-        return self.priced(plan)
+        return self.priced(fastest(self.candidates(manifest, refusals), refusals))
 
     def candidates(self, manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
         """Every plan of a manifest that is worth a try; why some are none is added to `refusals`, best told first."""
@@ -205,10 +210,11 @@ class Planner:
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         is_bounded = self.config.backend == "none" and self.budget is not None
         kept_nbytes = (self.budget or 0) - buffer_nbytes(way.aside) if is_bounded else math.inf
-        if way.aside.codes and kept_nbytes >= sum(way.aside.read.values()):
+        over = sum(way.aside.read.values()) - kept_nbytes
+        if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
-        computes_s = placement.compute_s(way.aside, profile.decoding(way.aside))
-        return max(computes_s, (sum(way.aside.read.values()) - kept_nbytes) / profile.link_bytes_per_s) + read_s
+        compute_s = placement.least_compute_s(way.aside, profile.decoding(way.aside))
+        return max(compute_s, over / profile.link_bytes_per_s) + read_s
 
     def may_code(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest depends on what can be coded."""
@@ -217,14 +223,13 @@ class Planner:
 
     def may_use_disk(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest may need the disk."""
-        return manifest.nbytes - (self.budget or 0) > self._host_budget
+        room = self.machine.host_free_nbytes if self._host_budget is None else self._host_budget
+        return manifest.nbytes - (self.budget or 0) > room
 
     @property
-    def _host_budget(self) -> int:
-        """Bytes of host memory for weights beside the device's; those that are free where none is given."""
-        machine = self.machine
-        given = self.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
-        return machine.host_free_nbytes if given is None else given
+    def _host_budget(self) -> int | None:
+        """Bytes of host memory for weights beside the device's, as given."""
+        return self.config.host_nbytes(self.machine.host_total_nbytes, on_cpu=self.machine.on_cpu)
 
     def _sizes(self, manifest: Manifest) -> Sizes:
         """Alias groups that are worth to be coded, where that may be, and their bytes in each code that may be used."""
@@ -307,7 +312,7 @@ class Planner:
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
         machine, coded, in_files = self.machine, plan.manifest.codes.keys(), self.weights.coded_in_files
-        budget = self.config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
+        budget = self._host_budget
         default = folder = pack = ""
         if budget is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human
 from weightstream.plan.manifest import KEPT, Manifest, Workload
-from weightstream.plan.placement import Candidate, search
+from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner, Refusal
+from weightstream.plan.planner import Planner, Refusal, fastest
 
 _BISECTIONS = 8
 _AS_FAST = 1e-3
@@ -37,9 +36,7 @@ class Prospect:
         for manifest, planner in zip(self.grains, self.planners, strict=True):
             refusals: list[Refusal] = []  # of the finest, in the end
             every += planner.candidates(manifest, refusals)
-        plan = search(every)
-        if plan is None:
-            raise min(refusals, key=itemgetter(0))[1]
+        plan = fastest(every, refusals)
         index = self.grain_of(plan.manifest)
         return index, self.planners[index].priced(plan)
 

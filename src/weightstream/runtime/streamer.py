@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -70,11 +69,12 @@ class Streamer:
 
     @property
     def device(self) -> torch.device:
+        """Where the model computes."""
         return self._backend.device
 
     @property
     def learned(self) -> bool:
-        """Whether a step has taught the order."""
+        """Whether a step has taught the order of the weights."""
         return not self._learning.watching
 
     @property
@@ -84,7 +84,7 @@ class Streamer:
         return tuple(nbytes for alias, nbytes in self.plan.manifest.aliases.items() if alias in whole)
 
     def stats(self) -> Stats:
-        """Counters and bytes held, as of now. Does not wait for the device."""
+        """Counters and bytes held, as of now. Cheap; does not wait for the device."""
         return stats_of(self._installed)
 
     @contextmanager
@@ -133,9 +133,7 @@ class Streamer:
     def __enter__(self) -> Streamer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
