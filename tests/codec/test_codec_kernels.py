@@ -111,7 +111,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, reads: list[torch.Tensor], writes: li
 
 
 def tables(decoding: triton_codec.Decoding) -> list[torch.Tensor]:
-    return [table for table, _ in decoding._launches]
+    return [args[0] for _, args in decoding._launches]
 
 
 # Sound bytes
@@ -155,7 +155,7 @@ def test_more_tensors_than_a_launch_takes() -> None:
     """A full table, and one more launch; the last one has a tensor alone."""
     data = [gaussian("bfloat16", count) for count in range(1, 66)]
     parts = [part(values, "bfloat16", 3) for values in data]
-    assert [grid for _, grid in triton_codec.Decoding(parts)._launches] == [(32,), (32,), (1,)]
+    assert [grid[0] for grid, _ in triton_codec.Decoding(parts)._launches] == [32, 32, 1]
     assert all(torch.equal(*pair) for pair in zip(decoded(parts), data, strict=True))
 
 

@@ -6,7 +6,8 @@ alone: addresses are aligned, counts have 64 bits, and tables one size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -56,13 +57,21 @@ class Decoding:
         coded, layout, _ = self._parts[0]
         rows = [_row(self._parts[begin : begin + _MOST]) for begin in range(0, len(self._parts), _MOST)]
         tables = torch.tensor([table for table, _ in rows], dtype=torch.int64, device="cpu").to(coded.device)
-        self._launches = [(table, (num_tiles,)) for table, (_, num_tiles) in zip(tables, rows, strict=True)]
         element = layout.element
-        self._facts = {"BITS": layout.bits, "EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
+        facts = _MOST, layout.bits, element.exponent_bits, element.mantissa_bits
+        pairs = zip(tables, rows, strict=True)
+        self._launches = [((num_tiles, 1, 1), (table, *facts)) for table, (_, num_tiles) in pairs]
+        self._compiled: list[Callable[[], object]] = []
 
     def __call__(self) -> None:
-        for table, grid in self._launches:
-            kernels.decode[grid](table, NUM=_MOST, **self._facts, num_warps=WARPS)
+        # Triton looks a kernel up by all of its arguments, which takes the host four times as long as the launch. Its
+        # interpreter has none to give.
+        if self._compiled:
+            for launch in self._compiled:
+                launch()
+            return
+        found = [(kernels.decode[grid](*args, num_warps=WARPS), grid, args) for grid, args in self._launches]
+        self._compiled = [partial(kernel[grid], *args) for kernel, grid, args in found if kernel is not None]
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:

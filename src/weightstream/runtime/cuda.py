@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ _FED = (
     "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
     "save the updated model and load that"
 )
+
+
+@cache
+def _driver() -> Any:
+    found = ctypes.CDLL("libcuda.so.1")
+    found.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return found
 
 
 def available() -> bool:
@@ -93,7 +100,7 @@ def unregister(memory: torch.Tensor) -> None:
 def reads_pages(device: torch.device) -> bool:
     """Whether pages of a file can be pinned where they are: `cudaHostRegisterReadOnly`."""
     found = ctypes.c_int()
-    code = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, device.index)
+    code = _driver().cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, device.index)
     return code == 0 and found.value == 1
 
 
@@ -171,8 +178,7 @@ class CudaBackend:
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         pointer = ctypes.c_uint64()
-        driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0):
+        if _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0):
             return None
         view = torch.as_tensor(_Addresses(memory, pointer.value, memory.numel()), device=self.device)
         return view if view.data_ptr() == pointer.value else None
@@ -201,7 +207,8 @@ class CudaBackend:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         if self._feeder is None and all(copy.pinned for copy in copies):
-            self._move([(copy, None) for copy in copies])
+            with torch.cuda.device(self.device):
+                move([(copy, None) for copy in copies], self._queue)
             return
         if self.capturing():
             raise OffloadError(_FED)
@@ -214,6 +221,12 @@ class CudaBackend:
     def _move(self, moves: Sequence[Move]) -> None:
         with torch.cuda.stream(self._copies):
             move(moves, _put, self._drained)
+
+    def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long."""
+        if _driver().cuMemcpyHtoDAsync_v2(dst.data_ptr(), src.data_ptr(), src.numel(), self._copies.cuda_stream):
+            with torch.cuda.stream(self._copies):  # which says what is wrong
+                dst.copy_(src, non_blocking=True)
 
     def _drained(self) -> Callable[[], None]:
         event = torch.cuda.Event()
@@ -280,7 +293,7 @@ class Facts:
 def facts(device: torch.device) -> Facts:
     found: Any = torch.cuda.get_device_properties(device)
     version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    _driver().cuDriverGetVersion(ctypes.byref(version))
     return Facts(
         name=found.name,
         uuid=str(found.uuid),
