@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from weightstream.codec import coding
 from weightstream.codec.format import BITS
 from weightstream.errors import StoreError
-from weightstream.measure import machine
+from weightstream.measure import machine, opening
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend, Copy, Side
@@ -52,9 +52,7 @@ _NUM_WEIGHTS, _WIDTH = 3, 4096
 # A layer of a transformers model takes the host longer per kernel than the bare blocks below: keyword arguments, cache
 # objects, interfaces. Measured (one H200, decode of Llama's 8B and 32B shapes, three machines): 1.16 to 1.39 times.
 _FRAMEWORK = 1.25
-# What the host takes beside a GPU, in launches: per weight of a block (a decoder layer has 16 kernels to 9 weights),
-# and to open and close a unit (H200, where a launch takes 15 us: 30 us where it is decoded, 60 where it streams).
-_TENSOR_OPS, _OPENING_OPS, _SHOWING_OPS = 2, 4, 1
+_TENSOR_OPS = 2  # launches of the host per weight of a block: a decoder layer has 16 kernels to 9 weights
 
 
 class _Sizes(NamedTuple):
@@ -122,7 +120,9 @@ class _Bench:
         numbers: dict[str, Any] = self._workspace()
         # What power limits behind the products, under which clocks settle. Decoding waits until its kernels are there,
         # which a thread compiles that uses the device: only then a graph may be captured, for the kernels.
-        all_of_it = (self.link, self.modules, self.reading, self.products, self.attention, self.decoding, self.kernels)
+        all_of_it = [self.link, self.modules, self.reading, self.products, self.attention, self.decoding, self.kernels]
+        if self._on_gpu:  # a CPU computes as it opens
+            all_of_it.insert(-1, self.opening)
         parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
         for _ in range(NUM_ROUNDS):
             parts = self._tried({part.name: part.sample for part in parts})
@@ -229,9 +229,14 @@ class _Bench:
 
         best = yield {"blocks": (work, _SAMPLE_S)}
         launch_s = _FRAMEWORK * best["blocks"] / (_Block.num_kernels * len(blocks))
-        on_gpu = {"launch_s": _TENSOR_OPS * launch_s, "overhead_s": _OPENING_OPS * launch_s} if self._on_gpu else {}
-        on_gpu |= {"show_s": _SHOWING_OPS * launch_s} if self._on_gpu else {}
+        on_gpu = {"launch_s": _TENSOR_OPS * launch_s} if self._on_gpu else {}
         yield {"op_launch_s": launch_s, **on_gpu}
+
+    def opening(self) -> _Measuring:
+        """What the host takes to open and close units; the device waits for it."""
+        with opening.works(self._backend) as works:
+            best = yield {name: (work, _SAMPLE_S) for name, work in works.items()}
+        yield opening.parts(best)
 
     def link(self) -> _Measuring:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""

@@ -33,7 +33,7 @@ def compute_s(plan: Plan, profile: Profile) -> float:
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
     """Seconds of each unit at one of its positions under this plan."""
     units = enumerate(plan.manifest.units)
-    return [profile.compute_s(u, unit, shown=plan.num_shown[u]) for u, unit in units]
+    return [profile.compute_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:

@@ -182,8 +182,9 @@ class Profile:
     others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
-    that the host takes to launch them, to which `overhead_s` comes for a unit that streams or is decoded, and `show_s`
-    for each of its tensors that does; `after_share` is the share of a unit's seconds for ops that follow its release,
+    that the host takes to launch them, to which `overhead_s` comes for a unit that streams, or less `fill_s` for one
+    that is only decoded, `show_s` for each of its tensors that does, and `decoding_launch_s` where any is decoded;
+    `after_share` is the share of a unit's seconds for ops that follow its release,
     before the next unit opens. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
     `launch_s` per tensor.
     """
@@ -200,6 +201,8 @@ class Profile:
     overhead_s: float = 0.5e-3
     launch_s: float = 0.0
     show_s: float = 0.0
+    fill_s: float = 0.0
+    decoding_launch_s: float = 0.0
     handover_s: float = 0.0
     disk_bytes_per_s: float = 2e9
     decode3_bytes_per_s: float = 1.2e12
@@ -212,17 +215,22 @@ class Profile:
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
 
-    def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0) -> float:
+    def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
         """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both.
 
-        `shown`: how many of its tensors stream or are decoded.
+        `shown`: how many of its tensors stream or are decoded; `streams`: whether any does.
         """
         if self.unit_s:
-            opening_s = self.overhead_s + self.show_s * shown if shown else 0.0
+            opening_s = self._opening_s(unit, shown, streams) if shown else 0.0
             return max(self.unit_s[index], self.host_s[index] + opening_s if self.host_s else 0.0)
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
         device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
         return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s)
+
+    def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
+        """Seconds of the host."""
+        opens_s = self.overhead_s + self.show_s * shown - (0.0 if streams else self.fill_s)
+        return opens_s + (self.decoding_launch_s if unit.coded() else 0.0)
 
     def decode_s(self, unit: UnitSpec) -> float:
         """Seconds that the device takes to decode a unit's weights before it computes."""

@@ -49,7 +49,7 @@ def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True)
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
     elif rates := _rates(times, profile.copy_latency_s):
         profile = replace(profile, link_bytes_per_s=median(rates))
-    profile = replace(profile, overhead_s=0.0)  # measured seconds hold it
+    profile = replace(profile, overhead_s=0.0, show_s=0.0, fill_s=0.0, decoding_launch_s=0.0)  # measured ones hold it
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
     estimates = cost.unit_s(plan, planner.profile(plan.manifest))
     decodes = {unit.name: profile.decode_s(unit) for unit in plan.manifest.units}

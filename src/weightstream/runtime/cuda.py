@@ -24,7 +24,14 @@ from weightstream.store.staging import MemorySource, Reading, Staging
 logger = logging.getLogger("weightstream")
 
 CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 MiB
-    copy_latency_s=3e-6, overhead_s=60e-6, launch_s=50e-6, handover_s=150e-6, workspace_nbytes=33 << 20
+    copy_latency_s=3e-6,
+    overhead_s=60e-6,
+    fill_s=40e-6,
+    show_s=5e-6,
+    decoding_launch_s=15e-6,
+    launch_s=50e-6,
+    handover_s=150e-6,
+    workspace_nbytes=33 << 20,
 )
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED

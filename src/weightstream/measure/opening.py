@@ -1,0 +1,92 @@
+"""Opening: what the host takes to open and close units, measured on small ones through the binding itself.
+
+A step of units that stream a tensor each, one of units with several, one of units that are decoded: differences tell
+what a unit, a tensor, a copy and a decoding cost. Their bytes are so few that the device waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+
+import torch
+from torch import nn
+
+from weightstream.codec import coding
+from weightstream.codec.format import BITS, Layout
+from weightstream.errors import StoreError
+from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import aligned
+from weightstream.runtime import cuda
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.binding import Binding
+from weightstream.runtime.engine import Counters
+from weightstream.runtime.homes import Homes
+from weightstream.runtime.timeline import Timeline
+from weightstream.runtime.weights import UnitModule, groups, manifest
+from weightstream.store.arena import Arena
+
+FEW, MANY = 1, 9  # tensors of a unit
+NUM_UNITS, _SLOTS = 16, 4
+_COUNT = 4096  # weights of a tensor: a copy takes the device less than the host
+
+
+@contextmanager
+def steps(backend: Backend, num_tensors: int, *, is_coded: bool = False) -> Iterator[Callable[[], object]]:
+    """A step of `NUM_UNITS` units of so many tensors, which stream, or are decoded from the device's memory."""
+    weight = partial(torch.zeros, _COUNT, dtype=torch.bfloat16, device="cpu")
+    lists = [[nn.Parameter(weight(), requires_grad=False) for _ in range(num_tensors)] for _ in range(NUM_UNITS)]
+    model = nn.ModuleList(map(nn.ParameterList, lists))
+    by_alias = groups(model)
+    units = manifest([UnitModule(name=name, module=unit) for name, unit in model.named_children()], by_alias)
+    plan = Plan.build(units, frozenset(), _SLOTS * num_tensors * aligned(2 * _COUNT))
+    if is_coded:
+        nbytes = Layout(dtype="bfloat16", bits=BITS[0], count=_COUNT, num_escapes=0).nbytes
+        coded = units.coded(dict.fromkeys(units.aliases, (BITS[0], nbytes)))
+        plan = Plan.build(coded, frozenset(units.aliases), 0)
+    on_gpu = backend.device.type == "cuda"
+    homes = Homes(by_alias, backend, arena=Arena(cuda.register, cuda.unregister) if on_gpu else None)
+    homes.settle(plan)
+    memory = backend.alloc(plan.ring_nbytes), backend.alloc(plan.buffer_nbytes)
+    binding = Binding(plan, memory, homes, backend, Counters(), Timeline(backend))
+
+    def step() -> None:
+        binding.wake()
+        binding.engine.begin_step()
+        for unit in range(NUM_UNITS):
+            binding.open(unit)
+            binding.close(unit, None, training=False, watched=False)
+        binding.rest()
+
+    try:
+        yield step
+    finally:
+        backend.synchronize()
+        binding.close_all()
+        with suppress(StoreError):
+            homes.restore()
+
+
+@contextmanager
+def works(backend: Backend) -> Iterator[dict[str, Callable[[], object]]]:
+    """What is to be timed. Without kernels that decode, `coded` and `launches` are left out."""
+    with ExitStack() as stack:
+        found = {name: stack.enter_context(steps(backend, num)) for name, num in (("few", FEW), ("many", MANY))}
+        if backend.device.type == "cpu" or coding.available(backend.device):
+            found["coded"] = stack.enter_context(steps(backend, FEW, is_coded=True))
+            plain = torch.zeros(2 * _COUNT, dtype=torch.uint8, device=backend.device)
+            layout, data = coding.encode(plain, "bfloat16", BITS[0])
+            decode = coding.decoding([(data, layout, plain)])
+            found["launches"] = lambda: [decode() for _ in range(NUM_UNITS)]
+        yield found
+
+
+def parts(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Fields of a profile, from the seconds of each of `works`."""
+    few_s, many_s, launch_s = seconds["few"], seconds["many"], seconds.get("launches", 0.0) / NUM_UNITS
+    show_s = max(0.0, many_s - few_s) / (MANY - FEW) / NUM_UNITS
+    opened_s = max(0.0, few_s / NUM_UNITS - show_s)
+    in_memory_s = seconds.get("coded", few_s) / NUM_UNITS - show_s - launch_s
+    fill_s = opened_s - min(opened_s, max(0.0, in_memory_s))
+    return {"overhead_s": opened_s, "show_s": show_s, "fill_s": fill_s, "decoding_launch_s": launch_s}

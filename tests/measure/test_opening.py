@@ -1,0 +1,58 @@
+"""What the host takes to open units is told from steps of small ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weightstream.measure import opening
+from weightstream.plan.manifest import Profile, TensorSpec, UnitSpec
+from weightstream.runtime.cpu import CpuBackend
+
+US = 1e-6
+
+
+def test_differences_tell_the_parts() -> None:
+    num = opening.NUM_UNITS
+    seconds = {"few": num * 55 * US, "many": num * 95 * US, "coded": num * 37 * US, "launches": num * 12 * US}
+    found = opening.parts(seconds)
+    wanted = {"overhead_s": 50 * US, "show_s": 5 * US, "fill_s": 30 * US, "decoding_launch_s": 12 * US}
+    assert found == pytest.approx(wanted)
+    without = opening.parts({name: seconds[name] for name in ("few", "many")})
+    assert without == pytest.approx(wanted | {"fill_s": 0.0, "decoding_launch_s": 0.0})
+
+
+def test_noise_gives_no_negative_costs() -> None:
+    found = opening.parts({"few": 2.0, "many": 1.0, "coded": 3.0, "launches": 9.0})
+    assert all(s >= 0 for s in found.values())
+    assert found["fill_s"] <= found["overhead_s"]
+
+
+@torch.no_grad()
+def test_every_unit_of_a_step_is_filled_and_opened() -> None:
+    backend = CpuBackend()
+    with opening.works(backend) as works:
+        for work in works.values():
+            work()
+        assert works.keys() == {"few", "many", "coded", "launches"}
+    for num_tensors in (opening.FEW, opening.MANY):
+        with opening.steps(backend, num_tensors) as step:
+            counters = step.__closure__[0].cell_contents.engine.counters  # type: ignore[attr-defined]
+            step()
+            before = counters.fills
+            step()
+            assert counters.fills - before == opening.NUM_UNITS
+            assert counters.unplanned_fills == 0
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("bits", "streams", "wanted_s"),
+    [(0, True, 10 + 50 + 2 * 5), (3, True, 10 + 50 + 2 * 5 + 12), (3, False, 10 + 20 + 2 * 5 + 12)],
+)
+def test_a_unit_takes_what_the_host_does_for_it(bits: int, streams: bool, wanted_s: float) -> None:
+    profile = Profile(unit_s=(1.0,), host_s=(10.0,), overhead_s=50.0, fill_s=30.0, show_s=5.0, decoding_launch_s=12.0)
+    tensors = (TensorSpec(name=n, nbytes=8, alias=n, bits=bits, decoded_nbytes=16 if bits else 0) for n in "ab")
+    unit = UnitSpec(name="unit", tensors=tuple(tensors))
+    assert profile.compute_s(0, unit, shown=2, streams=streams) == wanted_s
+    assert profile.compute_s(0, unit) == 10.0
