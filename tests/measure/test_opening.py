@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,7 +54,8 @@ def test_every_unit_of_a_step_is_filled_and_opened() -> None:
 )
 def test_a_unit_takes_what_the_host_does_for_it(bits: int, streams: bool, wanted_s: float) -> None:
     profile = Profile(unit_s=(1.0,), host_s=(10.0,), overhead_s=50.0, fill_s=30.0, show_s=5.0, decoding_launch_s=12.0)
-    tensors = (TensorSpec(name=n, nbytes=8, alias=n, bits=bits, decoded_nbytes=16 if bits else 0) for n in "ab")
-    unit = UnitSpec(name="unit", tensors=tuple(tensors))
+    form: dict[str, Any] = {"shape": (8,), "stride": (1,), "dtype": "bfloat16"}
+    form |= {"nbytes": 8, "bits": bits, "decoded_nbytes": 16} if bits else {"nbytes": 16}
+    unit = UnitSpec(name="unit", tensors=tuple(TensorSpec(name=name, alias=name, **form) for name in "ab"))
     assert profile.compute_s(0, unit, shown=2, streams=streams) == wanted_s
     assert profile.compute_s(0, unit) == 10.0
