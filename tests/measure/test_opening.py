@@ -30,6 +30,15 @@ def test_noise_gives_no_negative_costs() -> None:
     assert found["fill_s"] <= found["overhead_s"]
 
 
+def test_it_is_measured_in_inference_mode_too() -> None:
+    backend = CpuBackend()
+    with torch.inference_mode(), opening.works(backend) as works:
+        for work in works.values():
+            work()
+            work()
+    backend.close()
+
+
 @torch.no_grad()
 def test_every_unit_of_a_step_is_filled_and_opened() -> None:
     backend = CpuBackend()

@@ -35,21 +35,8 @@ _COUNT = 4096  # weights of a tensor: a copy takes the device less than the host
 @contextmanager
 def steps(backend: Backend, num_tensors: int, *, is_coded: bool = False) -> Iterator[Callable[[], object]]:
     """A step of `NUM_UNITS` units of so many tensors, which stream, or are decoded from the device's memory."""
-    weight = partial(torch.zeros, _COUNT, dtype=torch.bfloat16, device="cpu")
-    lists = [[nn.Parameter(weight(), requires_grad=False) for _ in range(num_tensors)] for _ in range(NUM_UNITS)]
-    model = nn.ModuleList(map(nn.ParameterList, lists))
-    by_alias = groups(model)
-    units = manifest([UnitModule(name=name, module=unit) for name, unit in model.named_children()], by_alias)
-    plan = Plan.build(units, frozenset(), _SLOTS * num_tensors * aligned(2 * _COUNT))
-    if is_coded:
-        nbytes = Layout(dtype="bfloat16", bits=BITS[0], count=_COUNT, num_escapes=0).nbytes
-        coded = units.coded(dict.fromkeys(units.aliases, (BITS[0], nbytes)))
-        plan = Plan.build(coded, frozenset(units.aliases), 0)
-    on_gpu = backend.device.type == "cuda"
-    homes = Homes(by_alias, backend, arena=Arena(cuda.register, cuda.unregister) if on_gpu else None)
-    homes.settle(plan)
-    memory = backend.alloc(plan.ring_nbytes), backend.alloc(plan.buffer_nbytes)
-    binding = Binding(plan, memory, homes, backend, Counters(), Timeline(backend))
+    with torch.inference_mode(False):
+        binding, homes = _bound(backend, num_tensors, is_coded)
 
     def step() -> None:
         binding.wake()
@@ -63,9 +50,27 @@ def steps(backend: Backend, num_tensors: int, *, is_coded: bool = False) -> Iter
         yield step
     finally:
         backend.synchronize()
-        binding.close_all()
-        with suppress(StoreError):
+        with torch.inference_mode(False), suppress(StoreError):
+            binding.close_all()
             homes.restore()
+
+
+def _bound(backend: Backend, num_tensors: int, is_coded: bool) -> tuple[Binding, Homes]:
+    weight = partial(torch.zeros, _COUNT, dtype=torch.bfloat16, device="cpu")
+    lists = [[nn.Parameter(weight(), requires_grad=False) for _ in range(num_tensors)] for _ in range(NUM_UNITS)]
+    model = nn.ModuleList(map(nn.ParameterList, lists))
+    by_alias = groups(model)
+    units = manifest([UnitModule(name=name, module=unit) for name, unit in model.named_children()], by_alias)
+    plan = Plan.build(units, frozenset(), _SLOTS * num_tensors * aligned(2 * _COUNT))
+    if is_coded:
+        nbytes = Layout(dtype="bfloat16", bits=BITS[0], count=_COUNT, num_escapes=0).nbytes
+        coded = units.coded(dict.fromkeys(units.aliases, (BITS[0], nbytes)))
+        plan = Plan.build(coded, frozenset(units.aliases), 0)
+    pin = partial(cuda.register, device=backend.device)
+    homes = Homes(by_alias, backend, arena=None if backend.device.type == "cpu" else Arena(pin, cuda.unregister))
+    homes.settle(plan)
+    memory = backend.alloc(plan.ring_nbytes), backend.alloc(plan.buffer_nbytes)
+    return Binding(plan, memory, homes, backend, Counters(), Timeline(backend)), homes
 
 
 @contextmanager
