@@ -71,7 +71,9 @@ class Decoding:
                 launch()
             return
         found = [(kernels.decode[grid](*args, num_warps=WARPS), grid, args) for grid, args in self._launches]
-        self._compiled = [partial(kernel[grid], *args) for kernel, grid, args in found if kernel is not None]
+        found = [launch for launch in found if launch[0] is not None]
+        # an address in place of a tensor, as it is looked up too
+        self._compiled = [partial(kernel[grid], args[0].data_ptr(), *args[1:]) for kernel, grid, args in found]
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:
