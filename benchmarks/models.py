@@ -1,6 +1,6 @@
 """Models of any kind at their true size, resident and at device budgets, each output bitwise the resident model's.
 
-    python benchmarks/models.py [--models flux,vit,whisper,t5,sdxl] [--peers] [--load [NAME]] [--tiny] [--out …]
+    python benchmarks/models.py [--models flux,vit,whisper,t5,sdxl] [--peers block leaf] [--load [NAME]] [--tiny]
 
 All in one process. A model is made on the GPU with fresh random weights, timed there once clocks have settled, moved to
 host memory and then offloaded under one budget after the other. `ms` counts every step from the third on: there are no
@@ -16,9 +16,10 @@ beside_nbytes  what the allocator held at most, less what it held before and les
 link_gbps      what the copies of the plan reach back to back, in the same run
 x_bound        ms over the least time that any schedule has: bound.py has the arithmetic
 
---peers: group offloading of diffusers over the same weights of flux, in its fastest form. --load: what becomes of the
-predictions for NAME (llama) where the profile was taken on an idle machine and another process then copies and
-multiplies all the while, and the other way round. `ms` is of 30 steps behind the tenth there, and so are `moves`.
+--peers: group offloading of diffusers, at these levels, over the same weights of flux, in its fastest form. --load:
+what becomes of the predictions for NAME (llama) where the profile was taken on an idle machine and another process then
+copies and multiplies all the while, and the other way round. `ms` is of 30 steps behind the tenth there, and so are
+`moves`.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class Models:
             for case in cases:
                 with rows.guarded(self.write, f"weightstream, {case.name}, {budget_name}"):
                     self.offloaded(model, case, budget_name, bounds[budget])
-        if self.args.peers and name == "flux" and self.device.type == "cuda":
-            for level in ("block", "leaf"):
+        if name == "flux" and self.device.type == "cuda":
+            for level in self.args.peers:
                 with rows.guarded(self.write, f"diffusers group offload, {name}, {level}"):
                     self.peer(model, cases[0], level)
 
@@ -248,7 +249,7 @@ def keep_busy(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="flux,vit,whisper,t5,sdxl", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--peers", action="store_true", help="diffusers' group offloading beside flux")
+    parser.add_argument("--peers", nargs="*", choices=("block", "leaf"), default=[], help="beside flux")
     parser.add_argument("--load", nargs="?", const="llama", metavar="NAME", help="this alone")
     parser.add_argument("--tiny", action="store_true", help="small ones: does it run at all?")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
