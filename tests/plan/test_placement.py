@@ -433,6 +433,7 @@ def profiles_of(num_units: int) -> st.SearchStrategy[Profile]:
         Profile,
         link_bytes_per_s=st.sampled_from([1.0 * GRAIN, 0.25 * GRAIN]),
         copy_latency_s=st.sampled_from([0.0, 1.0]),
+        overhead_s=st.just(0.0),
         unit_s=st.tuples(*[seconds] * num_units),
     )
 
@@ -494,6 +495,22 @@ def test_two_slots_hide_the_smaller_of_compute_and_copies_and_one_slot_hides_not
         assert cost.simulate_s(equal_plan(6, 1), profile) == 6 * (compute + copy)
         assert cost.simulate_s(equal_plan(6, 6), profile) == 6 * compute
         assert cost.copy_s(equal_plan(6, 6), profile) == 0
+
+
+def test_the_host_runs_ahead_of_the_device() -> None:
+    """Units that the device is busy with hide those that the host is, and a step takes at least all launches."""
+    manifest = model((GRAIN,), (GRAIN,))
+    plan = place(manifest, budget=None)
+    fast = Profile(overhead_s=0.0)
+    for unit_s, host_s, step_s in (((8.0, 1.0), (1.0, 5.0), 9.0), ((1.0, 1.0), (4.0, 3.0), 7.0), ((2.0, 2.0), (), 4.0)):
+        profile = replace(fast, unit_s=unit_s, host_s=host_s)
+        assert cost.simulate_s(plan, profile) == pytest.approx(step_s)
+        assert cost.compute_s(plan, profile) == step_s
+    opened = plan_of([GRAIN, GRAIN], (0, 1), GRAIN)
+    profile = replace(fast, unit_s=(0.0, 0.0), host_s=(1.0, 1.0), overhead_s=2.0, link_bytes_per_s=1e30)
+    assert cost.simulate_s(opened, profile) == pytest.approx(6.0)
+    on_cpu = replace(profile, host_s=())
+    assert cost.compute_s(opened, on_cpu) == 4.0
 
 
 def test_measured_seconds_replace_the_estimate_and_small_units_take_their_overhead() -> None:

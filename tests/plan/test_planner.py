@@ -267,7 +267,7 @@ def test_a_refusal_asks_for_no_more_than_the_least_that_works() -> None:
 def test_a_head_in_place_is_a_matter_of_time() -> None:
     """Between what the ring must hold and plenty, the plan is the faster of both."""
     both = set()
-    for percent in (35, 40, 50, 60, 80):
+    for percent in (34, 40, 50, 60, 80):
         budget = decoder("block", **WIDE).nbytes * percent // 100
         plan = plan_of(WIDE, device_budget=budget, grains=("block",))
         manifest, planner = decoder("block", **WIDE), prospect(WIDE, grains=("block",)).planners[0]
@@ -516,6 +516,6 @@ def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_clas
         read = sum(plan.manifest.aliases[alias] for alias in plan.mapped & {TABLE})
         compute_s = sum(profile.compute_s(u, unit) for u, unit in enumerate(plan.manifest.units))
         copy_s = (plan.manifest.nbytes - read - budget + plan.ring_nbytes) / H200.link_bytes_per_s
-        assert plan.step_s <= 1.03 * max(compute_s, copy_s), f"{percent} %: {plan.summary()}"
+        assert plan.step_s <= 1.05 * max(compute_s, copy_s), f"{percent} %: {plan.summary()}"
         fitting = [(step_s, flags) for nbytes, step_s, flags in settings if nbytes <= budget]
         assert all(plan.step_s <= step_s for step_s, _ in fitting), f"{percent} %: {min(fitting)} < {plan.step_s}"

@@ -476,6 +476,7 @@ def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     assert plan.manifest.codes
     assert (plan.step_nbytes > 0) == (budget == 6 * GIB)
     computes = cost.unit_s(plan, planner.profile(plan.manifest))
+    computes = [s * plan.compute_s / sum(computes) for s in computes]  # the host runs ahead from unit to unit
     opened = [unit for unit in plan.manifest.order if plan.opens(unit)]
     copies = {u: (n, H200.copy_s(n)) for u, n in enumerate(plan.unit_nbytes) if n}
     first = opened[0]
@@ -503,4 +504,4 @@ def test_a_model_that_fits_coded_says_so() -> None:
     plan = plan_of(EIGHT, device_budget=13 * GIB, on=machine(maps_host_memory=False))
     assert plan.offloaded_nbytes == 0
     assert plan.summary().startswith("everything fits: 12.")
-    assert "(4-bit code of 15.0GiB) resident + 416.0MiB decode buffer, nothing streams" in plan.summary()
+    assert "(4-bit code of 15.0GiB) resident + 336.0MiB decode buffer, nothing streams" in plan.summary()

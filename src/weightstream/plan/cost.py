@@ -25,15 +25,25 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
 
 
 def compute_s(plan: Plan, profile: Profile) -> float:
-    """Seconds that a step computes if it never waits for a copy."""
-    seconds = unit_s(plan, profile)
-    return sum(seconds[u] for u in plan.manifest.order)
+    """Seconds that a step computes if it never waits for a copy: of the device or the host, which runs ahead."""
+    times = _times_s(plan, profile)
+    return max(sum(times[u][0] for u in plan.manifest.order), host_s(plan, profile))
+
+
+def host_s(plan: Plan, profile: Profile) -> float:
+    """Seconds that the host takes to launch a step."""
+    times = _times_s(plan, profile)
+    return sum(times[u][1] for u in plan.manifest.order)
 
 
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
-    """Seconds of each unit at one of its positions under this plan."""
+    """Seconds of each unit alone at one of its positions under this plan."""
+    return [max(times) for times in _times_s(plan, profile)]
+
+
+def _times_s(plan: Plan, profile: Profile) -> list[tuple[float, float]]:
     units = enumerate(plan.manifest.units)
-    return [profile.compute_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
+    return [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:
@@ -49,21 +59,24 @@ def disk_s(plan: Plan, profile: Profile) -> float:
 def simulate_s(plan: Plan, profile: Profile) -> float:
     """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for.
 
-    What is on disk is read from when the copy is queued, after what was queued before.
+    The host waits for nobody, and no unit ends before it has launched it. What is on disk is read from when the copy is
+    queued, after what was queued before.
     """
     units = plan.manifest.units
-    computes = [*unit_s(plan, profile), 0.0]  # the last is no unit: before the first step
+    times = [*_times_s(plan, profile), (0.0, 0.0)]  # the last is no unit: before the first step
+    computes, hosts = [device_s for device_s, _ in times], [host_s for _, host_s in times]
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
     after.append(0.0)
     copies = [profile.copy_s(nbytes) for nbytes in plan.unit_nbytes]
     reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else [0.0] * len(units)
     filled = [0.0] * len(computes)
-    copy_free = disk_free = now = started = 0.0
+    copy_free = disk_free = now = started = launched = 0.0
     step = tuple(Cursor(plan.manifest.order, plan.after).step())
     for positions in (((len(units), plan.first),), *(step,) * _STEPS):
         started = now
         for unit, fills in positions:
-            ended = max(now, filled[unit]) + computes[unit]
+            launched += hosts[unit]
+            ended = max(max(now, filled[unit]) + computes[unit], launched)
             now = ended - after[unit]
             for fill in fills:
                 copy_free = max(copy_free, now + profile.handover_s) + copies[fill]
@@ -72,4 +85,4 @@ def simulate_s(plan: Plan, profile: Profile) -> float:
                     copy_free = max(copy_free, disk_free)
                 filled[fill] = copy_free
             now = ended
-    return now - started
+    return max(now - started, launched / _STEPS)

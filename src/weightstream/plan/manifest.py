@@ -182,11 +182,11 @@ class Profile:
     others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
-    that the host takes to launch them, to which `overhead_s` comes for a unit that streams, or less `fill_s` for one
-    that is only decoded, `show_s` for each of its tensors that does, and `decoding_launch_s` where any is decoded;
-    `after_share` is the share of a unit's seconds for ops that follow its release,
-    before the next unit opens. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
-    `launch_s` per tensor.
+    that the host takes to launch them, unless the host is the device. To these, where there are any, `overhead_s` comes
+    for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its tensors that does,
+    and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for ops that follow its
+    release, before the next unit opens. Else a unit takes the time to read its weights once, and at least `overhead_s`,
+    and `launch_s` per tensor.
     """
 
     machine: str = ""
@@ -216,16 +216,22 @@ class Profile:
     after_share: tuple[float, ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
-        """Seconds of a unit at one of its positions: launches run ahead of the device, so the larger of both.
+        """Seconds of a unit alone at one of its positions: of the device or the host, whichever takes longer."""
+        return max(self.times_s(index, unit, shown=shown, streams=streams))
+
+    def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> tuple[float, float]:
+        """Seconds of the device and of the host, which runs ahead, for a unit at one of its positions.
 
         `shown`: how many of its tensors stream or are decoded; `streams`: whether any does.
         """
         if self.unit_s:
             opening_s = self._opening_s(unit, shown, streams) if shown else 0.0
-            return max(self.unit_s[index], self.host_s[index] + opening_s if self.host_s else 0.0)
+            if not self.host_s:
+                return self.unit_s[index] + opening_s, 0.0
+            return self.unit_s[index], self.host_s[index] + opening_s
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
         device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
-        return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s)
+        return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s), 0.0
 
     def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
         """Seconds of the host."""

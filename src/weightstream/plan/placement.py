@@ -116,18 +116,31 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
     choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    compute_s = least_compute_s(manifest, profile)
+    compute_s, most_s = least_compute_s(manifest, profile), _launched_s(manifest, forced, profile)
     for choice in choices:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
         bound = max(compute_s, (streamed - ring) / profile.link_bytes_per_s)
+        if bound < most_s:
+            bound = max(bound, _launched_s(manifest, choice.residents, profile))
         yield from (Candidate(bound, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
 
 
 def least_compute_s(manifest: Manifest, profile: Profile) -> float:
     """Seconds that a step computes where nothing streams."""
-    return sum(profile.compute_s(unit, manifest.units[unit]) for unit in manifest.order)
+    times = [profile.times_s(unit, manifest.units[unit]) for unit in manifest.order]
+    return max(sum(device_s for device_s, _ in times), sum(host_s for _, host_s in times))
+
+
+def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile) -> float:
+    """Seconds of the host for a step in which all but these stream."""
+    seconds = []
+    for u, unit in enumerate(manifest.units):
+        streams = sum(t.alias not in residents for t in unit.tensors)
+        shown = sum(t.bits > 0 or t.alias not in residents for t in unit.tensors)
+        seconds.append(profile.times_s(u, unit, shown=shown, streams=streams > 0)[1])
+    return sum(seconds[u] for u in manifest.order)
 
 
 def place_layers(

@@ -169,11 +169,13 @@ class Planner:
         for index, unit in enumerate(manifest.plain().units):
             on_device, on_host, after_share = unit_seconds(work.get(unit.name, ()), profile)
             if unit.name in self.unit_s:
-                on_device, on_host = self.unit_s[unit.name], 0.0
+                on_device = self.unit_s[unit.name]
             elif unit.name not in work:
                 on_device, on_host = profile.compute_s(index, unit), 0.0
             times.append((on_device, on_host, after_share))
         unit_s, host_s, after = (tuple(unit[k] for unit in times) for k in range(3))
+        if self.machine.on_cpu:  # it computes itself what it launches
+            unit_s, host_s = tuple(map(max, unit_s, host_s)), ()
         return replace(profile, unit_s=unit_s, host_s=host_s, after_share=after).decoding(manifest)
 
     @property

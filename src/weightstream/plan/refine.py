@@ -14,11 +14,13 @@ from statistics import fmean, median
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
+from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 
 _GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
 _STEPS = 500  # in which the move must pay
+_UNTOLD = 1.1  # a step takes so much longer than its units tell
 _MOVED_BYTES_PER_S = 5e9  # what is resident comes home first, through pageable memory
 
 
@@ -49,18 +51,27 @@ def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True)
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
     elif rates := _rates(times, profile.copy_latency_s):
         profile = replace(profile, link_bytes_per_s=median(rates))
-    profile = replace(profile, overhead_s=0.0, show_s=0.0, fill_s=0.0, decoding_launch_s=0.0)  # measured ones hold it
+    told = planner.profile(plan.manifest)
+    host_s, estimates = cost.host_s(plan, told), cost.unit_s(plan, told)
+    profile = _quicker(profile, min(1.0, times.step_s / host_s) if host_s else 0.0)
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
-    estimates = cost.unit_s(plan, planner.profile(plan.manifest))
     decodes = {unit.name: profile.decode_s(unit) for unit in plan.manifest.units}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
     found = replace(planner, machine=machine, unit_s=seconds, measured_reads=plan.mapped)
     refined = found.priced(plan)
+    if times.step_s > _UNTOLD * refined.step_s:  # others use the device too: what they take no unit's times tell
+        return _as_a_whole(found, refined, times)
     return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s) if may_move else None)
 
 
+def _quicker(profile: Profile, ratio: float) -> Profile:
+    """The same with so much of the host's seconds. Nobody measures these: what a step computes is launched in it."""
+    names = ("op_launch_s", "overhead_s", "show_s", "fill_s", "decoding_launch_s")
+    return replace(profile, **{name: getattr(profile, name) * ratio for name in names})
+
+
 def _as_a_whole(planner: Planner, plan: Plan, times: Times) -> Refined:
-    """Where steps were measured as a whole, as graphs are: what is busy longest takes so much more than predicted.
+    """Where only steps as a whole tell, as of graphs: what is busy longest takes so much more than predicted.
 
     Nothing tells how another plan would do.
     """
