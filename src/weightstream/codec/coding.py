@@ -69,11 +69,10 @@ def _tried(device: torch.device) -> str | None:
         numbers = torch.arange(_TRIED, dtype=torch.int32, device="cpu")
         data = numbers.mul_(40503).to(torch.int16).view(torch.uint8)
 
-        def encodes() -> bool:
-            expected = (reference.encode(data, "bfloat16", bits) for bits in BITS)
-            found = [triton_codec.encode(data.to(device), "bfloat16", bits) for bits in BITS]
-            pairs = zip(found, expected, strict=True)
-            return all(ours[0] == theirs[0] and torch.equal(ours[1].cpu(), theirs[1]) for ours, theirs in pairs)
+        def encodes(bits: int) -> bool:
+            layout, coded = triton_codec.encode(data.to(device), "bfloat16", bits)
+            wanted, expected = reference.encode(data, "bfloat16", bits)
+            return layout == wanted and torch.equal(coded.cpu(), expected)
 
         def decodes(bits: int) -> bool:
             layout, coded = reference.encode(data, "bfloat16", bits)
@@ -90,9 +89,9 @@ def _tried(device: torch.device) -> str | None:
                 return work()
 
         on_device(lambda: triton_codec.histograms(data.to(device), "bfloat16"))  # and what Triton makes for all kernels
-        # Triton compiles in as many threads as there are; decoding takes longest.
-        with ThreadPoolExecutor(1 + len(BITS)) as pool:
-            right = all([*pool.map(on_device, [*(partial(decodes, bits) for bits in BITS), encodes])])
+        trials = [partial(trial, bits) for trial in (encodes, decodes) for bits in BITS]
+        with ThreadPoolExecutor(len(trials)) as pool:  # Triton compiles in as many threads as there are
+            right = all([*pool.map(on_device, trials)])
     except ImportError as error:
         return f"Triton is missing ({error}): pip install triton"
     except Exception as error:  # whatever a compiler or a driver thinks of: nothing depends on this
