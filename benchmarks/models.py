@@ -249,7 +249,7 @@ def keep_busy(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="flux,vit,whisper,t5,sdxl", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--peers", nargs="*", choices=("block", "leaf"), default=[], help="beside flux")
+    parser.add_argument("--peers", nargs="+", choices=("block", "leaf"), default=[], help="beside flux")
     parser.add_argument("--load", nargs="?", const="llama", metavar="NAME", help="this alone")
     parser.add_argument("--tiny", action="store_true", help="small ones: does it run at all?")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -29,6 +29,50 @@ kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's accesses can be watched")
 
 
+class Compiled:
+    """`kernels.decode` as Triton compiles it; tells what was launched, with what, and how often it was looked up."""
+
+    def __init__(self) -> None:
+        self.looked_up: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def look_up(*args: Any, num_warps: int) -> Any:
+            self.looked_up.append((grid, num_warps, *args))
+            return self._kernel
+
+        return look_up
+
+    @property
+    def _kernel(self) -> Any:
+        outer = self
+
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *args: outer.launched.append((grid, *args))
+
+        return Kernel()
+
+
+def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is launched as it was compiled, with the same arguments, the table by its address."""
+    compiled = Compiled()
+    monkeypatch.setattr(triton_codec.kernels, "decode", compiled)
+    layout, coded = reference.encode(gaussian("bfloat16", 3001), "bfloat16", 3)
+    decode = triton_codec.Decoding([(coded, layout, target(layout))] * (triton_codec._MOST + 1))
+    for _ in range(3):
+        decode()
+    assert len(compiled.looked_up) == 2, "a launch takes so many tensors"
+    assert len(compiled.launched) == 4
+    for (grid, num_warps, table, *facts), (again, address, *same) in zip(
+        compiled.looked_up, compiled.launched[:2], strict=True
+    ):
+        assert num_warps == triton_codec.WARPS
+        assert len(grid) == 3
+        assert (again, address, same) == (grid, table.data_ptr(), facts)
+    assert compiled.launched[:2] == compiled.launched[2:]
+
+
 def excerpt(pattern: str, dtype: str, count: int = 3001) -> torch.Tensor:
     """Some of the weights of a pattern, from all over it."""
     data = PATTERNS[pattern](dtype).view(-1, ELEMENTS[dtype].nbytes)

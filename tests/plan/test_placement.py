@@ -22,7 +22,7 @@ from weightstream.plan import cost
 from weightstream.plan.amounts import human
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
-from weightstream.plan.placement import map_to_host, place, place_homes, place_host_bytes, place_layers
+from weightstream.plan.placement import candidates, map_to_host, place, place_homes, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
 
 # One grain takes a second on the link, and computing takes nothing: the predicted time counts streamed bytes.
@@ -433,8 +433,9 @@ def profiles_of(num_units: int) -> st.SearchStrategy[Profile]:
         Profile,
         link_bytes_per_s=st.sampled_from([1.0 * GRAIN, 0.25 * GRAIN]),
         copy_latency_s=st.sampled_from([0.0, 1.0]),
-        overhead_s=st.just(0.0),
+        overhead_s=st.sampled_from([0.0, 2.0]),
         unit_s=st.tuples(*[seconds] * num_units),
+        host_s=st.one_of(st.just(()), st.tuples(*[seconds] * num_units)),
     )
 
 
@@ -502,7 +503,12 @@ def test_the_host_runs_ahead_of_the_device() -> None:
     manifest = model((GRAIN,), (GRAIN,))
     plan = place(manifest, budget=None)
     fast = Profile(overhead_s=0.0)
-    for unit_s, host_s, step_s in (((8.0, 1.0), (1.0, 5.0), 9.0), ((1.0, 1.0), (4.0, 3.0), 7.0), ((2.0, 2.0), (), 4.0)):
+    for unit_s, host_s, step_s in (
+        ((8.0, 1.0), (1.0, 5.0), 9.0),
+        ((1.0, 1.0), (4.0, 3.0), 7.0),
+        ((8.0, 1.0), (5.0, 5.0), 10.0),
+        ((2.0, 2.0), (), 4.0),
+    ):
         profile = replace(fast, unit_s=unit_s, host_s=host_s)
         assert cost.simulate_s(plan, profile) == pytest.approx(step_s)
         assert cost.compute_s(plan, profile) == step_s
@@ -511,6 +517,38 @@ def test_the_host_runs_ahead_of_the_device() -> None:
     assert cost.simulate_s(opened, profile) == pytest.approx(6.0)
     on_cpu = replace(profile, host_s=())
     assert cost.compute_s(opened, on_cpu) == 4.0
+    coded = manifest.coded({next(iter(manifest.aliases)): (3, GRAIN // 2)})
+    profile = replace(fast, unit_s=(0.0, 0.0), host_s=(1.0, 0.0), overhead_s=50.0, fill_s=30.0, show_s=5.0)
+    decoded = Plan.build(coded, frozenset(coded.aliases), 0)
+    profile = replace(profile, decoding_launch_s=12.0)
+    assert cost.simulate_s(decoded, profile) == pytest.approx(1 + 50 - 30 + 5 + 12)
+
+
+def test_a_late_host_delays_the_copies_behind_it() -> None:
+    """One slot: each copy waits for the release before it, which the host has not come to."""
+    profile = Profile(
+        link_bytes_per_s=GRAIN, copy_latency_s=0.0, overhead_s=0.0, unit_s=(0.0,) * 4, host_s=(3.0, 0.0, 0.0, 0.0)
+    )
+    in_turn = replace(profile, host_s=(0.0,) * 4)
+    assert cost.simulate_s(equal_plan(4, 1), in_turn) == 4.0
+    late = [cost.simulate_s(equal_plan(4, 1), replace(profile, host_s=(s, 0.0, 0.0, 0.0))) for s in (3.0, 5.0)]
+    assert late == [4.0, 5.0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_plan_takes_less_than_its_candidate_says(data: st.DataObject) -> None:
+    """Else a search would pass it over."""
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=6))
+    manifest = model(*[[s * GRAIN for s in unit] for unit in sizes])
+    profile = data.draw(profiles_of(len(sizes)))
+    budget = data.draw(st.integers(1, 1 + manifest.nbytes // GRAIN)) * GRAIN
+    try:
+        found = list(candidates(manifest, budget, profile))
+    except PlanError:
+        return
+    for candidate in found:
+        assert candidate.bound_s <= candidate.plan().step_s + 1e-9
 
 
 def test_measured_seconds_replace_the_estimate_and_small_units_take_their_overhead() -> None:

@@ -23,6 +23,7 @@ from weightstream.plan.manifest import Manifest, Profile, Workload
 from weightstream.plan.placement import search
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner, Refusal, Way
+from weightstream.plan.prospect import Prospect
 from weightstream.plan.refine import Refined, Times, refine, unit_s
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
@@ -341,6 +342,7 @@ def layers(seed: int = 0, depth: int = DEPTH) -> nn.Sequential:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[Callable[..., weightstream.Streamer]]:
     """Opens a streamer on a machine whose profile says something else than what its steps take."""
+    monkeypatch.setattr("weightstream.runtime.refinement._WORSE", 1e9)  # steps of this machine vary
     streamers: list[weightstream.Streamer] = []
 
     def open_on(
@@ -455,6 +457,51 @@ def always_better(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
 
     monkeypatch.setattr("weightstream.runtime.refinement.refine", found)
     return asked
+
+
+@pytest.mark.parametrize(("after_s", "is_undone"), [(1.2, True), (1.05, False)])
+def test_a_move_that_makes_steps_longer_is_undone(
+    after_s: float, is_undone: bool, always_better: list[Times], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prospects, "profile_for", lambda _: CPU_PROFILE)
+    with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
+        given = streamer._installed.refinement.prospect
+        before, learned = given.planners[0](given.grains[0]), Refinement(given)
+
+    def look(plan: Plan, step_s: float) -> Plan | None:
+        measured = Measured(kind=Kind("forward", 1), num_steps=4, step_s=step_s, units=())
+        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda: measured)
+        found = learned.refine(plan, 64, timeline)
+        assert found is not None
+        return found[1]
+
+    after = look(before, 1.0)
+    assert after is not None
+    again = look(after, after_s)
+    assert again is not None
+    assert (again.resident == before.resident) == is_undone
+    assert again.step_s == 1.0 or not is_undone
+    assert look(again, 1.0) is None, "no move is left"
+
+
+def test_after_a_step_that_counted_as_a_whole_a_move_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others used the device when it was looked at first."""
+    planner, plan = planned(60)
+    learned, asked = Refinement(Prospect(grains=(plan.manifest,), planners=(planner,))), []
+
+    def found(planner: Planner, plan: Plan, times: Times, *, may_move: bool) -> Refined:
+        asked.append(may_move)
+        plan = replace(plan, step_s=times.step_s)
+        return Refined(planner=planner, plan=plan, better=None, is_whole=len(asked) == 1)
+
+    monkeypatch.setattr("weightstream.runtime.refinement.refine", found)
+    for step_s in (4.0, 2.0, 1.0):
+        measured = Measured(kind=Kind("forward", 1), num_steps=4, step_s=step_s, units=())
+        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda found=measured: found)
+        told = learned.refine(plan, 64, timeline)
+        assert told is not None
+        plan = told[0]
+    assert asked == [True, True, False]
 
 
 def test_it_moves_twice_at_most(opened: Callable[..., weightstream.Streamer], always_better: list[Times]) -> None:

@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,6 +327,22 @@ def test_an_idle_copy_thread_holds_no_memory() -> None:
 def test_cuda_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"device cuda:1: .*no CUDA GPU; use device='cpu'"):
         CudaBackend(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("code", [0, 201])
+def test_a_copy_that_the_driver_refuses_is_made_by_torch(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """201: a thread without a context."""
+    asked, entered = [], []
+    driver = SimpleNamespace(cuMemcpyHtoDAsync_v2=lambda *args: asked.append(args) or code)
+    monkeypatch.setattr("weightstream.runtime.cuda._driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
+    backend, copies = object.__new__(CudaBackend), SimpleNamespace(cuda_stream=7)
+    backend._copies = copies  # type: ignore[assignment]
+    dst, src = torch.zeros(NBYTES, dtype=torch.uint8), torch.randint(1, 255, (NBYTES,), dtype=torch.uint8)
+    backend._queue(dst, src)
+    assert asked == [(dst.data_ptr(), src.data_ptr(), NBYTES, 7)]
+    assert entered == ([copies] if code else [])
+    assert torch.equal(dst, src) == bool(code)
 
 
 @pytest.mark.gpu

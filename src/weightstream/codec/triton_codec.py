@@ -71,9 +71,10 @@ class Decoding:
                 launch()
             return
         found = [(kernels.decode[grid](*args, num_warps=WARPS), grid, args) for grid, args in self._launches]
-        found = [launch for launch in found if launch[0] is not None]
         # an address in place of a tensor, as it is looked up too
-        self._compiled = [partial(kernel[grid], args[0].data_ptr(), *args[1:]) for kernel, grid, args in found]
+        self._compiled = [
+            partial(k[grid], table.data_ptr(), *facts) for k, grid, (table, *facts) in found if k is not None
+        ]
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:

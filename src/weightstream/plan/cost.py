@@ -26,14 +26,17 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
 
 def compute_s(plan: Plan, profile: Profile) -> float:
     """Seconds that a step computes if it never waits for a copy: of the device or the host, which runs ahead."""
-    times = _times_s(plan, profile)
-    return max(sum(times[u][0] for u in plan.manifest.order), host_s(plan, profile))
+    return max(_sums_s(plan, profile))
 
 
 def host_s(plan: Plan, profile: Profile) -> float:
     """Seconds that the host takes to launch a step."""
+    return _sums_s(plan, profile)[1]
+
+
+def _sums_s(plan: Plan, profile: Profile) -> tuple[float, float]:
     times = _times_s(plan, profile)
-    return sum(times[u][1] for u in plan.manifest.order)
+    return sum(times[u][0] for u in plan.manifest.order), sum(times[u][1] for u in plan.manifest.order)
 
 
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
@@ -59,8 +62,8 @@ def disk_s(plan: Plan, profile: Profile) -> float:
 def simulate_s(plan: Plan, profile: Profile) -> float:
     """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for.
 
-    The host waits for nobody, and no unit ends before it has launched it. What is on disk is read from when the copy is
-    queued, after what was queued before.
+    The host is taken to wait for nobody (it does for copies that a thread feeds), and no unit ends before it has
+    launched it. What is on disk is read from when the copy is queued, after what was queued before.
     """
     units = plan.manifest.units
     times = [*_times_s(plan, profile), (0.0, 0.0)]  # the last is no unit: before the first step

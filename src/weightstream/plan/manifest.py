@@ -182,11 +182,11 @@ class Profile:
     others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
-    that the host takes to launch them, unless the host is the device. To these, where there are any, `overhead_s` comes
-    for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its tensors that does,
-    and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for ops that follow its
-    release, before the next unit opens. Else a unit takes the time to read its weights once, and at least `overhead_s`,
-    and `launch_s` per tensor.
+    that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
+    `overhead_s` comes for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its
+    tensors that does, and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for
+    ops that follow its release, before the next unit opens. Else a unit takes the time to read its weights once, and at
+    least `overhead_s`, and `launch_s` per tensor.
     """
 
     machine: str = ""
@@ -236,7 +236,7 @@ class Profile:
     def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
         """Seconds of the host."""
         opens_s = self.overhead_s + self.show_s * shown - (0.0 if streams else self.fill_s)
-        return opens_s + (self.decoding_launch_s if unit.coded() else 0.0)
+        return opens_s + (self.decoding_launch_s if any(t.bits for t in unit.tensors) else 0.0)
 
     def decode_s(self, unit: UnitSpec) -> float:
         """Seconds that the device takes to decode a unit's weights before it computes."""

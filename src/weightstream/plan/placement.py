@@ -137,9 +137,9 @@ def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile)
     """Seconds of the host for a step in which all but these stream."""
     seconds = []
     for u, unit in enumerate(manifest.units):
-        streams = sum(t.alias not in residents for t in unit.tensors)
+        streams = any(t.alias not in residents for t in unit.tensors)
         shown = sum(t.bits > 0 or t.alias not in residents for t in unit.tensors)
-        seconds.append(profile.times_s(u, unit, shown=shown, streams=streams > 0)[1])
+        seconds.append(profile.times_s(u, unit, shown=shown, streams=streams)[1])
     return sum(seconds[u] for u in manifest.order)
 
 

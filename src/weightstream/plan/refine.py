@@ -35,11 +35,15 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refined:
-    """A planner that knows what was measured, the plan in force as that predicts it, and a plan worth moving to."""
+    """A planner that knows what was measured, the plan in force as that predicts it, and a plan worth moving to.
+
+    `is_whole`: only the step as a whole told.
+    """
 
     planner: Planner
     plan: Plan
     better: Plan | None
+    is_whole: bool = False
 
 
 def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True) -> Refined:
@@ -59,7 +63,7 @@ def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True)
     seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
     found = replace(planner, machine=machine, unit_s=seconds, measured_reads=plan.mapped)
     refined = found.priced(plan)
-    if times.step_s > _UNTOLD * refined.step_s:  # others use the device too: what they take no unit's times tell
+    if times.step_s > _UNTOLD * refined.step_s:  # others on the device, slower handovers
         return _as_a_whole(found, refined, times)
     return Refined(planner=found, plan=refined, better=_better(found, refined, times.step_s) if may_move else None)
 
@@ -78,7 +82,7 @@ def _as_a_whole(planner: Planner, plan: Plan, times: Times) -> Refined:
     ratio, limit = times.step_s / plan.step_s if plan.step_s else 1.0, f"{plan.limit}_s"
     names = ("compute_s", "decode_s") if plan.limit == "compute" else ("copy_s" if plan.limit == "link" else limit,)
     busy = {name: getattr(plan, name) * ratio for name in names}
-    return Refined(planner=planner, plan=replace(plan, step_s=times.step_s, **busy), better=None)
+    return Refined(planner=planner, plan=replace(plan, step_s=times.step_s, **busy), better=None, is_whole=True)
 
 
 def _rates(times: Times, latency_s: float) -> list[float]:

@@ -241,7 +241,10 @@ class CudaBackend:
             move(moves, _put, self._drained)
 
     def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long."""
+        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long.
+
+        Memory of PyTorch's own pinned allocator may not be freed before it is made, as nothing tells that of the copy.
+        """
         if _driver().cuMemcpyHtoDAsync_v2(dst.data_ptr(), src.data_ptr(), src.numel(), self._copies.cuda_stream):
             with torch.cuda.stream(self._copies):  # which says what is wrong
                 dst.copy_(src, non_blocking=True)

@@ -22,6 +22,7 @@ _EVERY, _AGAIN = 4, 64  # steps
 _FROM = 3  # timed steps of one kind
 _MOVES = 2  # to a better plan, at most: workloads that alternate must not move weights for ever
 _MISSED = 1.25  # times what was predicted, or as much less: what is known of a kind of steps holds no more
+_WORSE = 1.1  # times the steps before a move: it is undone
 _DOUBTED = 2.0  # times: what the machine can do is measured again
 
 Foresee = Callable[[Prospect, Any, Any], Prospect | None]
@@ -43,6 +44,8 @@ class Refinement:
         self._kind: Kind | None = None  # of the steps that the plan was held against last
         self._foreseen: Kind | None = None  # of the call that the plan was predicted for from its work
         self._num_moves = 0
+        self._left: tuple[Plan, Measured] | None = None  # what the last move left, and how long its steps took
+        self._is_whole = False  # no unit's times told what was measured last: others may be gone by the next look
 
     def plan(self, manifest: Manifest) -> Plan:
         """The plan of a manifest, proved. Raises `PlanError`."""
@@ -62,6 +65,7 @@ class Refinement:
 
         Raises `PlanError` where that does not fit.
         """
+        self._left = None
         self._change(lambda planner: replace(planner, weights=replace(planner.weights, movable=movable)))
         plan = self.plan(manifest.plain().keeping(kept))
         self._kept = kept
@@ -69,6 +73,7 @@ class Refinement:
 
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""
+        self._left = None
         known = dict(self._planners[0].weights.codes)
         known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
         self._change(lambda planner: replace(planner, weights=replace(planner.weights, codes=known)))
@@ -102,7 +107,7 @@ class Refinement:
             logger.warning("device memory may run out: %s", short)
         told = f"this call takes {1e3 * same.step_s:.1f} ms by its shapes, {1e3 * plan.step_s:.1f} predicted without"
         logger.info("%s%s", told, f"; a better plan takes {1e3 * better.step_s:.1f}" if chosen is better else "")
-        self._kind, self._foreseen = None, kind
+        self._kind, self._foreseen, self._left = None, kind, None
         prove(chosen)
         return chosen
 
@@ -126,16 +131,21 @@ class Refinement:
         if missed > _DOUBTED and timeline.kind == self._foreseen:
             self._doubt()
         self._foreseen = None  # from here on measured times are in what is predicted
+        left, self._left = self._left, None
         # of a code that moves, what it costs to encode is not known
-        may_move &= not is_known and self._num_moves < _MOVES and not plan.manifest.codes
+        may_move &= (not is_known or self._is_whole) and self._num_moves < _MOVES and not plan.manifest.codes
         refined: Refined = refine(planner, plan, _times(measured), may_move=may_move)
-        self._kind = measured.kind
+        self._kind, self._is_whole = measured.kind, refined.is_whole
+        if left is not None and left[1].kind == measured.kind and measured.step_s > _WORSE * left[1].step_s:
+            refined = replace(refined, better=replace(left[0], step_s=left[1].step_s))
+            self._num_moves = _MOVES  # what misled once may again
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
         if refined.better is None:
             logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
             return refined.plan, None
         logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
         self._num_moves += 1
+        self._left = plan, measured
         self._kind = None  # the steps of the new plan are to be measured
         prove(refined.better)
         return refined.plan, refined.better
