@@ -293,6 +293,25 @@ def test_a_fork_is_told_and_leaves_its_parent_whole(tmp_path: Path) -> None:
     assert done.stdout.split("\n")[:3] == ["refused: True", "refused: True", "parent: fine"]
 
 
+def test_a_generator_that_is_left_open_ends_with_its_process() -> None:
+    script = """
+        import torch, weightstream
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).bfloat16()
+
+        def tokens():
+            with weightstream.offload(model, device="cpu", device_budget="60%", codec="3bit"), torch.no_grad():
+                while True:
+                    yield model(torch.ones(2, 256).bfloat16())
+
+        found = tokens()
+        assert torch.equal(next(found), next(found))
+        print("done")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any

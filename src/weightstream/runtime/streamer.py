@@ -6,6 +6,7 @@ A unit is open while its module's forward runs; a step is a forward of the whole
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -134,7 +135,8 @@ class Streamer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
+        if not sys.is_finalizing():  # else a generator was left open: no weight is read any more, and torch may abort
+            self.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model is a plain model: its streamer is None
