@@ -484,6 +484,25 @@ def test_a_move_that_makes_steps_longer_is_undone(
     assert look(again, 1.0) is None, "no move is left"
 
 
+def test_what_a_move_was_undone_for_is_not_gone_back_to(
+    always_better: list[Times], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow steps get afterwards."""
+    monkeypatch.setattr(prospects, "profile_for", lambda _: CPU_PROFILE)
+    with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
+        given = streamer._installed.refinement.prospect
+        plan, learned = given.planners[0](given.grains[0]), Refinement(given)
+    moved = []
+    for step_s in (1.0, 1.2, 2.0, 4.0):
+        measured = Measured(kind=Kind("forward", 1), num_steps=4, step_s=step_s, units=())
+        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda found=measured: found)
+        found = learned.refine(plan, 64, timeline)
+        assert found is not None
+        moved.append(found[1] is not None)
+        plan = found[1] or found[0]
+    assert moved == [True, True, False, False]
+
+
 def test_after_a_step_that_counted_as_a_whole_a_move_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others used the device when it was looked at first."""
     planner, plan = planned(60)

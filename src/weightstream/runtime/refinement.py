@@ -58,6 +58,7 @@ class Refinement:
         return self.prospect.planners
 
     def _change(self, change: Callable[[Planner], Planner]) -> None:
+        self._left = None  # it was planned without
         self.prospect = replace(self.prospect, planners=tuple(map(change, self._planners)))
 
     def replan(self, manifest: Manifest, *, kept: frozenset[str], movable: frozenset[str]) -> Plan:
@@ -65,7 +66,6 @@ class Refinement:
 
         Raises `PlanError` where that does not fit.
         """
-        self._left = None
         self._change(lambda planner: replace(planner, weights=replace(planner.weights, movable=movable)))
         plan = self.plan(manifest.plain().keeping(kept))
         self._kept = kept
@@ -73,7 +73,6 @@ class Refinement:
 
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""
-        self._left = None
         known = dict(self._planners[0].weights.codes)
         known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
         self._change(lambda planner: replace(planner, weights=replace(planner.weights, codes=known)))
@@ -132,11 +131,13 @@ class Refinement:
             self._doubt()
         self._foreseen = None  # from here on measured times are in what is predicted
         left, self._left = self._left, None
+        is_worse = left is not None and left[1].kind == measured.kind and measured.step_s > _WORSE * left[1].step_s
         # of a code that moves, what it costs to encode is not known
         may_move &= (not is_known or self._is_whole) and self._num_moves < _MOVES and not plan.manifest.codes
+        may_move &= not is_worse
         refined: Refined = refine(planner, plan, _times(measured), may_move=may_move)
         self._kind, self._is_whole = measured.kind, refined.is_whole
-        if left is not None and left[1].kind == measured.kind and measured.step_s > _WORSE * left[1].step_s:
+        if left is not None and is_worse:
             refined = replace(refined, better=replace(left[0], step_s=left[1].step_s))
             self._num_moves = _MOVES  # what misled once may again
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
@@ -145,7 +146,7 @@ class Refinement:
             return refined.plan, None
         logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
         self._num_moves += 1
-        self._left = plan, measured
+        self._left = None if is_worse else (plan, measured)
         self._kind = None  # the steps of the new plan are to be measured
         prove(refined.better)
         return refined.plan, refined.better
