@@ -120,9 +120,9 @@ class _Bench:
         numbers: dict[str, Any] = self._workspace()
         # What power limits behind the products, under which clocks settle. Decoding waits until its kernels are there,
         # which a thread compiles that uses the device: only then a graph may be captured, for the kernels.
-        all_of_it = [self.link, self.modules, self.reading, self.products, self.attention, self.decoding, self.kernels]
-        if self._on_gpu:  # a CPU computes as it opens
-            all_of_it.insert(-1, self.opening)
+        first = (self.link, self.modules, self.reading, self.products, self.attention, self.decoding)
+        opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
+        all_of_it = (*first, *opening, self.kernels)
         parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
         for _ in range(NUM_ROUNDS):
             parts = self._tried({part.name: part.sample for part in parts})

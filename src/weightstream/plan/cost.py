@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from weightstream.plan.manifest import Profile
+from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor
 
@@ -26,17 +27,17 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
 
 def compute_s(plan: Plan, profile: Profile) -> float:
     """Seconds that a step computes if it never waits for a copy: of the device or the host, which runs ahead."""
-    return max(_sums_s(plan, profile))
+    return max(sums_s(plan.manifest, _times_s(plan, profile)))
 
 
 def host_s(plan: Plan, profile: Profile) -> float:
     """Seconds that the host takes to launch a step."""
-    return _sums_s(plan, profile)[1]
+    return sums_s(plan.manifest, _times_s(plan, profile))[1]
 
 
-def _sums_s(plan: Plan, profile: Profile) -> tuple[float, float]:
-    times = _times_s(plan, profile)
-    return sum(times[u][0] for u in plan.manifest.order), sum(times[u][1] for u in plan.manifest.order)
+def sums_s(manifest: Manifest, times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of the device and of the host for a step, from those of each unit at one of its positions."""
+    return sum(times[u][0] for u in manifest.order), sum(times[u][1] for u in manifest.order)
 
 
 def unit_s(plan: Plan, profile: Profile) -> list[float]:

@@ -22,7 +22,7 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.amounts import human
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, streamed_nbytes
+from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, num_shown, streamed_nbytes
 from weightstream.plan.schedule import aligned
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
@@ -129,18 +129,14 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
 
 def least_compute_s(manifest: Manifest, profile: Profile) -> float:
     """Seconds that a step computes where nothing streams."""
-    times = [profile.times_s(unit, manifest.units[unit]) for unit in manifest.order]
-    return max(sum(device_s for device_s, _ in times), sum(host_s for _, host_s in times))
+    return max(cost.sums_s(manifest, [profile.times_s(u, unit) for u, unit in enumerate(manifest.units)]))
 
 
 def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile) -> float:
     """Seconds of the host for a step in which all but these stream."""
-    seconds = []
-    for u, unit in enumerate(manifest.units):
-        streams = any(t.alias not in residents for t in unit.tensors)
-        shown = sum(t.bits > 0 or t.alias not in residents for t in unit.tensors)
-        seconds.append(profile.times_s(u, unit, shown=shown, streams=streams)[1])
-    return sum(seconds[u] for u in manifest.order)
+    units = zip(manifest.units, num_shown(manifest, residents), streamed_nbytes(manifest, residents), strict=True)
+    times = [profile.times_s(u, unit, shown=num, streams=nbytes > 0) for u, (unit, num, nbytes) in enumerate(units)]
+    return cost.sums_s(manifest, times)[1]
 
 
 def place_layers(

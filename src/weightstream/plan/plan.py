@@ -96,8 +96,7 @@ class Plan:
     @cached_property
     def num_shown(self) -> tuple[int, ...]:
         """Of each unit, how many tensors show other bytes while it computes: of the ring, or decoded ones."""
-        placed, units = self.resident | self.mapped, self.manifest.units
-        return tuple(sum(t.bits > 0 or (t.alias not in placed and t.nbytes > 0) for t in u.tensors) for u in units)
+        return num_shown(self.manifest, self.resident | self.mapped)
 
     @cached_property
     def buffer_nbytes(self) -> int:
@@ -236,6 +235,12 @@ def _spread(sizes: Mapping[str, int]) -> dict[str, int]:
 def buffer_nbytes(manifest: Manifest) -> int:
     """Bytes of a buffer for the coded weights of any unit, decoded."""
     return max((sum(map(aligned, sizes.values())) for sizes in manifest.decoded), default=0)
+
+
+def num_shown(manifest: Manifest, placed: frozenset[str]) -> tuple[int, ...]:
+    """Of each unit, how many tensors stream, where all but those `placed` do, or are decoded."""
+    units = manifest.units
+    return tuple(sum(t.bits > 0 or (t.alias not in placed and t.nbytes > 0) for t in u.tensors) for u in units)
 
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:
