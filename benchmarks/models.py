@@ -1,6 +1,6 @@
 """Models of any kind at their true size, resident and at device budgets, each output bitwise the resident model's.
 
-    python benchmarks/models.py [--models flux,vit,whisper,t5,sdxl] [--peers block leaf] [--load [NAME]] [--tiny]
+    python benchmarks/models.py [--models flux,vit,whisper,t5,sdxl] [--peers block leaf] [--graphs] [--load [NAME]]
 
 All in one process. A model is made on the GPU with fresh random weights, timed there once clocks have settled, moved to
 host memory and then offloaded under one budget after the other. `ms` counts every step from the third on: there are no
@@ -16,6 +16,7 @@ beside_nbytes  what the allocator held at most, less what it held before and les
 link_gbps      what the copies of the plan reach back to back, in the same run
 x_bound        ms over the least time that any schedule has: bound.py has the arithmetic
 
+--graphs: each case in a CUDA graph as well, behind its eager steps; `x_bound` is then of the resident graph.
 --peers: group offloading of diffusers, at these levels, over the same weights of flux, in its fastest form. --load:
 what becomes of the predictions for NAME (llama) where the profile was taken on an idle machine and another process then
 copies and multiplies all the while, and the other way round. `ms` is of 30 steps behind the tenth there, and so are
@@ -46,10 +47,10 @@ import torch
 from bench import GIB, show
 from bound import Bound, bounds_of
 from kinds import KINDS, Inputs
-from steps import REFINED, call_of, is_repeatable, timed
+from steps import REFINED, Step, call_of, is_repeatable, timed
 
 import weightstream
-from weightstream import Plan
+from weightstream import Plan, Streamer
 from weightstream.measure.bench import backend_of, copies_s
 from weightstream.measure.profile import profile_for
 
@@ -58,6 +59,7 @@ LINK_S = 0.5
 BULK = [64 << 20] * 8  # copies that tell the link's rate where a plan has none
 LOADED_STEPS = 30
 STATES = (("idle", "idle"), ("idle", "loaded"), ("loaded", "idle"))  # of the machine: when profiled, when measured
+GRAPH = "CUDA graph"
 SHOWN = ("x_bound", "x_predicted", "x_refined", "moves", "switches", "first_s", "peak_gib", "equal", "error")
 
 Row = dict[str, Any]
@@ -65,13 +67,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Inputs of one batch, and what the resident model makes of them in how long."""
+    """Inputs of one batch, and what the resident model makes of them in how long; `graph_s` in a graph, if asked."""
 
     model: str
     batch: int
     inputs: Inputs
     want: torch.Tensor
     resident_s: float
+    graph_s: float
 
     @property
     def name(self) -> str:
@@ -123,8 +126,12 @@ class Models:
             run()
             timing.synchronize(self.device)
         found = timed(run, want)
-        case = Case(model=name, batch=batch, inputs=inputs, want=want, resident_s=found["ms"]["p50"] / 1e3)
+        in_graph = self.in_graph(run, want)
+        resident_s, graph_s = (row["ms"]["p50"] / 1e3 for row in (found, in_graph or found))
+        case = Case(model=name, batch=batch, inputs=inputs, want=want, resident_s=resident_s, graph_s=graph_s)
         self.add("resident", case, base, found, nbytes=nbytes_of(model))
+        if in_graph:
+            self.add("resident", case, base, in_graph, GRAPH)
         return case
 
     def offloaded(self, model: Any, case: Case, budget_name: str, bound: Bound) -> None:
@@ -132,8 +139,19 @@ class Models:
         with weightstream.offload(model, device=self.device, device_budget=bound.budget) as streamer:
             setup_s = time.perf_counter() - started
             found = timed(call_of(model, case.inputs), case.want, streamer)
-            found |= bound.row(case.resident_s, self.link_bytes_per_s(streamer.plan)) | facts(streamer.plan)
-        self.add("weightstream", case, base, found, budget_name, setup_s=round(setup_s, 2))
+            link, of_plan = self.link_bytes_per_s(streamer.plan), facts(streamer.plan)
+            found |= bound.row(case.resident_s, link) | of_plan
+            self.add("weightstream", case, base, found, budget_name, setup_s=round(setup_s, 2))
+            if in_graph := self.in_graph(call_of(model, case.inputs), case.want, streamer):
+                in_graph |= bound.row(case.graph_s, link) | of_plan
+                self.add("weightstream", case, base, in_graph, f"{budget_name}, {GRAPH}")
+
+    def in_graph(self, run: Step, want: torch.Tensor, streamer: Streamer | None = None) -> Row:
+        """What is timed of launches of a graph, if that is asked for."""
+        if not self.args.graphs or self.device.type != "cuda":
+            return {}
+        with systems.captured(run, streamer) as launch:
+            return timed(launch, want)
 
     def budgets(self, name: str, model: Any) -> dict[str, int]:
         return KINDS[name].budgets(self.args.tiny, nbytes_of(model))
@@ -250,6 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="flux,vit,whisper,t5,sdxl", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--peers", nargs="+", choices=("block", "leaf"), default=[], help="beside flux")
+    parser.add_argument("--graphs", action="store_true", help="each in a CUDA graph as well")
     parser.add_argument("--load", nargs="?", const="llama", metavar="NAME", help="this alone")
     parser.add_argument("--tiny", action="store_true", help="small ones: does it run at all?")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from model import Decoder
+from steps import Step
 from timing import Run
 from torch import nn
 
@@ -22,20 +23,32 @@ COMPILE: dict[str, Any] = {"fullgraph": True, "options": {"emulate_precision_cas
 
 
 @contextmanager
-def graphed(model: nn.Module, x: torch.Tensor, streamer: Streamer | None = None) -> Iterator[Run]:
-    """The model in a CUDA graph, launched back to back; the output is one static tensor."""
-    static, graph = x.clone(), torch.cuda.CUDAGraph()
+def captured(step: Step, streamer: Streamer | None = None) -> Iterator[Step]:
+    """A step in a CUDA graph, launched back to back; the output is one static tensor."""
+    graph = torch.cuda.CUDAGraph()
     with nullcontext() if streamer is None else streamer.step():
         with torch.cuda.graph(graph) if streamer is None else streamer.capture(graph):
-            y = model(static)
+            y = step()
 
-        def run(x: torch.Tensor) -> torch.Tensor:
-            static.copy_(x)
+        def run() -> torch.Tensor:
             if streamer is None:
                 graph.replay()
             else:
                 streamer.replay(graph)
             return y
+
+        yield run
+
+
+@contextmanager
+def graphed(model: nn.Module, x: torch.Tensor, streamer: Streamer | None = None) -> Iterator[Run]:
+    """The model in a CUDA graph."""
+    static = x.clone()
+    with captured(lambda: model(static), streamer) as step:
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            static.copy_(x)
+            return step()
 
         yield run
 

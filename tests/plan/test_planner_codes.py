@@ -482,7 +482,7 @@ def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     first = opened[0]
     spans = {u: sum(computes[u:v]) for u, v in itertools.pairwise([*opened, len(computes)])}
     spans[opened[-1]] += sum(computes[:first])
-    refined = refine(planner, plan, Times(step_s=plan.step_s, computes=spans, copies=copies))
+    refined = refine(planner, plan, Times(step_s=plan.step_s, host_s=plan.step_s, computes=spans, copies=copies))
     assert refined.plan.step_s == pytest.approx(plan.step_s, rel=0.02)
     assert refined.plan.compute_s == pytest.approx(sum(computes), rel=1e-6)
     assert refined.better is None

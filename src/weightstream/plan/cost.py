@@ -60,15 +60,16 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
-def simulate_s(plan: Plan, profile: Profile) -> float:
+def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
     """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for.
 
     The host is taken to wait for nobody (it does for copies that a thread feeds), and no unit ends before it has
-    launched it. What is on disk is read from when the copy is queued, after what was queued before.
+    launched it; without one, launches take no time. What is on disk is read from when the copy is queued, after what
+    was queued before.
     """
     units = plan.manifest.units
     times = [*_times_s(plan, profile), (0.0, 0.0)]  # the last is no unit: before the first step
-    computes, hosts = [device_s for device_s, _ in times], [host_s for _, host_s in times]
+    computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
     after.append(0.0)
     copies = [profile.copy_s(nbytes) for nbytes in plan.unit_nbytes]

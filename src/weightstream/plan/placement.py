@@ -2,7 +2,8 @@
 
 From a byte budget, every choice of ring depth is tried: residents are taken in columns (the same tensor of every
 block), largest first, so that all blocks stream about the same share; the last, partial column is spread over the
-depth of the model. The plan with the least predicted time wins, then the one with the fewest bytes.
+depth of the model. The plan with the least predicted time wins, then the one with the fewest bytes. Where the host is
+what takes long, a plan that is fast on the device is worth a little more time of the host.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
 _DEPTHS = (1, 2, 3, 4, 6, 8)
 _SHALLOW = (1, 2, 4)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
+_HEED = 0.05  # of what a faster host would save: what it takes varies by 1.7 from minute to minute [H200]
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
@@ -110,26 +112,39 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
 
     def plan_of(choice: Choice, slot: int) -> Plan:
         plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot)
-        return replace(plan, budget=budget, step_s=cost.simulate_s(plan, profile))
+        step_s = cost.simulate_s(plan, profile)
+        if profile.host_s:
+            step_s = _heeded_s(cost.simulate_s(plan, profile, has_host=False), step_s)
+        return replace(plan, budget=budget, step_s=step_s)
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
     choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    compute_s, most_s = least_compute_s(manifest, profile), _launched_s(manifest, forced, profile)
+    (device_s, _), most_s = _resident_s(manifest, profile), _launched_s(manifest, forced, profile)
     for choice in choices:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
-        bound = max(compute_s, (streamed - ring) / profile.link_bytes_per_s)
-        if bound < most_s:
-            bound = max(bound, _launched_s(manifest, choice.residents, profile))
-        yield from (Candidate(bound, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
+        bound_s = max(device_s, (streamed - ring) / profile.link_bytes_per_s)
+        if bound_s < most_s:
+            bound_s = _heeded_s(bound_s, _launched_s(manifest, choice.residents, profile))
+        yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
 
 
-def least_compute_s(manifest: Manifest, profile: Profile) -> float:
-    """Seconds that a step computes where nothing streams."""
-    return max(cost.sums_s(manifest, [profile.times_s(u, unit) for u, unit in enumerate(manifest.units)]))
+def least_s(manifest: Manifest, profile: Profile) -> float:
+    """What a search takes a step for that streams nothing."""
+    return _heeded_s(*_resident_s(manifest, profile))
+
+
+def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
+    """Seconds of the device and of the host for a step that streams nothing."""
+    return cost.sums_s(manifest, [profile.times_s(u, unit) for u, unit in enumerate(manifest.units)])
+
+
+def _heeded_s(device_s: float, host_s: float) -> float:
+    """What a search takes a step for that lasts so long on the device alone, and with the host."""
+    return device_s + (1 - _HEED) * max(0.0, host_s - device_s)
 
 
 def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile) -> float:

@@ -215,7 +215,7 @@ class Planner:
         over = sum(way.aside.read.values()) - kept_nbytes
         if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
-        compute_s = placement.least_compute_s(way.aside, profile.decoding(way.aside))
+        compute_s = placement.least_s(way.aside, profile.decoding(way.aside))
         return max(compute_s, over / profile.link_bytes_per_s) + read_s
 
     def may_code(self, manifest: Manifest) -> bool:

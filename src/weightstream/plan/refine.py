@@ -26,9 +26,11 @@ _MOVED_BYTES_PER_S = 5e9  # what is resident comes home first, through pageable 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Measured seconds of a step; of its units that stream, by index, `computes` and, with their bytes, `copies`."""
+    """Measured seconds of a step, of the host for it, and of its units that stream, by index, `computes` and, with
+    their bytes, `copies`. The host takes no longer than so."""
 
     step_s: float
+    host_s: float
     computes: Mapping[int, float]
     copies: Mapping[int, tuple[int, float]]
 
@@ -57,7 +59,7 @@ def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True)
         profile = replace(profile, link_bytes_per_s=median(rates))
     told = planner.profile(plan.manifest)
     host_s, estimates = cost.host_s(plan, told), cost.unit_s(plan, told)
-    profile = _quicker(profile, min(1.0, times.step_s / host_s) if host_s else 0.0)
+    profile = _quicker(profile, min(1.0, times.host_s / host_s) if host_s else 0.0)
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
     decodes = {unit.name: profile.decode_s(unit) for unit in plan.manifest.units}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
@@ -69,7 +71,7 @@ def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True)
 
 
 def _quicker(profile: Profile, ratio: float) -> Profile:
-    """The same with so much of the host's seconds. Nobody measures these: what a step computes is launched in it."""
+    """The same with so much of the host's seconds. What a slower host costs is in what units compute."""
     names = ("op_launch_s", "overhead_s", "show_s", "fill_s", "decoding_launch_s")
     return replace(profile, **{name: getattr(profile, name) * ratio for name in names})
 

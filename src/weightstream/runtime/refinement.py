@@ -156,6 +156,7 @@ def _times(measured: Measured) -> Times:
     streamed = {index: unit for index, unit in enumerate(measured.units) if unit.nbytes}
     return Times(
         step_s=measured.step_s,
+        host_s=measured.host_s,
         computes={index: unit.compute_s for index, unit in streamed.items()},
         copies={index: (unit.nbytes, unit.copy_s) for index, unit in streamed.items() if unit.copy_s},
     )

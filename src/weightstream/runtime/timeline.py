@@ -64,11 +64,15 @@ class UnitTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The timed steps of the kind that ran last; `units` by index in the manifest, none where graphs were launched."""
+    """The timed steps of the kind that ran last; `units` by index in the manifest, none where graphs were launched.
+
+    `host_s`: the least that a call took to return, in which the host may have waited for the device.
+    """
 
     kind: Kind
     num_steps: int
     step_s: float
+    host_s: float
     units: tuple[UnitTimes, ...]
 
 
@@ -85,10 +89,11 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Seconds of one step, of all its waits, and by unit the mean of its fills, its waits and what it computed."""
+    """Seconds of one step, of the host and of all waits in it, and by unit the mean of its fills, waits and compute."""
 
     kind: Kind
     step_s: float
+    host_s: float
     wait_s: float
     means: dict[tuple[SpanKind, int], float]
 
@@ -100,6 +105,7 @@ class TimedStep:
     plan: Plan
     kind: Kind
     begin: Stamp
+    host_s: float = 0.0
     marks: list[Mark] = field(default_factory=list)
 
     def sample(self, seconds: Callable[[Stamp, Stamp], float | None]) -> Sample | None:
@@ -121,7 +127,7 @@ class TimedStep:
             found["unit", unit].append(next_s - resumed_s)
         wait_s = sum(end_s - begin_s for _, begin_s, end_s in waits)
         means = {what: fmean(values) for what, values in found.items()}
-        return Sample(kind=self.kind, step_s=step_s, wait_s=wait_s, means=means)
+        return Sample(kind=self.kind, step_s=step_s, host_s=self.host_s, wait_s=wait_s, means=means)
 
 
 @dataclass(eq=False, slots=True)
@@ -203,6 +209,7 @@ class Timeline:
             kind=samples[-1].kind,
             num_steps=len(samples),
             step_s=median(sample.step_s for sample in samples),
+            host_s=min(sample.host_s for sample in samples),
             units=tuple(self._times(unit, samples) for unit in range(len(self._plan.extents)) if has_units),
         )
 
@@ -241,6 +248,7 @@ class Timeline:
         try:
             yield
             mark = Mark("step", -1, begin, self._backend.stamp(Side.COMPUTE))
+            timed.host_s = time.perf_counter() - host_begin_s
             if is_due:
                 timed.marks.append(mark)
                 self._pending.append(timed)
