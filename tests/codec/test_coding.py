@@ -120,7 +120,6 @@ def test_a_trial_runs_every_kernel_and_looks_at_every_bit(wrong: str, monkeypatc
     assert set(threading.enumerate()) == threads
     if wrong == "nothing":
         assert found is None
-        assert launches.calls[0] == "histogram", "alone, before the others start"
         assert sorted(launches.calls) == sorted([*KERNELS, *KERNELS[3:]]), "decoders twice: the second call is another"
     elif "fails" in wrong:
         assert "its kernels do not run here (RuntimeError" in str(found)

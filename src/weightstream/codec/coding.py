@@ -88,8 +88,13 @@ def _tried(device: torch.device) -> str | None:
             with torch.accelerator.device_index(device.index):  # Triton launches on the current one
                 return work()
 
-        on_device(lambda: triton_codec.histograms(data.to(device), "bfloat16"))  # and what Triton makes for all kernels
-        trials = [partial(trial, bits) for trial in (encodes, decodes) for bits in BITS]
+        def counts() -> bool:
+            triton_codec.histograms(data.to(device), "bfloat16")
+            return True  # sizes come of it, of which a wrong one is noticed
+
+        if device.type == "cuda":
+            on_device(triton_codec.prepare)
+        trials = [counts, *(partial(trial, bits) for trial in (encodes, decodes) for bits in BITS)]
         with ThreadPoolExecutor(len(trials)) as pool:  # Triton compiles in as many threads as there are
             right = all([*pool.map(on_device, trials)])
     except ImportError as error:

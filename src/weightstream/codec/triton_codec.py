@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+import triton
 
 from weightstream.codec import kernels, reference
 from weightstream.codec.format import ELEMENTS, TILE, Layout
@@ -44,6 +45,11 @@ def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Ten
     facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits, "BITS": bits}
     kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
     return layout, coded
+
+
+def prepare() -> None:
+    """Make what Triton makes for all kernels, before threads would, each for itself."""
+    triton.runtime.driver.active.get_current_device()
 
 
 class Decoding:
