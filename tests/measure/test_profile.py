@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml, profile, progress
+from weightstream.measure.block import Block
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
@@ -169,11 +170,11 @@ def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
             self.num += not func.is_view and func is not torch.ops.aten._unsafe_view.default
             return func(*args, **(kwargs or {}))
 
-    block = bench._Block().to_empty(device="cpu").bfloat16()
+    block = Block(torch.device("cpu"))
     x, turn, past = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((1, 1, 64), (1, 1, 1, 16), (1, 4, 15, 16)))
     with torch.no_grad(), Count() as count:
         block(x, turn, past)
-    assert count.num == bench._Block.num_kernels
+    assert count.num == Block.num_kernels
 
 
 def test_it_is_measured_once(backend: CpuBackend, measured: list[Profile], cache: Path) -> None:

@@ -68,9 +68,10 @@ def _tried(device: torch.device) -> str | None:
 
         numbers = torch.arange(_TRIED, dtype=torch.int32, device="cpu")
         data = numbers.mul_(40503).to(torch.int16).view(torch.uint8)
+        counts = reference.histograms(data, "bfloat16")
 
         def encodes(bits: int) -> bool:
-            layout, coded = triton_codec.encode(data.to(device), "bfloat16", bits)
+            layout, coded = triton_codec.encode(data.to(device), "bfloat16", bits, counts.to(device))
             wanted, expected = reference.encode(data, "bfloat16", bits)
             return layout == wanted and torch.equal(coded.cpu(), expected)
 
@@ -88,13 +89,12 @@ def _tried(device: torch.device) -> str | None:
             with torch.accelerator.device_index(device.index):  # Triton launches on the current one
                 return work()
 
-        def counts() -> bool:
-            triton_codec.histograms(data.to(device), "bfloat16")
-            return True  # sizes come of it, of which a wrong one is noticed
+        def are_counts() -> bool:
+            return torch.equal(triton_codec.histograms(data.to(device), "bfloat16").cpu(), counts)
 
         if device.type == "cuda":
             on_device(triton_codec.prepare)
-        trials = [counts, *(partial(trial, bits) for trial in (encodes, decodes) for bits in BITS)]
+        trials = [are_counts, *(partial(trial, bits) for trial in (encodes, decodes) for bits in BITS)]
         with ThreadPoolExecutor(len(trials)) as pool:  # Triton compiles in as many threads as there are
             right = all([*pool.map(on_device, trials)])
     except ImportError as error:

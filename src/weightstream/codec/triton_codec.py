@@ -33,15 +33,19 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return counts
 
 
-def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
-    """As `reference.encode`."""
+def encode(
+    data: torch.Tensor, dtype: str, bits: int, counts: torch.Tensor | None = None
+) -> tuple[Layout, torch.Tensor]:
+    """As `reference.encode`; `counts` are its histograms, where they are known."""
     element = ELEMENTS[dtype]
     count = data.numel() // element.nbytes
     if data.numel() % 4:  # words are read whole
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     elif data.data_ptr() % _ALIGN:
         data = data.clone()
-    layout, coded = reference.prepared(histograms(data[: count * element.nbytes], dtype), dtype, bits, count)
+    if counts is None:
+        counts = histograms(data[: count * element.nbytes], dtype)
+    layout, coded = reference.prepared(counts, dtype, bits, count)
     facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits, "BITS": bits}
     kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
     return layout, coded

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from weightstream.codec import coding
 from weightstream.codec.format import BITS
 from weightstream.errors import StoreError
 from weightstream.measure import machine, opening
+from weightstream.measure.block import Block
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend, Copy, Side
@@ -212,15 +212,12 @@ class _Bench:
         yield {"op_s": best["kernels"] / _NUM_KERNELS}
 
     def modules(self) -> _Measuring:
-        """What the host takes to launch a kernel from a model's code.
-
-        From blocks of our own: importing transformers takes longer than all else here (2.5 s).
-        """
-        blocks = [_Block().to_empty(device=self._device).bfloat16() for _ in range(4)]
+        """What the host takes to launch a kernel from a model's code."""
+        blocks = [Block(self._device) for _ in range(4)]
         for parameter in (p for block in blocks for p in block.parameters()):
             parameter.fill_(0.01)
-        x, turn = self._tensor(1, 1, _Block.width), self._tensor(1, 1, 1, _Block.width // _Block.heads)
-        past = self._tensor(1, _Block.heads, 15, turn.shape[-1])
+        x, turn = self._tensor(1, 1, Block.width), self._tensor(1, 1, 1, Block.width // Block.heads)
+        past = self._tensor(1, Block.heads, 15, turn.shape[-1])
 
         def work() -> None:
             y = x
@@ -228,7 +225,7 @@ class _Bench:
                 y = block(y, turn, past)
 
         best = yield {"blocks": (work, _SAMPLE_S)}
-        launch_s = _FRAMEWORK * best["blocks"] / (_Block.num_kernels * len(blocks))
+        launch_s = _FRAMEWORK * best["blocks"] / (Block.num_kernels * len(blocks))
         on_gpu = {"launch_s": _TENSOR_OPS * launch_s} if self._on_gpu else {}
         yield {"op_launch_s": launch_s, **on_gpu}
 
@@ -368,33 +365,3 @@ def rate_of_files(mappings: Sequence[FileMapping]) -> float | None:
     if largest is None or largest.nbytes < _MEASURED_NBYTES:
         return None
     return disk_bytes_per_s(DirectFile(largest), _MEASURED_NBYTES)
-
-
-class _Block(nn.Module):
-    """A decoder's block as eager code: norms of single operators, rotary positions, a growing cache, a gated MLP."""
-
-    width, heads = 64, 4
-    num_kernels = 40  # in bf16
-
-    def __init__(self) -> None:
-        super().__init__()
-        w, linear = self.width, partial(nn.Linear, bias=False, device="meta")  # not random: the user's state stays
-        self.scale = nn.Parameter(torch.empty(w, device="meta"))
-        self.q, self.k, self.v, self.o = (linear(w, w) for _ in range(4))
-        self.gate, self.up, self.down = linear(w, 2 * w), linear(w, 2 * w), linear(2 * w, w)
-        self.act = nn.SiLU()
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.scale * y.to(x.dtype)
-
-    def forward(self, x: torch.Tensor, turn: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        y = self._norm(x)
-        q, k, v = (part(y).view(1, 1, self.heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = (p * turn + torch.cat((-p.chunk(2, -1)[1], p.chunk(2, -1)[0]), -1) * turn for p in (q, k))
-        k, v = (torch.cat((past, p), -2) for p in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.o(y.transpose(1, 2).reshape(1, 1, -1))
-        y = self._norm(x)
-        return x + self.down(self.act(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
