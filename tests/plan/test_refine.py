@@ -261,10 +261,27 @@ def test_a_gain_must_pay_for_the_move_in_500_steps() -> None:
 
     better = at(1).better
     assert better is not None
-    gain_s, moved_s = at(1).plan.step_s - better.step_s, 2 * plan.resident_nbytes / 5e9
+    changed = plan.resident ^ better.resident  # nothing else moves
+    assert changed
+    gain_s, moved_s = at(1).plan.step_s - better.step_s, sum(plan.manifest.aliases[a] for a in changed) / 5e9
     pays = moved_s / (500 * gain_s)
     assert at(1.1 * pays).better is not None
     assert at(0.9 * pays).better is None
+
+
+def test_what_moves_is_what_has_another_place_or_form() -> None:
+    _, plan = planned(60)
+    aliases = sorted(plan.resident)[:3]
+    assert refinement.moved_nbytes(plan, plan) == 0
+    assert refinement.moved_nbytes(plan, replace(plan, ring_nbytes=2 * plan.ring_nbytes)) == 0
+    nbytes = sum(plan.manifest.aliases[alias] for alias in aliases)
+    for other in (
+        replace(plan, resident=plan.resident.difference(aliases)),
+        replace(plan, resident=plan.resident.difference(aliases), mapped=plan.mapped.union(aliases)),
+        replace(plan, disk=frozenset(aliases)),
+        replace(plan, manifest=plan.manifest.coded({alias: (3, 512) for alias in aliases})),
+    ):
+        assert refinement.moved_nbytes(plan, other) == refinement.moved_nbytes(other, plan) == nbytes
 
 
 def test_steps_with_pauses_between_them_are_no_gain() -> None:

@@ -21,7 +21,7 @@ from weightstream.plan.planner import Planner
 _GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
 _STEPS = 500  # in which the move must pay
 _UNTOLD = 1.1  # a step takes so much longer than its units tell
-_MOVED_BYTES_PER_S = 5e9  # what is resident comes home first, through pageable memory
+_MOVED_BYTES_PER_S = 5e9  # to memory that is pinned anew
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +129,20 @@ def _better(planner: Planner, plan: Plan, measured_s: float) -> Plan | None:
 def is_worth(planner: Planner, plan: Plan, found: Plan, measured_s: float) -> bool:
     """Whether to move from a plan, whose steps take that long, to another pays: soon, and without breaking the host."""
     step_s = min(plan.step_s, measured_s)  # less was measured where copies go on between the steps
-    gain_s, moved_s = step_s - found.step_s, 2 * plan.resident_nbytes / _MOVED_BYTES_PER_S
+    gain_s, moved_s = step_s - found.step_s, moved_nbytes(plan, found) / _MOVED_BYTES_PER_S
     home_again = plan.offloaded_nbytes + plan.resident_nbytes <= planner.machine.host_free_nbytes
     return gain_s > _GAIN * step_s and gain_s * _STEPS > moved_s and home_again
+
+
+def moved_nbytes(plan: Plan, found: Plan) -> int:
+    """Plain bytes of the weights that have another place, or another form, in one plan than in the other."""
+    now, then = _places(plan), _places(found)
+    return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if now[alias] != then[alias])
+
+
+def _places(plan: Plan) -> dict[str, tuple[bool, bool, bool, int]]:
+    codes = plan.manifest.codes
+    return {
+        alias: (alias in plan.resident, alias in plan.mapped, alias in plan.disk, codes.get(alias, (0, 0))[0])
+        for alias in plan.manifest.aliases
+    }
