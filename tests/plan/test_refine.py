@@ -279,7 +279,7 @@ def test_what_moves_is_what_has_another_place_or_form() -> None:
         replace(plan, resident=plan.resident.difference(aliases)),
         replace(plan, resident=plan.resident.difference(aliases), mapped=plan.mapped.union(aliases)),
         replace(plan, disk=frozenset(aliases)),
-        replace(plan, manifest=plan.manifest.coded({alias: (3, 512) for alias in aliases})),
+        replace(plan, manifest=plan.manifest.coded(dict.fromkeys(aliases, (3, 512)))),
     ):
         assert refinement.moved_nbytes(plan, other) == refinement.moved_nbytes(other, plan) == nbytes
 
