@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -126,12 +126,13 @@ class Models:
             run()
             timing.synchronize(self.device)
         found = timed(run, want)
-        in_graph = self.in_graph(run, want)
-        resident_s, graph_s = (row["ms"]["p50"] / 1e3 for row in (found, in_graph or found))
-        case = Case(model=name, batch=batch, inputs=inputs, want=want, resident_s=resident_s, graph_s=graph_s)
+        resident_s = found["ms"]["p50"] / 1e3
+        case = Case(model=name, batch=batch, inputs=inputs, want=want, resident_s=resident_s, graph_s=resident_s)
         self.add("resident", case, base, found, nbytes=nbytes_of(model))
-        if in_graph:
-            self.add("resident", case, base, in_graph, GRAPH)
+        with rows.guarded(self.write, f"resident, {case.name}, {GRAPH}"):
+            if in_graph := self.in_graph(run, want):
+                self.add("resident", case, base, in_graph, GRAPH)
+                case = replace(case, graph_s=in_graph["ms"]["p50"] / 1e3)
         return case
 
     def offloaded(self, model: Any, case: Case, budget_name: str, bound: Bound) -> None:

@@ -348,3 +348,13 @@ def test_each_kernel_is_compiled_once_for_each_code() -> None:
     run = subprocess.run([sys.executable, "-c", COUNTING], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {"histogram": 1, "encode": 2, "decode": 2}
+
+
+def test_known_counts_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = gaussian("bfloat16", 5000)
+    counts = reference.histograms(data, "bfloat16").to(DEVICE)
+    monkeypatch.setattr(triton_codec, "histograms", None)
+    layout, coded = triton_codec.encode(data.to(DEVICE), "bfloat16", 3, counts)
+    wanted, expected = reference.encode(data, "bfloat16", 3)
+    assert layout == wanted
+    assert torch.equal(coded.cpu(), expected)

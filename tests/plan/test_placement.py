@@ -18,7 +18,7 @@ from test_schedule import GRAIN, equal_plan, plan_of, unit_of
 
 from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import cost
+from weightstream.plan import cost, placement
 from weightstream.plan.amounts import human
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
@@ -549,6 +549,21 @@ def test_no_plan_takes_less_than_its_candidate_says(data: st.DataObject) -> None
         return
     for candidate in found:
         assert candidate.bound_s <= candidate.plan().step_s + 1e-9
+
+
+def test_where_the_host_is_the_limit_the_device_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of any depth are as fast by prediction, and a host that is quicker than told would wait for the least."""
+    manifest = model(*[(GRAIN,) * 4] * 8)
+    copies = Profile(copy_latency_s=0.0, link_bytes_per_s=GRAIN, overhead_s=0.5, unit_s=(2.0,) * 8, host_s=(9.0,) * 8)
+    chosen = place(manifest, budget=16 * GRAIN, profile=copies)
+    monkeypatch.setattr(placement, "_HEED", 0.0)
+    careless = place(manifest, budget=16 * GRAIN, profile=copies)
+    assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "what is told is what is predicted"
+    assert careless.ring_nbytes < chosen.ring_nbytes
+    on_device = [cost.simulate_s(plan, copies, has_host=False) for plan in (chosen, careless)]
+    assert on_device[0] < 0.9 * on_device[1]
+    no_host = replace(copies, host_s=(0.0,) * 8, overhead_s=0.0)
+    assert on_device == [cost.simulate_s(plan, no_host) for plan in (chosen, careless)]
 
 
 def test_measured_seconds_replace_the_estimate_and_small_units_take_their_overhead() -> None:

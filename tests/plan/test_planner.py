@@ -519,3 +519,13 @@ def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_clas
         assert plan.step_s <= 1.05 * max(compute_s, copy_s), f"{percent} %: {plan.summary()}"
         fitting = [(step_s, flags) for nbytes, step_s, flags in settings if nbytes <= budget]
         assert all(plan.step_s <= step_s for step_s, _ in fitting), f"{percent} %: {min(fitting)} < {plan.step_s}"
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0, 5.0])
+def test_a_host_that_is_the_limit_is_not_slower_with_more_memory(slower: float) -> None:
+    """Plans that stream nothing are held against the others in the same way."""
+    on = machine(profile=replace(H200, op_launch_s=slower * H200.op_launch_s))
+    nbytes = decoder("block", **SMALL).nbytes
+    budgets = [nbytes * percent // 100 for percent in (90, 94, 97, 99)]
+    steps = [prospect(SMALL, on=on, grains=("block",), device_budget=b).plan()[1].step_s for b in budgets]
+    assert all(more <= 1.001 * less for less, more in itertools.pairwise(steps)), steps

@@ -278,6 +278,7 @@ def test_what_moves_is_what_has_another_place_or_form() -> None:
     for other in (
         replace(plan, resident=plan.resident.difference(aliases)),
         replace(plan, resident=plan.resident.difference(aliases), mapped=plan.mapped.union(aliases)),
+        replace(plan, mapped=plan.mapped.union(aliases)),
         replace(plan, disk=frozenset(aliases)),
         replace(plan, manifest=plan.manifest.coded(dict.fromkeys(aliases, (3, 512)))),
     ):

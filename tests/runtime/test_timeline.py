@@ -18,6 +18,7 @@ import weightstream
 from graph_rig import GraphRig, Graphs, take_turns
 from rig import equal_plan
 from weightstream.plan.plan import Plan
+from weightstream.runtime import refinement
 from weightstream.runtime.backend import Copy, Side
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.engine import Engine
@@ -141,6 +142,20 @@ def test_the_second_to_the_fifth_and_then_one_in_seventeen_are_timed(backend: Co
         if backend.ticks.num > before:
             timed.append(step)
     assert timed == [2, 3, 4, 5, 17, 34, 51, 68]
+
+
+def test_the_host_takes_what_the_quickest_timed_call_did(backend: Counted) -> None:
+    """By its own clock: the device may be far behind, and some calls wait for it."""
+    steps = Steps(backend)
+    steps.run()
+    for pause_s in (0.2, 0.01, 0.1):  # all are timed
+        with steps.timeline.step(DECODE):
+            time.sleep(pause_s)
+    found = steps.measured()
+    assert found.num_steps == 3
+    assert 0.01 <= found.host_s < 0.1
+    assert found.step_s == 1.0, "a tick of the device's clock"
+    assert refinement._times(found).host_s == found.host_s
 
 
 def test_what_the_device_has_not_passed_is_read_later(backend: Counted) -> None:

@@ -112,10 +112,7 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
 
     def plan_of(choice: Choice, slot: int) -> Plan:
         plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot)
-        step_s = cost.simulate_s(plan, profile)
-        if profile.host_s:
-            step_s = _heeded_s(cost.simulate_s(plan, profile, has_host=False), step_s)
-        return replace(plan, budget=budget, step_s=step_s)
+        return replace(plan, budget=budget, step_s=searched_s(plan, profile))
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
     choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
@@ -132,8 +129,14 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
         yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
 
 
+def searched_s(plan: Plan, profile: Profile) -> float:
+    """What a search takes a step for."""
+    step_s = cost.simulate_s(plan, profile)
+    return _heeded_s(cost.simulate_s(plan, profile, has_host=False), step_s) if profile.host_s else step_s
+
+
 def least_s(manifest: Manifest, profile: Profile) -> float:
-    """What a search takes a step for that streams nothing."""
+    """What a search takes a step for, at least: one that streams nothing."""
     return _heeded_s(*_resident_s(manifest, profile))
 
 
@@ -143,7 +146,7 @@ def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
 
 
 def _heeded_s(device_s: float, host_s: float) -> float:
-    """What a search takes a step for that lasts so long on the device alone, and with the host."""
+    """What a step is taken for that lasts so long on the device alone, and with the host."""
     return device_s + (1 - _HEED) * max(0.0, host_s - device_s)
 
 
@@ -203,7 +206,7 @@ def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profi
 def place_homes(
     plan: Plan, *, host_budget: int, movable: frozenset[str], remedy: str, profile: Profile = _ASSUMED
 ) -> Plan:
-    """The plan with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of host memory.
+    """The plan of a search with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of RAM.
 
     What stays is spread over the depth, so that the disk and the link are busy side by side. Raises `PlanError`, with
     `remedy`, where even all of it is not enough.
@@ -223,7 +226,7 @@ def place_homes(
     plain = _plain_nbytes(plan.manifest, elsewhere)
     kept = _fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
     placed = replace(plan, disk=movable - kept)
-    step_s = plan.step_s + cost.simulate_s(placed, profile) - cost.simulate_s(plan, profile)
+    step_s = plan.step_s + searched_s(placed, profile) - searched_s(plan, profile)
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
 
 

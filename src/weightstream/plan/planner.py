@@ -285,6 +285,8 @@ class Planner:
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
             less = decoding_less(plan, way.sizes, profile)
             plan = cost.predicted(less, profile.decoding(less.manifest))
+        if self.config.backend == "none":
+            plan = replace(plan, step_s=placement.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
 
     def priced(self, plan: Plan) -> Plan:

@@ -345,7 +345,7 @@ class Streamer:
     def _run_fixed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The model's forward at fixed addresses: compiled if that was asked for."""
         entry, timeline = self._compiled.entry(forward), self._installed.timeline
-        with timeline.step(kind_of(args, kwargs)), self.step(), self._gate.entered(Mode.FORWARD):
+        with timeline.step(kind_of(args, kwargs, "compiled")), self.step(), self._gate.entered(Mode.FORWARD):
             try:
                 return entry(*args, **kwargs)
             except BaseException:

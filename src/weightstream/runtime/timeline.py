@@ -34,16 +34,17 @@ _WINDOW = 16  # timed steps that medians are taken over, and that may wait to be
 
 
 class Kind(NamedTuple):
-    """What tells the steps of one workload from those of another: the size of a forward's first tensor, or a graph."""
+    """What tells the steps of one workload from those of another: the size of a forward's first tensor, or a graph; and
+    whether they are compiled."""
 
     what: str
     size: int
 
 
-def kind_of(args: Any, kwargs: Any) -> Kind:
+def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
     """The kind of a forward with these arguments."""
     first = next(tensors_in((args, kwargs)), None)
-    return Kind("forward", 0 if first is None else first.numel())
+    return Kind(what, 0 if first is None else first.numel())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
