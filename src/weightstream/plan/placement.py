@@ -226,7 +226,7 @@ def place_homes(
     plain = _plain_nbytes(plan.manifest, elsewhere)
     kept = _fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
     placed = replace(plan, disk=movable - kept)
-    step_s = plan.step_s + searched_s(placed, profile) - searched_s(plan, profile)
+    step_s = plan.step_s + (searched_s(placed, profile) - searched_s(plan, profile))
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
 
 
