@@ -193,7 +193,8 @@ def codec(rows: list[Row], folder: Path) -> None:
 
 def models(rows: list[Row], folder: Path) -> None:
     """Seconds per step of FLUX over device memory, beside the bound of any schedule; others as levels of their own."""
-    shown = [row for row in rows if row["model"] == "flux" and "profiled" not in row]
+    latest = {row["system"]: row for row in rows if row["model"] == "flux" and "profiled" not in row}
+    shown = list(latest.values())
     if not shown:
         return
     figure, axes = plt.subplots(figsize=(8.6, 3.6), layout="constrained")
