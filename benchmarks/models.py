@@ -139,11 +139,12 @@ class Models:
         base, started = timing.clear(self.device), time.perf_counter()
         with weightstream.offload(model, device=self.device, device_budget=bound.budget) as streamer:
             setup_s = time.perf_counter() - started
-            found = timed(call_of(model, case.inputs), case.want, streamer)
+            run = call_of(model, case.inputs)
+            found = timed(run, case.want, streamer)
             link, of_plan = self.link_bytes_per_s(streamer.plan), facts(streamer.plan)
             found |= bound.row(case.resident_s, link) | of_plan
             self.add("weightstream", case, base, found, budget_name, setup_s=round(setup_s, 2))
-            if in_graph := self.in_graph(call_of(model, case.inputs), case.want, streamer):
+            if in_graph := self.in_graph(run, case.want, streamer):
                 in_graph |= bound.row(case.graph_s, link) | of_plan
                 self.add("weightstream", case, base, in_graph, f"{budget_name}, {GRAPH}")
 

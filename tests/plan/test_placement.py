@@ -634,6 +634,15 @@ def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profi
     return map_to_host(plan, manifest, 0, profile), profile
 
 
+@settings(max_examples=300, deadline=None)
+@given(drawn=unplaced())
+def test_a_host_that_is_never_late_takes_no_time(drawn: tuple[Plan, Profile]) -> None:
+    step_s, is_late = cost.simulated(*drawn)
+    alone_s = cost.simulate_s(*drawn, has_host=False)
+    assert is_late or step_s == alone_s
+    assert not is_late or drawn[1].host_s
+
+
 @settings(max_examples=400, deadline=None)
 @given(drawn=unplaced(), data=st.data())
 def test_homes_keep_the_host_budget_or_are_refused(drawn: tuple[Plan, Profile], data: st.DataObject) -> None:

@@ -45,9 +45,10 @@ def faster(profile: Profile, compute: float, link: float) -> Profile:
     )
 
 
-def on_host(profile: Profile, slow: float) -> Profile:
-    """A machine whose host takes so many times longer."""
-    return refinement._quicker(profile, slow)
+def on_host(planner: Planner, slow: float) -> Planner:
+    """The planner of a machine whose host takes so many times longer."""
+    profile = refinement._quicker(planner.machine.profile, slow)
+    return replace(planner, machine=replace(planner.machine, profile=profile))
 
 
 def times_of(plan: Plan, profile: Profile) -> Times:
@@ -170,8 +171,7 @@ def test_what_no_unit_tells_counts_as_a_whole() -> None:
 def test_a_profile_of_a_slow_host_is_mended_by_a_step() -> None:
     """Also where its steps do take so long, as the plan for it has a shallow ring: the host was not what they took."""
     planner, _ = planned(60)
-    slow = replace(planner, machine=replace(planner.machine, profile=on_host(planner.machine.profile, 40)))
-    true = replace(planner, machine=replace(planner.machine, profile=on_host(planner.machine.profile, 8)))
+    slow, true = on_host(planner, 40), on_host(planner, 8)
     plan = slow(decoder("block", **SMALL))
     assert plan.step_s == pytest.approx(cost.host_s(plan, slow.profile(plan.manifest)))
     times = times_of(plan, true.profile(plan.manifest))
@@ -256,8 +256,7 @@ def test_a_gain_must_pay_for_the_move_in_500_steps() -> None:
             computes={unit: scale * s for unit, s in times.computes.items()},
             copies={unit: (nbytes, scale * s) for unit, (nbytes, s) in times.copies.items()},
         )
-        profile = refinement._quicker(planner.machine.profile, scale)
-        return refine(replace(planner, machine=replace(planner.machine, profile=profile)), plan, scaled)
+        return refine(on_host(planner, scale), plan, scaled)
 
     better = at(1).better
     assert better is not None
@@ -440,6 +439,18 @@ def test_delays_that_nobody_predicted_change_no_bit(opened: Callable[..., weight
     assert torch.equal(step(module, 1), step(layers(), 1))
 
 
+def look(learned: Refinement, plan: Plan, num_steps: int, measured: Measured) -> tuple[Plan, Plan | None]:
+    """What becomes of the plan in force after steps that were measured so."""
+    timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda: measured)
+    found = learned.refine(plan, num_steps, timeline)
+    assert found is not None
+    return found
+
+
+def steps_of(seconds: float) -> Measured:
+    return Measured(kind=Kind("forward", 1), num_steps=4, step_s=seconds, host_s=seconds, units=())
+
+
 @pytest.mark.parametrize(("size", "num_doubts"), [(2 * WIDTH, 1), (3 * WIDTH, 0)])
 def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
     size: int, num_doubts: int, monkeypatch: pytest.MonkeyPatch
@@ -451,10 +462,7 @@ def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
         plan = given.planners[0](given.grains[0])
         learned = Refinement(given, lambda *_: given, lambda: doubts.append(1))
         learned.foresee(plan, Kind("forward", 2 * WIDTH), (), {})
-        kind = Kind("forward", size)
-        measured = Measured(kind=kind, num_steps=3, step_s=3 * plan.step_s, host_s=3 * plan.step_s, units=())
-        timeline: Any = SimpleNamespace(kind=kind, measured=lambda: measured)
-        learned.refine(plan, 4, timeline)
+        look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=Kind("forward", size), num_steps=3))
         assert len(doubts) == num_doubts
 
 
@@ -505,21 +513,13 @@ def test_a_move_that_makes_steps_longer_is_undone(
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
         given = streamer._installed.refinement.prospect
         before, learned = given.planners[0](given.grains[0]), Refinement(given)
-
-    def look(plan: Plan, step_s: float) -> Plan | None:
-        measured = Measured(kind=Kind("forward", 1), num_steps=4, step_s=step_s, host_s=step_s, units=())
-        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda: measured)
-        found = learned.refine(plan, 64, timeline)
-        assert found is not None
-        return found[1]
-
-    after = look(before, 1.0)
+    _, after = look(learned, before, 64, steps_of(1.0))
     assert after is not None
-    again = look(after, after_s)
+    _, again = look(learned, after, 64, steps_of(after_s))
     assert again is not None
     assert (again.resident == before.resident) == is_undone
     assert again.step_s == 1.0 or not is_undone
-    assert look(again, 1.0) is None, "no move is left"
+    assert look(learned, again, 64, steps_of(1.0))[1] is None, "no move is left"
 
 
 def test_what_a_move_was_undone_for_is_not_gone_back_to(
@@ -532,12 +532,9 @@ def test_what_a_move_was_undone_for_is_not_gone_back_to(
         plan, learned = given.planners[0](given.grains[0]), Refinement(given)
     moved = []
     for step_s in (1.0, 1.2, 2.0, 4.0):
-        measured = Measured(kind=Kind("forward", 1), num_steps=4, step_s=step_s, host_s=step_s, units=())
-        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda found=measured: found)
-        found = learned.refine(plan, 64, timeline)
-        assert found is not None
-        moved.append(found[1] is not None)
-        plan = found[1] or found[0]
+        same, better = look(learned, plan, 64, steps_of(step_s))
+        moved.append(better is not None)
+        plan = better or same
     assert moved == [True, True, False, False]
 
 
@@ -553,11 +550,7 @@ def test_after_a_step_that_counted_as_a_whole_a_move_may_follow(monkeypatch: pyt
 
     monkeypatch.setattr("weightstream.runtime.refinement.refine", found)
     for step_s in (4.0, 2.0, 1.0):
-        measured = Measured(kind=Kind("forward", 1), num_steps=4, step_s=step_s, host_s=step_s, units=())
-        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda found=measured: found)
-        told = learned.refine(plan, 64, timeline)
-        assert told is not None
-        plan = told[0]
+        plan, _ = look(learned, plan, 64, steps_of(step_s))
     assert asked == [True, True, False]
 
 

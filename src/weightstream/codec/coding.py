@@ -92,8 +92,7 @@ def _tried(device: torch.device) -> str | None:
         def are_counts() -> bool:
             return torch.equal(triton_codec.histograms(data.to(device), "bfloat16").cpu(), counts)
 
-        if device.type == "cuda":
-            on_device(triton_codec.prepare)
+        on_device(triton_codec.prepare)
         trials = [are_counts, *(partial(trial, bits) for trial in (encodes, decodes) for bits in BITS)]
         with ThreadPoolExecutor(len(trials)) as pool:  # Triton compiles in as many threads as there are
             right = all([*pool.map(on_device, trials)])

@@ -61,11 +61,16 @@ def disk_s(plan: Plan, profile: Profile) -> float:
 
 
 def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
-    """Seconds of a step in the steady state: copies in queue order, each after the release that it waits for.
+    """Seconds of a step in the steady state; without a host, launches take no time."""
+    return simulated(plan, profile, has_host=has_host)[0]
 
-    The host is taken to wait for nobody (it does for copies that a thread feeds), and no unit ends before it has
-    launched it; without one, launches take no time. What is on disk is read from when the copy is queued, after what
-    was queued before.
+
+def simulated(plan: Plan, profile: Profile, *, has_host: bool = True) -> tuple[float, bool]:
+    """The same, and whether the host is late anywhere: if not, a step takes as long without it.
+
+    Copies run in queue order, each after the release that it waits for. The host is taken to wait for nobody (it does
+    for copies that a thread feeds), and no unit ends before it has launched it. What is on disk is read from when the
+    copy is queued, after what was queued before.
     """
     units = plan.manifest.units
     times = [*_times_s(plan, profile), (0.0, 0.0)]  # the last is no unit: before the first step
@@ -76,12 +81,15 @@ def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
     reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else [0.0] * len(units)
     filled = [0.0] * len(computes)
     copy_free = disk_free = now = started = launched = 0.0
+    is_late = False
     step = tuple(Cursor(plan.manifest.order, plan.after).step())
     for positions in (((len(units), plan.first),), *(step,) * _STEPS):
         started = now
         for unit, fills in positions:
             launched += hosts[unit]
-            ended = max(max(now, filled[unit]) + computes[unit], launched)
+            ended = max(now, filled[unit]) + computes[unit]
+            if launched > ended:
+                ended, is_late = launched, True
             now = ended - after[unit]
             for fill in fills:
                 copy_free = max(copy_free, now + profile.handover_s) + copies[fill]
@@ -90,4 +98,5 @@ def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
                     copy_free = max(copy_free, disk_free)
                 filled[fill] = copy_free
             now = ended
-    return max(now - started, launched / _STEPS)
+    launches_s = launched / _STEPS
+    return max(now - started, launches_s), is_late or launches_s > now - started

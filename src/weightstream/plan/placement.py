@@ -118,7 +118,7 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
     choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
     if not choices:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    (device_s, _), most_s = _resident_s(manifest, profile), _launched_s(manifest, forced, profile)
+    device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)
     for choice in choices:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
@@ -131,8 +131,8 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
 
 def searched_s(plan: Plan, profile: Profile) -> float:
     """What a search takes a step for."""
-    step_s = cost.simulate_s(plan, profile)
-    return _heeded_s(cost.simulate_s(plan, profile, has_host=False), step_s) if profile.host_s else step_s
+    step_s, is_late = cost.simulated(plan, profile)
+    return _heeded_s(cost.simulate_s(plan, profile, has_host=False), step_s) if is_late else step_s
 
 
 def least_s(manifest: Manifest, profile: Profile) -> float:

@@ -215,8 +215,8 @@ class Planner:
         over = sum(way.aside.read.values()) - kept_nbytes
         if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
-        compute_s = placement.least_s(way.aside, profile.decoding(way.aside))
-        return max(compute_s, over / profile.link_bytes_per_s) + read_s
+        least_s = placement.least_s(way.aside, profile.decoding(way.aside))
+        return max(least_s, over / profile.link_bytes_per_s) + read_s
 
     def may_code(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest depends on what can be coded."""
@@ -285,7 +285,7 @@ class Planner:
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
             less = decoding_less(plan, way.sizes, profile)
             plan = cost.predicted(less, profile.decoding(less.manifest))
-        if self.config.backend == "none":
+        if self.config.backend == "none":  # else there are no candidates to be held against
             plan = replace(plan, step_s=placement.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
 

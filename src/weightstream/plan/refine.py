@@ -136,13 +136,7 @@ def is_worth(planner: Planner, plan: Plan, found: Plan, measured_s: float) -> bo
 
 def moved_nbytes(plan: Plan, found: Plan) -> int:
     """Plain bytes of the weights that have another place, or another form, in one plan than in the other."""
-    now, then = _places(plan), _places(found)
-    return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if now[alias] != then[alias])
-
-
-def _places(plan: Plan) -> dict[str, tuple[bool, bool, bool, int]]:
-    codes = plan.manifest.codes
-    return {
-        alias: (alias in plan.resident, alias in plan.mapped, alias in plan.disk, codes.get(alias, (0, 0))[0])
-        for alias in plan.manifest.aliases
-    }
+    changed = (plan.resident ^ found.resident) | (plan.mapped ^ found.mapped) | (plan.disk ^ found.disk)
+    now, then = ({alias: bits for alias, (bits, _) in p.manifest.codes.items()} for p in (plan, found))
+    changed |= {alias for alias, _ in now.items() ^ then.items()}
+    return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if alias in changed)
