@@ -68,9 +68,9 @@ def test_a_layer_is_taken_before_the_next_is_built() -> None:
     log: list[str] = []
 
     class Logged(PrefetchOffloader):
-        def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
+        def _selected(self, layer: int, module: nn.Module, prefix: str) -> Iterator[nn.Parameter]:
             log.append(f"take {layer}")
-            yield from super()._selected(layer, module)
+            yield from super()._selected(layer, module, prefix)
 
     def build() -> Iterator[nn.Module]:
         for index in range(3):

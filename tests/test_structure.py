@@ -34,6 +34,7 @@ BELOW: dict[str, set[str]] = {
     "prospects": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters"},
     "front": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects"},
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
+    "hosts": LEAVES | {"runtime", "offloaders", ""},
     "": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front"},
     "cli": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", ""},
     "__main__": {"cli"},

@@ -225,6 +225,11 @@ class OffloadConfig(_Settings):
         return "uva" if self.uva.cpu_offload_gb > 0 else "none"
 
     @property
+    def has_budget(self) -> bool:
+        """Whether the device's memory for weights is given."""
+        return self.device_budget is not None or self._of_map is not None
+
+    @property
     def uses_codes(self) -> bool:
         return self.codec != "none" and self.backend != "uva"
 

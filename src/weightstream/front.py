@@ -17,7 +17,7 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import device_map
-from weightstream.adapters.module import find_blocks
+from weightstream.adapters.module import Grain, find_blocks
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.measure.profile import doubt, prepare, read_profile
@@ -222,19 +222,34 @@ def prospect(
     return prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
 
 
-def offload_layers(layers: Sequence[nn.Module], *, device: torch.device | None, config: OffloadConfig) -> Streamer:
-    """Stream layers of a model that somebody else owns, each a unit, at fixed addresses from now on.
+def offload_layers(
+    layers: Mapping[str, nn.Module],
+    *,
+    device: torch.device | None,
+    config: OffloadConfig,
+    grains: Sequence[Grain] = ("block",),
+    in_graphs: bool = False,
+) -> Streamer:
+    """Stream named layers of a model that an engine owns. Weights have fixed addresses from `Streamer.fix` on.
 
-    What several layers share stays resident, and so do buffers. Raises as `offload`; the layers are restored then.
+    Units have the one of `grains` that the plan finds faster: parts of layers, if steps are watched first
+    (`Streamer.learn`). What several layers share stays resident, and so do buffers. Raises as `offload`; the layers are
+    restored then.
     """
     config = config.resolved()
+    root = nn.Module()
+    for name, layer in layers.items():
+        *outer, last = name.split(".")
+        parent = root
+        for part in outer:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, layer)
+    kept = _shared_or_buffers(list(layers.values()), root)
+    hosted = prospects.Hosted(kept=kept, grains=tuple(grains), in_graphs=in_graphs)
     with _opened(device, config) as backend, torch.no_grad():
-        streamer = _offload(nn.ModuleList(layers), backend, config, whole_layers=True)
-    with ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
-        on_failure.callback(streamer.remove)
-        streamer.fix()
-        on_failure.pop_all()
-    return streamer
+        return _offload(root, backend, config, hosted=hosted, layers=list(layers.values()))
 
 
 def _offload(
@@ -244,8 +259,9 @@ def _offload(
     mappings: Sequence[Memory] = (),
     folder: OffloadFolder | None = None,
     *,
-    whole_layers: bool = False,
     example: prospects.Example | None = None,
+    layers: Sequence[nn.Module] = (),
+    hosted: prospects.Hosted | None = None,
 ) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     by_alias = _weights(model)
@@ -257,9 +273,9 @@ def _offload(
     homes = Homes(
         by_alias, backend, empty=empty, mappings=mappings, arena=arena, pages=pages, spill=spill, by_row=by_row
     )
-    kept = _shared_or_buffers(model) if whole_layers else frozenset[str]()
-    grains = [_layers(model)] if whole_layers else prospects.grains_of(model, by_alias)
-    prospect = prospects.prospect_of_model(model, homes, backend, config, mappings, kept, grains, example)
+    blocks = list(layers) if hosted else find_blocks(model)
+    grains = prospects.grains_of(model, by_alias, hosted.grains if hosted else None, blocks)
+    prospect = prospects.prospect_of_model(model, homes, backend, config, mappings, grains, example, hosted)
     _, plan = prospect.plan()
     if short := prospect.shortage(plan):
         logger.warning("device memory may run out: %s", short)
@@ -273,7 +289,7 @@ def _offload(
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)
-    streamer = Streamer(model, grains, homes, backend, refinement, plan, find_blocks(model), closing.close)
+    streamer = Streamer(model, grains, homes, backend, refinement, plan, blocks, closing.close)
     if streamer.plan.manifest.codes and backend.device.type == "cuda":
         cuda.give_back(workspaces=False)  # what encoding took
     closing.callback(device_map.attach(model, backend.device))
@@ -296,12 +312,6 @@ def _weights(model: nn.Module) -> dict[str, weights.Group]:
             ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
         )
     return by_alias
-
-
-def _layers(model: nn.Module) -> list[weights.UnitModule]:
-    """Layers, each a unit."""
-    named = enumerate(model.named_children())
-    return [weights.UnitModule(name=name, module=module, layer=index) for index, (name, module) in named]
 
 
 @contextmanager
@@ -336,10 +346,10 @@ def _pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, Page
     return Arena(pin, cuda.unregister), pages
 
 
-def _shared_or_buffers(layers: nn.Module) -> frozenset[str]:
+def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
     """Names of tensors that have no fixed address of their own, and of those that a forward may write to."""
-    holders = Counter(found for layer in layers.children() for found in {id(leaf.tensor) for leaf in leaves_of(layer)})
-    found = leaves_of(layers)
+    holders = Counter(found for layer in layers for found in {id(leaf.tensor) for leaf in leaves_of(layer)})
+    found = leaves_of(root)
     return frozenset(f.path for f in found if holders[id(f.tensor)] > 1 or f.role is not Role.PARAMETER)
 
 

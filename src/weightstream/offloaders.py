@@ -1,22 +1,29 @@
 """The life cycle that an inference engine drives: wrap layers while the model is built, take over once it is loaded.
 
 A thin face: what is selected goes to host memory layer by layer; `post_init` hands all layers to a streamer, whose
-weights keep their fixed addresses from then on.
+weights keep their fixed addresses from then on. The offloader inside of vLLM is `weightstream.hosts.vllm`.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from weightstream.adapters.module import GRAINS, Grain
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import ConfigError, OffloadError
 from weightstream.front import offload_layers
 from weightstream.runtime.streamer import Streamer
+
+logger = logging.getLogger("weightstream")
+
+Step = Callable[[], int | None]  # runs a step, and may tell the bytes that the device has for weights beside it
 
 
 class BaseOffloader(ABC):
@@ -25,18 +32,29 @@ class BaseOffloader(ABC):
     Graphs that are pieces of a step are launched in the order of their capture, and reach its last offloaded layer.
     """
 
+    supports_tower_offload: ClassVar[bool] = False  # modules that not every step runs, such as vision towers
+
     _current: ClassVar[BaseOffloader | None] = None
 
     @abstractmethod
-    def wrap_modules(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    def wrap_modules(self, modules: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         """Take the layers one by one, so that a generator builds each when those before it are offloaded already.
 
+        `prefix` is the name of modules that are no layers, such as `visual`: settings select by it and what follows.
         Returns every module, in order. Weights may be loaded, replaced, added or deleted until `post_init`.
         """
 
     @abstractmethod
-    def post_init(self) -> None:
+    def post_init(self, step: Step | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
         """Take the final value, shape, stride and dtype of every weight; allocate; start the first copies.
+
+        Args:
+            step: runs a step of the model, eager. Units may be finer than layers then, where a plan for a budget finds
+                that faster: the step is watched for weights that are read outside of them. It may return the bytes that
+                the device has for weights beside what it took: the plan is made again for these.
+            is_compiled: layers will be compiled. With a `step` units are single matrices: a compiler fuses what lies
+                between those, and at the edge of a layer, with other roundings than without a unit there.
+            in_graphs: steps will be CUDA graphs, so that launches take no time.
 
         Raises what `weightstream.offload` raises, and leaves the layers as they were then.
         """
@@ -53,10 +71,10 @@ class BaseOffloader(ABC):
 class NoopOffloader(BaseOffloader):
     """Offloads nothing."""
 
-    def wrap_modules(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    def wrap_modules(self, modules: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         return list(modules)
 
-    def post_init(self) -> None:
+    def post_init(self, step: Step | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
         pass
 
     def sync_prev_onload(self) -> None:
@@ -66,35 +84,72 @@ class NoopOffloader(BaseOffloader):
         pass
 
 
-class _StreamingOffloader(BaseOffloader):
-    """What both backends share: layers that are taken in, and the streamer that takes them over."""
+class StreamingOffloader(BaseOffloader):
+    """What all share that offload: layers that are taken in, and the streamer that takes them over."""
 
     streamer: Streamer | None = None
 
     def __init__(self, config: OffloadConfig) -> None:
         self.config = config
-        self._layers: list[nn.Module] = []
+        self.layers: dict[str, nn.Module] = {}
         self._device: torch.device | None = None
 
-    def wrap_modules(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    def wrap_modules(self, modules: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         if self.streamer is not None:
             raise OffloadError("wrap_modules() after post_init(): the layers have a plan already")
-        first = len(self._layers)
-        for layer, module in enumerate(modules, first):
-            self._layers.append(module)
+        taken: list[nn.Module] = []
+        for module in modules:
+            index, name = len(self.layers), prefix or str(len(self.layers))
+            self.layers[f"{name}.{index}" if name in self.layers else name] = module
+            taken.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
-            for parameter in self._selected(layer, module):
+            for parameter in self._selected(index, module, prefix):
                 if not parameter.is_meta:
                     parameter.data = parameter.data.cpu()
-        return self._layers[first:]
+        return taken
 
-    def post_init(self) -> None:
+    def give_back(self, names: Collection[str]) -> None:
+        """Layers that are not to be offloaded after all go back to the device."""
+        for name in names:
+            self.layers.pop(name).to(self._device)
+
+    def post_init(self, step: Step | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
         if self.streamer is not None:
             raise OffloadError("post_init() was called before")
-        if not any(True for layer in self._layers for _ in layer.parameters()):
+        if not any(True for layer in self.layers.values() for _ in layer.parameters()):
             return  # another rank has them
-        self.streamer = offload_layers(self._layers, device=self._device, config=self.config)
+        finer: tuple[Grain, ...] = ()
+        if step is not None and (is_compiled or self.config.backend == "none"):
+            finer = GRAINS[-1:] if is_compiled else GRAINS
+        self.streamer = self._fixed(finer, step, in_graphs) if finer else None
+        if finer and self.streamer is None:
+            logger.warning("weights are read outside of units finer than a layer: each layer is one")
+        self.streamer = self.streamer or self._fixed(("block",), None, in_graphs)
+
+    def _fixed(self, grains: tuple[Grain, ...], step: Step | None, in_graphs: bool) -> Streamer | None:
+        """A streamer of all layers; None where the step reads weights outside of units that cannot stay."""
+        room: int | None = None
+
+        def watched() -> None:
+            nonlocal room
+            room = step() if step is not None else None
+
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as on_failure:
+            streamer = offload_layers(
+                self.layers, device=self._device, config=self.config, grains=grains, in_graphs=in_graphs
+            )
+            on_failure.callback(streamer.remove)
+            if step is not None:
+                if not streamer.learn(watched):
+                    return None
+                if room is not None:
+                    streamer.rebudget(room)
+                    if not streamer.learn(watched):
+                        return None
+            streamer.fix()
+            on_failure.pop_all()
+        return streamer
 
     def sync_prev_onload(self) -> None:
         if self.streamer is not None:
@@ -105,11 +160,27 @@ class _StreamingOffloader(BaseOffloader):
             self.streamer.join()
 
     @abstractmethod
-    def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
+    def _selected(self, layer: int, module: nn.Module, prefix: str) -> Iterator[nn.Parameter]:
         """The parameters of a layer that go to the host while the model is built."""
 
 
-class PrefetchOffloader(_StreamingOffloader):
+class BudgetOffloader(StreamingOffloader):
+    """Streams what a budget has no room for, planned for it: see `weightstream.offload`.
+
+    Args:
+        device_budget: bytes of the device for the weights of the layers, the ring and the decode buffer, as an int, a
+            size such as "6GiB" or a share such as "40%". Default: what is free, less headroom.
+        settings: others of `OffloadConfig`, such as `host_budget`, `codec`, `batch` and `tokens`.
+    """
+
+    def __init__(self, device_budget: int | str | None = None, **settings: Any) -> None:
+        super().__init__(OffloadConfig.from_kwargs(device_budget=device_budget, **settings))
+
+    def _selected(self, layer: int, module: nn.Module, prefix: str) -> Iterator[nn.Parameter]:
+        yield from module.parameters()  # there is no plan yet
+
+
+class PrefetchOffloader(StreamingOffloader):
     """Streams the last `num_in_group` of every `group_size` layers, through as many layers' bytes as `prefetch_step`.
 
     Args:
@@ -137,13 +208,13 @@ class PrefetchOffloader(_StreamingOffloader):
         )
         super().__init__(OffloadConfig(offload_backend="prefetch", prefetch=part))
 
-    def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
+    def _selected(self, layer: int, module: nn.Module, prefix: str) -> Iterator[nn.Parameter]:
         part = self.config.prefetch
         if part.offloads(layer):
             yield from (p for name, p in module.named_parameters() if selects(part.offload_params, name))
 
 
-class UVAOffloader(_StreamingOffloader):
+class UVAOffloader(StreamingOffloader):
     """Zero-copy: parameters go to pinned host memory in order, up to a number of bytes, and kernels read them there.
 
     Args:
@@ -151,14 +222,16 @@ class UVAOffloader(_StreamingOffloader):
         cpu_offload_params: name segments; others stay resident. None: all match.
     """
 
+    supports_tower_offload = True  # what is read in place has no order
+
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Iterable[str] | None = None) -> None:
         gib, names = cpu_offload_max_bytes / 2**30, frozenset(cpu_offload_params or ())
         part = UVAOffloadConfig(cpu_offload_gb=gib, cpu_offload_params=names)
         super().__init__(OffloadConfig(offload_backend="uva", uva=part))
         self._left_nbytes = cpu_offload_max_bytes
 
-    def _selected(self, layer: int, module: nn.Module) -> Iterator[nn.Parameter]:
-        for name, parameter in module.named_parameters():
+    def _selected(self, layer: int, module: nn.Module, prefix: str) -> Iterator[nn.Parameter]:
+        for name, parameter in module.named_parameters(prefix):
             if self._left_nbytes > 0 and selects(self.config.uva.cpu_offload_params, name):
                 self._left_nbytes -= parameter.nbytes
                 yield parameter
@@ -166,10 +239,12 @@ class UVAOffloader(_StreamingOffloader):
 
 def create_offloader(config: OffloadConfig) -> BaseOffloader:
     """The offloader that a configuration selects; `NoopOffloader` where it offloads nothing."""
+    found: StreamingOffloader
     if config.backend == "none":
-        return NoopOffloader()
-    found: _StreamingOffloader
-    if config.backend == "prefetch":
+        if not config.has_budget:
+            return NoopOffloader()
+        found = BudgetOffloader(config.device_budget)
+    elif config.backend == "prefetch":
         part = config.prefetch
         size, num, step = part.offload_group_size, part.offload_num_in_group, part.offload_prefetch_step
         found = PrefetchOffloader(size, num, step, part.offload_params)

@@ -7,16 +7,18 @@ within the budget can depend on it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightstream.adapters import trial
-from weightstream.adapters.module import GRAINS, find_units, row_tables
+from weightstream.adapters.module import GRAINS, Grain, find_units, row_tables
 from weightstream.adapters.shapes import Footprint, follow, observe
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
 from weightstream.codec.format import ELEMENTS, Layout
@@ -26,7 +28,7 @@ from weightstream.measure import bench
 from weightstream.measure.profile import can_decode as decodes
 from weightstream.measure.profile import profile_for
 from weightstream.plan.codes import Sizes
-from weightstream.plan.manifest import Profile, Workload
+from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import aligned
@@ -43,6 +45,20 @@ _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so 
 _FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
 Grains = list[list[UnitModule]]
 Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
+_RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "half", "float32": "single"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hosted:
+    """Layers whose steps an engine runs.
+
+    `kept` are names of tensors that are to stay on the device. `grains` are those that units may have: parts of layers
+    only where a step is watched before addresses are fixed. `in_graphs`: the host launches no kernel of a step.
+    """
+
+    kept: frozenset[str]
+    grains: tuple[Grain, ...] = ("block",)
+    in_graphs: bool = False
 
 
 def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
@@ -99,26 +115,59 @@ def prospect_of_model(
     backend: Backend,
     config: OffloadConfig,
     memories: Sequence[Memory],
-    kept: frozenset[str],
     grains: Grains,
     example: Example | None = None,
+    hosted: Hosted | None = None,
 ) -> Prospect:
     """What is planned with the weights where they are now, on this machine.
 
-    `example` are arguments of a forward, of which the work is told; else it is that of a language model's step.
+    `example` are arguments of a forward, of which the work is told; else it is that of a language model's step, or of
+    one product with every matrix where an engine runs the steps.
     """
     by_alias = _groups(homes)
     weights = weights_of(
-        by_alias, by_row=homes.by_row, coded_in_files=frozenset(homes.layouts), movable=homes.movable, kept=kept
+        by_alias,
+        by_row=homes.by_row,
+        coded_in_files=frozenset(homes.layouts),
+        movable=homes.movable,
+        kept=hosted.kept if hosted else frozenset(),
     )
     planner = Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
     found = prospect_of(model if _generates(model) else None, by_alias, grains, planner)
+    if hosted is not None:
+        found = _hosted(found, hosted)
     if example is not None:
         known = foreseen(found, by_alias, grains, model, backend, *example)
         if known is None:
             logger.warning("example_inputs tell nothing of %s ahead: its first steps will", type(model).__name__)
         found = known or found
     return with_facts(found, homes, backend, memories)
+
+
+def _hosted(prospect: Prospect, hosted: Hosted) -> Prospect:
+    """The same for layers whose steps an engine runs."""
+    planner = prospect.planners[0]
+    rows = planner.config.batch * planner.config.tokens
+    if hosted.in_graphs:
+        planner = replace(planner, machine=replace(planner.machine, profile=planner.machine.profile.without_host()))
+    kept = {alias for alias, names in planner.weights.names.items() if not hosted.kept.isdisjoint(names)}
+    demands = (replace(planner.demand, work=_products(grain, rows)) for grain in prospect.grains)
+    return Prospect(
+        grains=tuple(grain.keeping(kept) for grain in prospect.grains),
+        planners=tuple(replace(planner, demand=demand) for demand in demands),
+    )
+
+
+def _products(manifest: Manifest, rows: int) -> dict[str, tuple[Op, ...]]:
+    """The work of units in which so many rows are multiplied by every matrix; of stacks of them, such as experts, not
+    all are used, and all may be read."""
+
+    def op(shape: tuple[int, ...], dtype: str, nbytes: int) -> Op:
+        rate = _RATES.get(dtype, "none") if len(shape) == 2 else "none"
+        return Op(rate=rate, flops=2.0 * rows * math.prod(shape), nbytes=nbytes)
+
+    units = ((unit.name, [t for t in unit.tensors if len(t.shape) > 1]) for unit in manifest.units)
+    return {name: tuple(op(t.shape, t.dtype, t.nbytes) for t in tensors) for name, tensors in units}
 
 
 def _groups(homes: Homes) -> dict[str, Group]:
@@ -214,9 +263,14 @@ def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]
     return found
 
 
-def grains_of(model: nn.Module, by_alias: dict[str, Group]) -> Grains:
-    """The units of a model in every grain."""
-    return [merge_tied(find_units(model, grain), by_alias) for grain in GRAINS]
+def grains_of(
+    model: nn.Module,
+    by_alias: dict[str, Group],
+    grains: Sequence[Grain] | None = None,
+    blocks: list[nn.Module] | None = None,
+) -> Grains:
+    """The units of a model in each of these grains, else in every one; `blocks` are those that the caller knows."""
+    return [merge_tied(find_units(model, grain, blocks), by_alias) for grain in grains or GRAINS]
 
 
 def prospect_of(model: nn.Module | None, by_alias: dict[str, Group], grains: Grains, planner: Planner) -> Prospect:
@@ -265,7 +319,9 @@ def _sizes(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | 
     dtype = group.members[0].spec.dtype
     if layout is not None:
         return {layout.bits: layout.nbytes}
-    if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.kind is not nn.Parameter for m in group.members):
+    if dtype not in ELEMENTS or any(
+        m.spec.dtype != dtype or not issubclass(m.kind, nn.Parameter) for m in group.members
+    ):
         return {}
     if not group.home.is_meta:
         return estimates(parts or [group.home], dtype)

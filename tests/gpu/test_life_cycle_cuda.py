@@ -14,7 +14,7 @@ from torch import nn
 
 from stack import Block, Stack, assert_equal, floats, nbytes
 from weightstream import PrefetchOffloader, UVAOffloader
-from weightstream.offloaders import _StreamingOffloader
+from weightstream.offloaders import StreamingOffloader
 from weightstream.runtime import ops
 from weightstream.runtime.cuda import CudaBackend
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEPTH, WIDTH = 7, 512
 BLOCK_NBYTES = nbytes(Block(WIDTH))
 
-KINDS: dict[str, Callable[[], _StreamingOffloader]] = {
+KINDS: dict[str, Callable[[], StreamingOffloader]] = {
     "1 of 1, 1 ahead": lambda: PrefetchOffloader(1, 1, 1),
     "1 of 2, 1 ahead": lambda: PrefetchOffloader(2, 1, 1),
     "2 of 3, 2 ahead": lambda: PrefetchOffloader(3, 2, 2),
@@ -51,7 +51,7 @@ def stacked(blocks: list[nn.Module]) -> Stack:
 class Built:
     """A model of wrapped layers, after `post_init` and changes before it; the plain one, changed alike."""
 
-    def __init__(self, offloader: _StreamingOffloader, change: Callable[[Any], None] = lambda block: None) -> None:
+    def __init__(self, offloader: StreamingOffloader, change: Callable[[Any], None] = lambda block: None) -> None:
         self.offloader = offloader
         self.plain, self.stack = stacked(list(layers())), stacked(offloader.wrap_modules(layers()))
         for block in (*self.plain.blocks, *self.stack.blocks):

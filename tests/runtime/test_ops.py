@@ -309,14 +309,14 @@ class Listener:
 def test_opcheck(name: str, tensors: list[torch.Tensor]) -> None:
     session = ops.Session(listener := Listener())
     operator = getattr(torch.ops.weightstream, name).default
-    torch.library.opcheck(operator, (tensors, session.token, torch.tensor(3), session.handle))
+    torch.library.opcheck(operator, (tensors, session.token, session.tensor_of(3)))
     assert set(listener.calls) == {(name, 3)}
 
 
 def test_a_session_that_is_closed_is_told() -> None:
     session = ops.Session(listener := Listener())
-    ops.wait(session, torch.tensor(1), ([torch.ones(1)], {"a": torch.ones(1, dtype=torch.int64)}))
+    ops.wait(session, session.tensor_of(1), ([torch.ones(1)], {"a": torch.ones(1, dtype=torch.int64)}))
     session.close()
     with pytest.raises(weightstream.OffloadError, match="streamer was removed"):
-        ops.release(session, torch.tensor(1), ())
+        ops.release(session, session.tensor_of(1), ())
     assert listener.calls == [("wait", 1)]

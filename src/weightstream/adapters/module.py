@@ -23,13 +23,14 @@ GRAINS: tuple[Grain, ...] = ("block", "half", "matrix")
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward reads weights of their children
 
 
-def find_units(model: nn.Module, grain: Grain = "block") -> list[UnitModule]:
+def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module] | None = None) -> list[UnitModule]:
     """The units of a model in declared order: blocks; their children, such as attention and MLP ("half"); or every
     module with tensors of its own ("matrix").
 
-    A unit that is a block, or part of one, carries the block's index.
+    `blocks` are those that the caller knows; default: `find_blocks`. A unit that is a block, or part of one, carries
+    the block's index.
     """
-    blocks = find_blocks(model)
+    blocks = find_blocks(model) if blocks is None else blocks
     cut = {"block": {id(block) for block in blocks}, "half": _halves(blocks), "matrix": set[int]()}[grain]
     layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
     unique: dict[int, UnitModule] = {}

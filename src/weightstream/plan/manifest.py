@@ -254,6 +254,11 @@ class Profile:
         shares = zip(self.after_share, self.unit_s, unit_s, strict=False)
         return replace(self, unit_s=unit_s, after_share=tuple(share * s / (all_s or 1) for share, s, all_s in shares))
 
+    def without_host(self) -> Profile:
+        """The profile of steps that are CUDA graphs: the host launches nothing."""
+        free = replace(self, op_launch_s=0.0, overhead_s=0.0, launch_s=0.0, show_s=0.0, fill_s=0.0)
+        return replace(free, decoding_launch_s=0.0)
+
     def copy_s(self, nbytes: int) -> float:
         return self.copy_latency_s + nbytes / self.link_bytes_per_s if nbytes else 0.0
 

@@ -136,7 +136,7 @@ def surround(
     found.session = session
     found.runs.append(run)
     if unit is not None:
-        found.unit = torch.tensor(unit, device="cpu")
+        found.unit = session.tensor_of(unit)
     return functools.partial(_leave, module, found, module.__dict__["forward"])
 
 
@@ -212,9 +212,9 @@ def refuse_foreign(modules: dict[str, nn.Module]) -> None:
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Raise `OffloadError` if the model or a part of it is offloaded by weightstream."""
+    """Raise `OffloadError` if the model or a part of it with parameters is offloaded by weightstream."""
     for name, module in model.named_modules():
         apply = module.__dict__.get("_apply")
-        if isinstance(apply, RefuseApply):
+        if isinstance(apply, RefuseApply) and any(True for _ in module.parameters()):
             where = name or apply.name or type(module).__name__
             raise OffloadError(f"{where} is already offloaded by weightstream: call its streamer's remove() first")

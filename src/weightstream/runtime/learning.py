@@ -23,6 +23,7 @@ from weightstream.runtime.watch import ReadWatch
 logger = logging.getLogger("weightstream")
 
 _KINDS = 8  # of calls that are followed, at most
+_WATCHED = 4  # steps of an engine, at most, until what they read is known
 
 
 def _class_of(kind: Kind) -> Kind:
@@ -39,6 +40,7 @@ class Learning:
         self.sequence: list[int] = []
         self._installed = installed
         self._before: tuple[int, ...] | None = None
+        self._num_watched = 0  # steps of an engine with units of this grain
         self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
         self._has_told = False  # that reads outside of units are slow
         self._foreseen: set[Kind] = set()
@@ -80,6 +82,34 @@ class Learning:
             for face in (streamed[key] for key in shown):
                 if not (face.changed() and face.adopt()):  # the model updated what it was given
                     face.show(face.home)
+
+    def goes_on(self) -> bool:
+        """Whether an engine is to run one more step that is watched."""
+        self._num_watched += 1
+        return self.watching and self._num_watched <= _WATCHED
+
+    def why_not_fixed(self) -> str | None:
+        """Why weights cannot have fixed addresses now; None if they can."""
+        installed = self._installed
+        if installed.gate.mode is Mode.REMOVED:
+            return "the model is not offloaded any more"
+        if installed.gate.mode is not Mode.IDLE:
+            return "a step is under way"
+        if installed.backend.capturing():
+            return "a capture is under way; enter step() before it"
+        if self.outside:
+            return f"{', '.join(self.read_outside)} are read outside of their module's forward"
+        if self.watching:
+            return "the order of the weights is not known yet; call the model once first"
+        if updated := sorted(installed.binding.updated):
+            return f"{', '.join(updated)} are updated by the model's own forward"
+        if moving := installed.binding.moving():
+            return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
+        units = enumerate(installed.modules.units)
+        writing = (unit for i, unit in units if installed.binding.units[i].has_buffers and installed.modules.trains(i))
+        if training := [unit.name for unit in writing]:
+            return f"{', '.join(training)} may update buffers in training mode; call model.eval()"
+        return None
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Before a call of a new kind: follow it on shapes, and change the plan as its work and its order ask for.
@@ -190,7 +220,8 @@ class Learning:
         units = self._installed.modules.units
         self._installed.switch(plan)
         self._before = None
-        self.watching |= self._installed.modules.units is not units
+        if self._installed.modules.units is not units:
+            self.watching, self._num_watched = True, 0
 
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
         """Switch, if that can be; else the plan in force stays. Returns why it did.

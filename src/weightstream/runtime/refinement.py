@@ -71,6 +71,15 @@ class Refinement:
         self._kept = kept
         return plan
 
+    def rebudget(self, device_budget: int) -> Plan:
+        """The plan of another budget, which holds from now on. Raises `PlanError` where it cannot work."""
+        found = self.prospect.within(device_budget)
+        found = replace(found, grains=tuple(grain.keeping(self._kept) for grain in found.grains))
+        plan = found.plan()[1]
+        prove(plan)
+        self.prospect, self._left = found, None
+        return plan
+
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""
         known = dict(self._planners[0].weights.codes)

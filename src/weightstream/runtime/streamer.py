@@ -275,6 +275,23 @@ class Streamer:
                 self.unfix()
             self._learning.correct()
 
+    def learn(self, step: Callable[[], object]) -> bool:
+        """Watch steps that an engine runs until one teaches nothing new: the plan follows what they read.
+
+        Returns whether units may have fixed addresses; not if weights are read outside of them that cannot stay.
+        """
+        with self._gate.turn:
+            while self._learning.goes_on():
+                with self._gate.entered(Mode.LEARNING):
+                    self._run_eager(step, (), {})
+                with torch.inference_mode(False), torch.no_grad():
+                    self._learning.learn(watched=True)
+            return not self._learning.watching
+
+    def rebudget(self, device_budget: int) -> None:
+        """Move to the plan of another budget, in bytes, as `switch`; raises `PlanError` where it cannot work."""
+        self.switch(self._installed.refinement.rebudget(device_budget))
+
     def fix(self) -> None:
         """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
         self._learning.watching = False
@@ -303,24 +320,7 @@ class Streamer:
 
     def why_not_fixed(self) -> str | None:
         """Why `step` would raise; None if it would not."""
-        if self._gate.mode is Mode.REMOVED:
-            return "the model is not offloaded any more"
-        if self._gate.mode is not Mode.IDLE:
-            return "a step is under way"
-        if self._backend.capturing():
-            return "a capture is under way; enter step() before it"
-        if self._learning.outside:
-            return f"{', '.join(self._learning.read_outside)} are read outside of their module's forward"
-        if self._learning.watching:
-            return "the order of the weights is not known yet; call the model once first"
-        if updated := sorted(self._binding.updated):
-            return f"{', '.join(updated)} are updated by the model's own forward"
-        if moving := self._binding.moving():
-            return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
-        units = enumerate(self._modules.units)
-        if training := [u.name for i, u in units if self._binding.units[i].has_buffers and self._modules.trains(i)]:
-            return f"{', '.join(training)} may update buffers in training mode; call model.eval()"
-        return None
+        return self._learning.why_not_fixed()
 
     def compile(self, scope: Literal["model", "blocks"] = "model", **options: Any) -> None:
         """Run the model through `torch.compile` from now on, whole or block by block; `remove()` undoes it.

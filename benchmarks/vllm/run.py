@@ -1,0 +1,420 @@
+"""vLLM with and without weightstream: one case per process, each decode step timed, tokens held against case `a`.
+
+    python benchmarks/vllm/run.py make --model 8b
+    python benchmarks/vllm/run.py all --model 8b --cases a,b,d,f --modes default [--limit 170] [--total 560]
+    python benchmarks/vllm/run.py one --model 8b --case d --mode default       what `all` starts for each
+    python benchmarks/vllm/run.py serve --model 1b --seconds 60                 the OpenAI server, 32 requests at once
+
+Cases: a nothing is offloaded; b vLLM's prefetch, every layer, two ahead (1/1/2); d the same flags, weightstream; c the
+same, coded; f a budget for the layers, coded where that is faster; e the same, never coded; p the same as e, planned
+for a prompt; k1, k2, k3 vLLM's prefetch with as much device memory as f, in the settings that fit; u vLLM's UVA; w
+weightstream's; q the default budget: what `gpu_memory_utilization` leaves.
+Modes: default (compiled, CUDA graphs), eager. `+v2`: the V2 model runner; `+own`: the engine in a process of its own.
+
+step_ms      of decode steps, in batches of 1 and 32, from one output to the next
+first_ms     until the first token of `--prompts` prompts
+anon_gib     anonymous and pinned memory of the process, at its most and at the end (/proc: RssAnon and RssShmem)
+device_gib   what torch holds once the engine is up, less the KV cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
+GIB = 1 << 30
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024},
+}
+HEADS: dict[str, dict[str, int]] = {
+    "8b": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "1b": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
+    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+}
+LAYERS_GIB = {"8b": 13.0, "1b": 1.81, "tiny": 0.009}
+BUDGET = {"8b": "6GiB", "1b": "800MiB", "tiny": "4MiB"}  # of the layers' weights
+
+
+def group(step: int, size: int = 1, num: int = 1) -> dict[str, int]:
+    return {"offload_group_size": size, "offload_num_in_group": num, "offload_prefetch_step": step}
+
+
+def asked(**settings: Any) -> dict[str, Any]:
+    return {"additional_config": {"weightstream": settings}}
+
+
+def cases(model: str, batch: int, tokens: int) -> dict[str, dict[str, Any]]:
+    return {
+        "a": {},
+        "b": group(2),
+        "d": asked(**group(2)),
+        "c": asked(**group(2), codec="3bit"),
+        "e": asked(device_budget=BUDGET[model], codec="none"),
+        "f": asked(device_budget=BUDGET[model]),
+        "p": asked(device_budget=BUDGET[model], batch=batch, tokens=tokens),
+        "k1": group(1, 32, 19),
+        "k2": group(2, 8, 5),
+        "k3": group(1, 8, 5),
+        "u": {"cpu_offload_gb": LAYERS_GIB[model] + 0.5},
+        "w": asked(cpu_offload_gb=LAYERS_GIB[model] + 0.5),
+        "q": asked(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["make", "one", "all", "serve"])
+    parser.add_argument("--model", default="8b", choices=list(SHAPES))
+    parser.add_argument("--case", default="a")
+    parser.add_argument("--cases", default="a,b,d,c,f")
+    parser.add_argument("--mode", default="default")
+    parser.add_argument("--modes", default="default")
+    parser.add_argument("--batches", default="1,32")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=16, help="of first_ms")
+    parser.add_argument("--prompt-only", action="store_true")
+    parser.add_argument("--new", type=int, default=33, help="tokens to generate")
+    parser.add_argument("--util", type=float, default=0.0, help="gpu_memory_utilization sizes the KV cache")
+    parser.add_argument("--kv", type=float, default=2.0, help="GiB of KV cache, without --util")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--quantization", default="")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--limit", type=float, default=170)
+    parser.add_argument("--total", type=float, default=560)
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "vllm.jsonl")
+    args = parser.parse_args()
+    {"make": make, "one": one, "all": run_all, "serve": serve}[args.what](args)
+
+
+def folder_of(model: str) -> Path:
+    return TEMPORARY / "vmodels" / model
+
+
+def make(args: argparse.Namespace) -> None:
+    """Random weights in files, seeded: those that vLLM makes up differ with the device of a parameter."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder, shape, heads = folder_of(args.model), SHAPES[args.model], HEADS[args.model]
+    if (folder / "done").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192}
+    fixed |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16"}
+    fixed |= {"bos_token_id": 1, "eos_token_id": 2, "attention_bias": False, "mlp_bias": False, "rope_theta": 5e5}
+    (folder / "config.json").write_text(json.dumps(fixed | shape | heads))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device=device).manual_seed(1234)
+    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], heads["head_dim"]
+    q, kv = heads["num_attention_heads"] * head, heads["num_key_value_heads"] * head
+
+    def weight(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        made = torch.randn(rows, columns, device=device, generator=generator) * (scale * columns**-0.5)
+        return made.to(torch.bfloat16).cpu()
+
+    ones, index = torch.ones(hidden, dtype=torch.bfloat16), {}
+
+    def write(name: str, weights: dict[str, torch.Tensor]) -> None:
+        save_file({key: value.clone() for key, value in weights.items()}, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(weights, name))
+
+    write(
+        "model-head.safetensors",
+        {
+            "model.embed_tokens.weight": weight(shape["vocab_size"], hidden, 8.0),
+            "lm_head.weight": weight(shape["vocab_size"], hidden),
+            "model.norm.weight": ones,
+        },
+    )
+    sizes = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
+    sizes |= {"self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    sizes |= {"mlp.down_proj": (hidden, inner)}
+    for layer in range(shape["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        weights = {f"{at}{name}.weight": weight(*size) for name, size in sizes.items()}
+        weights |= {f"{at}{norm}.weight": ones for norm in ("input_layernorm", "post_attention_layernorm")}
+        write(f"model-{layer:02}.safetensors", weights)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "done").touch()
+
+
+class Memory(threading.Thread):
+    """The most anonymous and pinned memory of this process, looked at every 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.now())
+            time.sleep(0.02)
+
+    @staticmethod
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    batch = max(map(int, args.batches.split(",")))
+    batch = max(batch, args.prompts) if args.prompt_only else batch
+    settings: dict[str, Any] = {
+        "model": str(folder_of(args.model)),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": args.prompt + 64,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(batch, args.prompts) * args.prompt,
+        "seed": 0,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "enforce_eager": args.mode.startswith("eager"),
+        "tensor_parallel_size": args.tp,
+        "gpu_memory_utilization": args.util or 0.9,
+    }
+    if not args.util:
+        settings["kv_cache_memory_bytes"] = int(args.kv * GIB)
+    if not settings["enforce_eager"]:
+        sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= batch]
+        settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    if args.quantization:
+        settings["quantization"] = args.quantization
+    return settings | cases(args.model, args.prompts, args.prompt)[args.case]
+
+
+def one(args: argparse.Namespace) -> None:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if "+v2" in args.mode else "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "+own" in args.mode or args.tp > 1 else "0"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    memory = Memory()
+    import torch
+    from vllm import LLM, SamplingParams
+
+    import weightstream  # noqa: F401  # so that an engine without it takes as much memory
+
+    before = memory.now()
+    start = time.time()
+    llm = LLM(**engine_settings(args))
+    found: dict[str, Any] = {"start_s": round(time.time() - start, 1)}
+    found |= {"anon_before_gib": round(before / GIB, 2), "anon_peak_gib": round(memory.peak / GIB, 2)}
+    found["anon_gib"] = round(memory.now() / GIB, 2)
+    found |= llm.collective_rpc(told)[0]
+    vocab = SHAPES[args.model]["vocab_size"]
+    batches = [] if args.prompt_only else [int(batch) for batch in args.batches.split(",")]
+    rows = max([*batches, args.prompts])
+    prompts = torch.randint(10, vocab, (rows, args.prompt), generator=torch.Generator().manual_seed(7)).tolist()
+
+    def run(num: int, new: int) -> tuple[list[float], list[list[int]]]:
+        """The milliseconds of every step of the engine, and the tokens."""
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        if "+own" in args.mode or args.tp > 1:
+            start = time.perf_counter()
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts[:num]], params, use_tqdm=False)
+            return [1e3 * (time.perf_counter() - start)], [list(o.outputs[0].token_ids) for o in outputs]
+        for index, prompt in enumerate(prompts[:num]):
+            llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        times, tokens = [], {}
+        while llm.llm_engine.has_unfinished_requests():
+            start = time.perf_counter()
+            outputs = llm.llm_engine.step()
+            times.append(1e3 * (time.perf_counter() - start))
+            tokens |= {int(o.request_id): list(o.outputs[0].token_ids) for o in outputs if o.finished}
+        return times, [tokens[index] for index in range(num)]
+
+    from rows import percentiles
+
+    tokens: dict[str, list[list[int]]] = {}
+    for batch in batches:
+        run(batch, 3)
+        times, tokens[str(batch)] = run(batch, args.new)
+        if len(times) == 1:
+            first, _ = run(batch, 1)
+            mean = (times[0] - first[0]) / (args.new - 1)
+            found[f"step_ms_{batch}"] = {"p50": round(mean, 3)}
+        else:
+            found[f"step_ms_{batch}"] = percentiles(
+                times[2:]
+            )  # behind the prompt, and the step that was queued with it
+    run(args.prompts, 1)
+    firsts = []
+    for _ in range(5):
+        times, tokens["first"] = run(args.prompts, 1)
+        firsts.append(sum(times))
+    found["first_ms"] = percentiles(firsts)
+    found |= {"blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks, **llm.collective_rpc(counted)[0]}
+    print("RESULT " + json.dumps(found | {"tokens": tokens}), flush=True)
+    os._exit(0)  # no time for shutdown
+
+
+def told(worker: Any) -> dict[str, Any]:
+    """Of the engine that is up, inside of its worker."""
+    import torch
+    from vllm.model_executor.offloader.base import get_offloader
+
+    offloader, found = get_offloader(), {}
+    found["offloader"] = f"{type(offloader).__module__.split('.')[0]}.{type(offloader).__name__}"
+    if torch.cuda.is_available():
+        held = sum(t.nbytes for t in worker.model_runner.kv_caches if isinstance(t, torch.Tensor))
+        found["device_gib"] = round((torch.cuda.memory_allocated() - held) / (1 << 30), 3)
+    if (pool := getattr(offloader, "buffer_pool", None)) is not None:
+        found["ring_gib"] = round(pool.total_bytes / (1 << 30), 3)
+    for streamer in getattr(offloader, "streamers", [])[-1:]:
+        plan = streamer.plan
+        found |= {"plan": plan.summary(), "predicted_ms": round(1e3 * plan.step_s, 2)}
+        found |= {
+            "ring_gib": round(plan.ring_nbytes / (1 << 30), 3),
+            "buffer_gib": round(plan.buffer_nbytes / (1 << 30), 3),
+        }
+        found["held_gib"] = {key: round(n / (1 << 30), 3) for key, n in streamer.stats().held_nbytes.items()}
+    return found
+
+
+def counted(worker: Any) -> dict[str, Any]:
+    from vllm.model_executor.offloader.base import get_offloader
+
+    for streamer in getattr(get_offloader(), "streamers", [])[-1:]:
+        stats = streamer.stats()
+        return {"fills": stats.fills, "unplanned": stats.unplanned_fills}
+    return {}
+
+
+def run_all(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    import rows
+
+    kept = TEMPORARY / "vtokens"
+    kept.mkdir(exist_ok=True)
+    begin, common = time.time(), rows.environment() | {"vllm": rows._version("vllm")}
+    passed = ["--model", args.model, "--batches", args.batches, "--prompt", str(args.prompt), "--new", str(args.new)]
+    passed += ["--prompts", str(args.prompts), "--util", str(args.util), "--kv", str(args.kv), "--tp", str(args.tp)]
+    passed += ["--quantization", args.quantization, *(["--prompt-only"] if args.prompt_only else [])]
+    for mode in args.modes.split(","):
+        for case in args.cases.split(","):
+            left = args.total - (time.time() - begin)
+            if left < 40:
+                print(f"{case} {mode}: not started, {left:.0f} s left", flush=True)
+                continue
+            name = f"{args.model}-{case}-{mode}-{args.prompt}-{args.tp}{args.quantization}"
+            log = args.out.parent / f"{name}.log"
+            environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])}
+            command = [sys.executable, __file__, "one", "--case", case, "--mode", mode, *passed]
+            start = time.time()
+            with log.open("w") as file:
+                try:
+                    code = subprocess.run(
+                        command, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=min(args.limit, left)
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    code = 124
+            lines = log.read_text(errors="replace").splitlines()
+            result = next((line[7:] for line in lines if line.startswith("RESULT ")), None)
+            said = [line[line.index("weightstream") :] for line in lines if "weightstream: " in line][-1:]
+            if result is None:
+                errors = [line for line in lines if "Error" in line][-4:] or lines[-4:]
+                print(
+                    f"{case} {mode}: code {code} after {time.time() - start:.0f} s: {' | '.join(errors)[-1200:]}",
+                    flush=True,
+                )
+                continue
+            found = json.loads(result)
+            tokens = found.pop("tokens")
+            (kept / f"{name}.json").write_text(json.dumps(tokens))
+            base = kept / f"{args.model}-a-{mode.partition('+')[0]}-{args.prompt}-1{args.quantization}.json"
+            if base.exists():
+                found["same"] = json.loads(base.read_text()) == tokens
+            found = {"system": case, "mode": mode, "model": args.model, "prompt": args.prompt, "tp": args.tp} | found
+            found["wall_s"] = round(time.time() - start, 1)
+            print(json.dumps(found), *said, flush=True)
+            rows.append(args.out, [found], common)
+            log.unlink()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """`vllm serve` of case f: the same requests, 32 at once, for so many seconds; memory of its processes."""
+    import concurrent.futures
+    import urllib.request
+
+    import psutil
+
+    settings = cases(args.model, 1, 1)["f"]["additional_config"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(args.model))]
+    command += ["--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "32", "--port", "8123"]
+    command += ["--kv-cache-memory-bytes", str(1 << 30), "--additional-config", json.dumps(settings)]
+    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            found = _ask(args, server, concurrent.futures, urllib.request, psutil)
+        except BaseException:
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-6000:])
+            raise
+        finally:
+            server.terminate()
+    sys.path.insert(0, str(BENCHMARKS))
+    import rows
+
+    print(json.dumps(found))
+    rows.append(args.out, [{"system": "serve", "model": args.model} | found], rows.environment())
+
+
+def _ask(args: argparse.Namespace, server: Any, futures: Any, request: Any, psutil: Any) -> dict[str, Any]:
+    url = "http://127.0.0.1:8123/"
+
+    def ready() -> bool:
+        try:
+            return bool(request.urlopen(url + "health", timeout=5).status == 200)
+        except OSError:
+            return False
+
+    until = time.time() + 240
+    while not ready():
+        assert server.poll() is None, f"the server ended: {server.returncode}"
+        assert time.time() < until, "the server did not start"
+        time.sleep(1)
+
+    def complete(seed: int) -> Any:
+        prompt = [10 + (seed * 7919 + 31 * i) % (SHAPES[args.model]["vocab_size"] - 10) for i in range(64)]
+        body = {"model": str(folder_of(args.model)), "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        with request.urlopen(request.Request(url + "v1/completions", data, headers), timeout=120) as answer:
+            return json.loads(answer.read())["choices"][0]["token_ids"]
+
+    def memory() -> int:
+        every = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        return sum(process.memory_info().rss for process in every)
+
+    wanted = [complete(seed) for seed in range(32)]
+    num, differ, held = 0, 0, [memory()]
+    with futures.ThreadPoolExecutor(32) as pool:
+        end = time.time() + args.seconds
+        while time.time() < end:
+            answers = list(pool.map(complete, range(32)))
+            num += len(answers)
+            differ += sum(a != b for a, b in zip(answers, wanted, strict=True))
+            held.append(memory())
+    middle = len(held) // 2
+    return {
+        "requests": num,
+        "differ_from_alone": differ,
+        "seconds": args.seconds,
+        "rss_gib": [round(n / GIB, 3) for n in (held[0], held[middle], held[-1], max(held))],
+    }
+
+
+if __name__ == "__main__":
+    main()

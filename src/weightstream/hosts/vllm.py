@@ -1,0 +1,354 @@
+"""vLLM's plug-in: engines whose `additional_config` has a key "weightstream" stream their layers.
+
+[Note: one point of attachment]
+All executors (in this process, in others, through Ray) drive a `WorkerWrapperBase`, which passes to its worker what it
+lacks. Methods that are added to it stand around those of every worker, of both model runners, from 0.24 on. vLLM's own
+calls of `wrap_modules`, `sync_prev_onload` and `join_after_forward` reach the offloader that is set before the model is
+built. Its `post_init` comes from some runners only, and before the model is whole: the layers are taken over when
+`load_model` has ended.
+
+[Note: the compile cache]
+vLLM keeps what it compiled under a hash of its configuration, in which `additional_config` is. Compiled code waits for
+the units that were there when it was traced. So the units of the plan are put into `additional_config` before anything
+is compiled: a plan with others, as a different GPU may have, does not find that code.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.offloader import base as theirs
+
+import weightstream
+from weightstream import offloaders
+from weightstream.config import OffloadConfig
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.plan.amounts import human
+from weightstream.runtime import cuda
+from weightstream.runtime.streamer import Streamer
+
+logger = logging.getLogger("weightstream")
+
+KEY = "weightstream"  # in `additional_config`
+_UNITS = "units"  # in its settings, [Note: the compile cache]
+_PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params")
+_UVA = ("cpu_offload_gb", "cpu_offload_params")
+_CHOOSES = frozenset(("device_budget", "max_memory", "offload_backend", "prefetch", "uva", *_PREFETCH, *_UVA))
+_LEFT_SHARE, _LEFT_NBYTES = 50, 512 << 20  # of the device: for graphs and what is allocated late
+_WIDTHS = 8  # activations of hidden size that are alive in a layer beside its widest, twice; a guess
+_GUESS = 1.5
+
+
+def register() -> None:
+    """The entry point of `vllm.general_plugins`; may be called twice. Changes no engine that does not ask for it."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if hasattr(WorkerWrapperBase, "load_model"):
+        return
+    offloader = Offloader()
+    WorkerWrapperBase.load_model = _loading(offloader)
+    WorkerWrapperBase.sleep = _sleep
+    WorkerWrapperBase.shutdown = _shutting_down(WorkerWrapperBase.shutdown, offloader)
+    for name, reason in _REFUSED:
+        setattr(WorkerWrapperBase, name, _refusing(name, reason))
+
+
+class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
+    """What vLLM calls: hands layers to the engine that is being built, and graphs of all engines to their streamers.
+
+    vLLM knows one offloader per process, and an engine's graphs do not tell whose they are. Making compute wait for the
+    copies of another engine, too, is right.
+    """
+
+    def __init__(self) -> None:
+        self._engines: list[ref[offloaders.StreamingOffloader]] = []
+        self._built: offloaders.BaseOffloader = offloaders.NoopOffloader()
+
+    @property
+    def streamers(self) -> list[Streamer]:
+        """Of all engines, in the order in which they were built."""
+        return [engine.streamer for engine in self._alive() if engine.streamer is not None]
+
+    @property
+    def supports_tower_offload(self) -> bool:
+        return self._built.supports_tower_offload
+
+    def build(self, offloader: offloaders.BaseOffloader) -> None:
+        """The model that is built from now on is this one's."""
+        self._built = offloader
+        if isinstance(offloader, offloaders.StreamingOffloader):
+            self._engines = [*(engine for engine in self._engines if engine() is not None), ref(offloader)]
+
+    def wrap_modules(self, modules_generator: Iterator[nn.Module], prefix: str = "") -> list[nn.Module]:
+        return self._built.wrap_modules(modules_generator, prefix)
+
+    def sync_prev_onload(self) -> None:
+        for engine in self._alive():
+            engine.sync_prev_onload()
+
+    def join_after_forward(self) -> None:
+        for engine in self._alive():
+            engine.join_after_forward()
+
+    def _alive(self) -> Iterator[offloaders.StreamingOffloader]:
+        return (engine for engine in (found() for found in self._engines) if engine is not None)
+
+    def serve(self) -> None:
+        """Be vLLM's offloader, if any engine streams."""
+        if self.streamers:
+            theirs.set_offloader(self)
+
+
+def settings_of(vllm_config: Any) -> OffloadConfig | None:
+    """The settings of an engine, None where it does not ask for weightstream. Without any, vLLM's own flags hold.
+
+    A step is planned for `max_num_seqs` sequences, unless `batch` or `tokens` say otherwise. Raises `ConfigError`.
+    """
+    asked = vllm_config.additional_config
+    if not isinstance(asked, Mapping) or KEY not in asked:
+        return None
+    given = asked[KEY]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'additional_config["{KEY}"] = {given!r}: give a map of settings; {{}} takes vLLM\'s flags')
+    flags, known = vllm_config.offload_config, {key: value for key, value in given.items() if key != _UNITS}
+    if not known.keys() & _CHOOSES:
+        names, part = (_PREFETCH, flags.prefetch) if flags.prefetch.offload_group_size else (_UVA, flags.uva)
+        known |= {name: getattr(part, name) for name in names}
+        known["offload_backend"] = flags.offload_backend
+    known.setdefault("batch", vllm_config.scheduler_config.max_num_seqs)
+    known.setdefault("context", max(vllm_config.model_config.max_model_len, known.get("tokens", 1)))
+    return OffloadConfig.from_kwargs(**known)
+
+
+def why_refused(vllm_config: Any) -> str | None:
+    """Why an engine of this configuration cannot stream, None if it can."""
+    parallel = vllm_config.parallel_config
+    if parallel.enable_eplb or parallel.enable_elastic_ep:
+        return "expert load balancing and elastic expert parallelism move weights between ranks while the engine runs"
+    if parallel.use_ubatching:
+        return "dual batch overlap runs two batches through a layer at once, out of the order of the plan"
+    if vllm_config.weight_transfer_config is not None:
+        return "weight transfer writes weights of a running engine past their homes"
+    return None
+
+
+_WRITES = "it writes new weights into memory through which the old ones stream"
+_REFUSED = (
+    ("reload_weights", _WRITES),
+    ("update_weights", _WRITES),
+    ("init_weight_transfer_engine", _WRITES),
+    ("elastic_ep_execute", "it moves experts between ranks"),
+)
+
+
+def _loading(ours: Offloader) -> Callable[..., Any]:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = settings_of(self.vllm_config)
+        if config is None:
+            result = self.worker.load_model(*args, **kwargs)
+            if isinstance(theirs.get_offloader(), theirs.NoopOffloader):  # which the runner of this engine has set
+                ours.serve()
+            return result
+        if reason := why_refused(self.vllm_config):
+            raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
+        self.weightstream = engine = Engine(self.worker, config)
+        ours.build(engine.offloader)
+        theirs.set_offloader(ours)
+        result = self.worker.load_model(*args, **kwargs)
+        ours.build(offloaders.NoopOffloader())
+        with engine.around():
+            engine.take_over()
+        return result
+
+    return load_model
+
+
+def _streamer(wrapper: Any) -> Streamer | None:
+    engine: Engine | None = wrapper.__dict__.get(KEY)
+    return None if engine is None else engine.offloader.streamer
+
+
+def _refusing(name: str, reason: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _streamer(self) is not None:
+            raise UnsupportedError(f"{name}() of an engine whose weights stream: {reason}. Start the engine anew")
+        return getattr(self.worker, name)(*args, **kwargs)
+
+    return method
+
+
+def _sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    """In place of `WorkerWrapperBase.sleep`."""
+    if _streamer(self) is not None:
+        if level != 1:
+            raise UnsupportedError(f"sleep(level={level}) drops weights that stay on the device: use level 1")
+        torch.accelerator.synchronize()  # copies write to memory that is unmapped
+    return self.worker.sleep(level, *args, **kwargs)
+
+
+def _shutting_down(shutdown: Callable[[Any], None], ours: Offloader) -> Callable[[Any], None]:
+    def method(self: Any) -> None:
+        shutdown(self)
+        self.__dict__.pop(KEY, None)
+        ours.serve()  # another engine runs on
+
+    return method
+
+
+class Engine:
+    """One engine's worker, and the offloader of its layers."""
+
+    def __init__(self, worker: Any, config: OffloadConfig) -> None:
+        found = offloaders.create_offloader(config)
+        self.offloader: offloaders.StreamingOffloader = offloaders.BudgetOffloader()
+        if isinstance(found, offloaders.StreamingOffloader):  # else the budget is what there will be
+            self.offloader = found
+        self.offloader.config = config
+        self._worker = worker
+        self._peak_nbytes = 0  # of activations
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """What vLLM has around the loading of a model."""
+        pool = getattr(self._worker, "_maybe_get_memory_pool_context", lambda tag: nullcontext())
+        with set_current_vllm_config(self._worker.vllm_config), pool(tag="weights"):
+            yield
+
+    def take_over(self) -> None:
+        """Plan, and let the layers stream from now on. Raises as `weightstream.offload`."""
+        worker, offloader = self._worker, self.offloader
+        runner, model = worker.model_runner, worker.model_runner.get_model()
+        modules = {id(module) for module in model.modules()}
+        if others := [name for name, layer in offloader.layers.items() if id(layer) not in modules]:
+            logger.info("%d layers are of a draft model, which stays on the device", len(others))
+            offloader.give_back(others)
+        before = _allocated(worker.device)
+        room = _Room(worker, before) if _is_cuda(worker.device) else None
+        if room is not None:
+            _move_adapters(offloader.layers.values(), worker.device)
+            if not offloader.config.has_budget and offloader.config.backend == "none":
+                budget = room.nbytes(self._guess())
+                offloader.config = offloader.config.merged(device_budget=max(1, budget))
+            else:
+                room.is_asked = False
+        mode = worker.vllm_config.compilation_config.mode
+        is_compiled = mode is not None and mode.name != "NONE"
+        offloader.post_init(lambda: self._step(room), is_compiled=is_compiled, in_graphs=self._in_graphs())
+        if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows
+            runner.model_memory_usage += _allocated(worker.device) - before
+        self._tell(room)
+
+    def _in_graphs(self) -> bool:
+        mode = self._worker.vllm_config.compilation_config.cudagraph_mode
+        return _is_cuda(self._worker.device) and mode is not None and mode.name != "NONE"
+
+    def _step(self, room: _Room | None) -> int | None:
+        """Run vLLM's own profiling step, eager; returns what the device has for weights, where that is asked."""
+        runner = self._worker.model_runner
+        with _uncompiled(runner.get_model()), torch.inference_mode():
+            if room is None:
+                runner.profile_run()
+                return None
+            torch.accelerator.reset_peak_memory_stats(self._worker.device)
+            before = _allocated(self._worker.device)
+            runner.profile_run()
+            peak = torch.accelerator.max_memory_allocated(self._worker.device)
+        self._peak_nbytes = max(self._peak_nbytes, peak - before)
+        return room.nbytes(self._peak_nbytes) if room.is_asked else None
+
+    def _guess(self) -> int:
+        """Bytes of activations, before a step has shown them: of a layer, and of the logits in single precision."""
+        config = self._worker.vllm_config
+        model, scheduler = config.model_config, config.scheduler_config
+        hidden, layers = model.get_hidden_size(), self.offloader.layers.values()
+        widest = max((p.shape[0] for layer in layers for p in layer.parameters() if p.dim() == 2), default=hidden)
+        a_token = model.dtype.itemsize * (2 * widest + _WIDTHS * hidden)
+        logits_nbytes = 3 * 4 * scheduler.max_num_seqs * model.get_vocab_size()
+        return int(_GUESS * (scheduler.max_num_batched_tokens * a_token + logits_nbytes))
+
+    def _tell(self, room: _Room | None) -> None:
+        """Write the plan to the log, and put its units into the compile key, [Note: the compile cache]."""
+        config, streamer = self._worker.vllm_config, self.offloader.streamer
+        if streamer is None:
+            logger.warning("weightstream offloads nothing: this rank has no layers with parameters")
+            return
+        plan = streamer.plan
+        opened = sorted(unit.name for index, unit in enumerate(plan.manifest.units) if plan.opens(index))
+        units = hashlib.sha256("\n".join([weightstream.__version__, *opened]).encode()).hexdigest()[:16]
+        added = dict(config.additional_config)
+        config.additional_config = added | {KEY: {**added[KEY], _UNITS: units}}
+        if not plan.offloaded_nbytes:
+            logger.warning("weightstream offloads nothing: all layers (%s) fit", human(plan.manifest.nbytes))
+        batch = self.offloader.config.batch
+        told = f"predicted step of {batch} sequences {1e3 * plan.step_s:.1f} ms"
+        if room is not None:
+            told += f"; KV cache: {human(room.cache_nbytes)} asked for, {human(room.left(self._peak_nbytes))} remain"
+        logger.info("weightstream: %s; %s", plan.summary(), told)
+
+
+class _Room:
+    """What vLLM may take of a device, `gpu_memory_utilization`, and what is left of it. Bytes."""
+
+    def __init__(self, worker: Any, plain_nbytes: int) -> None:
+        self.is_asked = True
+        self._worker = worker
+        self._plain_nbytes = plain_nbytes  # allocated before weights of layers came
+        config = worker.vllm_config
+        given = config.cache_config.kv_cache_memory_bytes
+        specs = worker.get_kv_cache_spec().values()
+        self.cache_nbytes = int(given or sum(spec.max_memory_usage_bytes(config) for spec in specs))
+
+    def left(self, activation_nbytes: int) -> int:
+        """For the KV cache, beside activations and what CUDA graphs may take."""
+        gc.collect()
+        cuda.give_back(workspaces=False)
+        free, total = cuda.memory(self._worker.device)
+        used = int(self._worker.init_snapshot.free_memory) - free
+        kept = max(total // _LEFT_SHARE, _LEFT_NBYTES)
+        return max(0, int(self._worker.requested_memory) - used - activation_nbytes - kept)
+
+    def nbytes(self, activation_nbytes: int) -> int:
+        """For weights of layers, those that are there included, beside the KV cache that is asked for."""
+        taken = _allocated(self._worker.device) - self._plain_nbytes
+        return self.left(activation_nbytes) + taken - self.cache_nbytes
+
+
+def _is_cuda(device: Any) -> bool:
+    return getattr(device, "type", "cpu") == "cuda"
+
+
+def _allocated(device: Any) -> int:
+    return cuda.allocated_nbytes(device) if _is_cuda(device) else 0
+
+
+def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """LoRA's own tensors were made where the weights of their layer were then: on the host."""
+    modules = [module for layer in layers for module in layer.modules() if hasattr(module, "lora_a_stacked")]
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, value.to(device))
+            elif isinstance(value, tuple | list) and any(isinstance(t, torch.Tensor) for t in value):
+                setattr(module, name, type(value)(t.to(device) if isinstance(t, torch.Tensor) else t for t in value))
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, vLLM compiles nothing and runs the model eager."""
+    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+    with ExitStack() as stack:
+        if any(module._compiled_call_impl is not None for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in compiled:
+            module.do_not_compile = True  # type: ignore[assignment]
+            stack.callback(setattr, module, "do_not_compile", False)
+        yield

@@ -1,0 +1,68 @@
+"""Engines of vLLM for tests: made, asked for tokens, and let go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPTS = torch.randint(10, 1000, (4, 24), generator=torch.Generator().manual_seed(7)).tolist()
+NUM_TOKENS = 24
+
+
+def group(step: int, size: int = 1, num: int = 1) -> dict[str, int]:
+    return {"offload_group_size": size, "offload_num_in_group": num, "offload_prefetch_step": step}
+
+
+def asked(**settings: Any) -> dict[str, Any]:
+    """The argument of an engine with weightstream."""
+    return {"additional_config": {"weightstream": settings}}
+
+
+@contextmanager
+def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **settings: Any) -> Iterator[Any]:
+    """`is_last`: no other engine of this process is alive when it ends."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    given: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "seed": 0,
+        "enforce_eager": not compiled,
+        "disable_log_stats": True,
+    }
+    if compiled:
+        given["compilation_config"] = {"mode": 3}
+    llm = LLM(**given | settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        if is_last:
+            cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def tokens(llm: Any, num: int = NUM_TOKENS, **options: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False, **options)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def streamer() -> Any:
+    """Of the engine in this process that was made last."""
+    from vllm.model_executor.offloader.base import get_offloader
+
+    return get_offloader().streamers[-1]

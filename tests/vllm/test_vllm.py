@@ -1,0 +1,186 @@
+"""An engine that streams gives the tokens of the same engine that does not, in every mode, and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LAYER_NBYTES, LAYERS_NBYTES
+from engines import asked, engine, group, streamer, tokens
+
+from weightstream.errors import ConfigError, UnsupportedError
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Folder) -> Callable[..., list[list[int]]]:
+    """Tokens without offloading, made once for each model and mode."""
+    made: dict[Any, list[list[int]]] = {}
+
+    def found(name: str = "llama", **options: Any) -> list[list[int]]:
+        key = name, *sorted(options.items())
+        if key not in made:
+            with engine(folder(name), **options) as llm:
+                made[key] = tokens(llm)
+        return made[key]
+
+    return found
+
+
+def assert_streams(found: Any) -> None:
+    stats = found.stats()
+    assert stats.fills > 0
+    assert stats.unplanned_fills == 0
+
+
+SETTINGS = {
+    "one ahead": group(1),
+    "two ahead": group(2),
+    "half": group(2, 4, 2),
+    "one projection": group(2) | {"offload_params": ["gate_up_proj"]},
+    "budget": {"device_budget": LAYERS_NBYTES // 2},
+    "small budget": {"device_budget": LAYER_NBYTES, "codec": "none"},
+    "coded": group(2) | {"codec": "3bit"},
+    "coded budget": {"device_budget": LAYERS_NBYTES // 2, "codec": "4bit"},
+    "zero copy": {"cpu_offload_gb": LAYERS_NBYTES / 2**30},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_tokens_are_those_without_offload(folder: Folder, plain: Any, settings: dict[str, Any]) -> None:
+    wanted = plain()
+    with engine(folder("llama"), **asked(**settings)) as llm:
+        assert tokens(llm) == wanted
+        found = streamer()
+        assert_streams(found)  # the CPU reads nothing in place for these flags
+        if "device_budget" in settings:
+            assert found.stats().held_nbytes["device"] <= settings["device_budget"]
+        if settings.get("codec"):
+            assert bool(found.plan.manifest.codes) == (settings["codec"] != "none")
+        print(found.plan.summary())
+
+
+def test_a_budget_chooses_units_finer_than_layers(folder: Folder, plain: Any) -> None:
+    wanted = plain()
+    with engine(folder("llama"), **asked(device_budget=LAYER_NBYTES // 2 + 200_000, codec="none")) as llm:
+        assert tokens(llm) == wanted
+        found = streamer()
+        assert_streams(found)
+        assert any("." in unit.name for unit in found.plan.manifest.units)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied", "moe", "gemma"])
+def test_other_architectures(folder: Folder, plain: Any, name: str) -> None:
+    wanted = plain(name)
+    with engine(folder(name), **asked(device_budget="50%" if name == "none" else 3 * LAYER_NBYTES)) as llm:
+        assert tokens(llm) == wanted
+        assert_streams(streamer())
+
+
+@pytest.mark.parametrize("settings", [group(2), {"device_budget": LAYERS_NBYTES // 2}, group(2) | {"codec": "3bit"}])
+def test_compiled(folder: Folder, plain: Any, settings: dict[str, Any]) -> None:
+    wanted = plain(compiled=True)
+    with engine(folder("llama"), compiled=True, **asked(**settings)) as llm:
+        assert tokens(llm) == wanted
+        assert_streams(streamer())
+
+
+def test_vllms_own_flags(folder: Folder, plain: Any) -> None:
+    wanted = plain()
+    with engine(folder("llama"), **asked(), **group(1, 2)) as llm:
+        assert tokens(llm) == wanted
+        plan = streamer().plan
+        assert_streams(streamer())
+        assert {unit.layer for i, unit in enumerate(plan.manifest.units) if plan.streams(i)} == {1, 3, 5, 7}
+
+
+def test_nothing_changes_without_the_key(folder: Folder, plain: Any) -> None:
+    from vllm.model_executor.offloader import base
+
+    plain()
+    with engine(folder("llama")) as llm:
+        tokens(llm)
+        assert isinstance(base.get_offloader(), base.NoopOffloader)
+
+
+def test_an_engine_of_its_own_process(folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = plain()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with engine(folder("llama"), **asked(**group(2))) as llm:
+        assert tokens(llm) == wanted
+        stats = llm.collective_rpc(_stats)[0]
+    assert stats["fills"] > 0
+    assert stats["unplanned_fills"] == 0
+
+
+def _stats(worker: Any) -> dict[str, Any]:
+    from vllm.model_executor.offloader.base import get_offloader
+
+    stats = get_offloader().streamers[-1].stats()
+    return {"fills": stats.fills, "unplanned_fills": stats.unplanned_fills}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_engines_of_one_process(folder: Folder, plain: Any, compiled: bool) -> None:
+    wanted, other = plain(compiled=compiled), plain("qwen3", compiled=compiled)
+    with engine(folder("llama"), compiled=compiled, **asked(**group(2))) as first:
+        assert tokens(first) == wanted
+        one = streamer()
+        budget = asked(device_budget=3 * LAYER_NBYTES)
+        with engine(folder("qwen3"), compiled=compiled, is_last=False, **budget) as second:
+            for _ in range(2):
+                assert tokens(second) == other
+                assert tokens(first) == wanted
+            assert streamer() is not one
+        assert tokens(first) == wanted
+        assert_streams(one)
+
+
+def test_compiled_code_of_another_plan_is_not_used(folder: Folder, plain: Any) -> None:
+    wanted = plain(compiled=True)
+    for settings in ({"device_budget": 2 * LAYER_NBYTES}, {"device_budget": 2 * LAYER_NBYTES}, {}):
+        options = asked(**settings) if settings else {}
+        with engine(folder("llama"), compiled=True, **options) as llm:
+            assert tokens(llm) == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"device_budgt": "6GiB"}, "device_budget"),
+        ({"device_budget": "6GB6"}, "device_budget"),
+        ({"device_budget": 1000}, "budget"),
+        ("6GiB", "give a map of settings"),
+    ],
+)
+def test_wrong_settings_are_told(folder: Folder, settings: Any, text: str) -> None:
+    from weightstream import PlanError
+
+    with (
+        pytest.raises((ConfigError, PlanError), match=text),
+        engine(folder("llama"), additional_config={"weightstream": settings}),
+    ):
+        pass
+
+
+def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
+    options: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 32, "block_size": 32}
+    with engine(folder("llama"), **options) as llm:
+        wanted = [tokens(llm), tokens(llm)]
+    with engine(folder("llama"), **options, **asked(device_budget=2 * LAYER_NBYTES)) as llm:
+        assert [tokens(llm), tokens(llm)] == wanted
+        assert_streams(streamer())
+
+
+def test_a_running_engine_refuses_other_weights(folder: Folder) -> None:
+    with engine(folder("llama"), **asked(**group(2))) as llm:
+        with pytest.raises(UnsupportedError, match="reload_weights"):
+            llm.collective_rpc("reload_weights")
+        with pytest.raises(UnsupportedError, match="level=2"):
+            llm.collective_rpc("sleep", kwargs={"level": 2})
+    assert torch.is_grad_enabled()
