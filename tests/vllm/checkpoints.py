@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _SHAPE),
     "tied": ("LlamaConfig", _SHAPE | {"tie_word_embeddings": True}),
     "moe": ("Qwen3MoeConfig", _SHAPE | _MOE),
+    "gptq": ("LlamaConfig", _SHAPE),
+    "awq": ("LlamaConfig", _SHAPE),
     "gemma": ("Gemma3TextConfig", _SHAPE | {"sliding_window": 64, "query_pre_attn_scalar": 64}),
 }
 LAYERS_NBYTES = 8 * 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256)  # of "llama", bfloat16
@@ -54,4 +57,60 @@ def make(name: str, folder: Path) -> Path:
             else:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
+    if name in _QUANTISED:
+        _quantise(folder, name, generator)
+    return folder
+
+
+_GROUP = 64  # weights that share a scale
+_QUANTISED: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"},
+}
+
+
+def _quantise(folder: Path, method: str, generator: torch.Generator) -> None:
+    """Put 4-bit weights of the format in place of all linear layers, but the head."""
+    from safetensors.torch import load_file, save_file
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [key for key in weights if "_proj.weight" in key]:
+        rows, columns = weights.pop(name).shape
+        at, groups = name.removesuffix("weight"), columns // _GROUP
+        scales = (0.5 + torch.rand(groups, rows, generator=generator)) * 0.4 * columns**-0.5
+        weights[at + "scales"] = scales.to(torch.float16)
+        if method == "gptq":
+            weights[at + "qweight"] = words(columns // 8, rows)
+            weights[at + "qzeros"] = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
+            weights[at + "g_idx"] = torch.arange(columns, dtype=torch.int32) // _GROUP
+        else:
+            weights[at + "qweight"] = words(columns, rows // 8)
+            weights[at + "qzeros"] = words(groups, rows // 8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _QUANTISED[method]}))
+
+
+def make_adapter(folder: Path, rank: int = 8) -> Path:
+    """A LoRA adapter of "llama" for all linear layers."""
+    from safetensors.torch import save_file
+
+    generator, hidden, inner = torch.Generator().manual_seed(3), _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
+    sizes = {"self_attn.q_proj": (256, hidden), "self_attn.k_proj": (128, hidden), "self_attn.v_proj": (128, hidden)}
+    sizes |= {"self_attn.o_proj": (hidden, 256), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    sizes |= {"mlp.down_proj": (hidden, inner)}
+    weights = {}
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        for name, (rows, columns) in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.{name}.lora_"
+            weights[at + "A.weight"] = torch.randn(rank, columns, generator=generator) * 0.2
+            weights[at + "B.weight"] = torch.randn(rows, rank, generator=generator) * 0.2
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    modules = sorted({name.partition(".")[2] for name in sizes})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYER_NBYTES, LAYERS_NBYTES
+from checkpoints import LAYER_NBYTES, LAYERS_NBYTES, make_adapter
 from engines import asked, engine, group, streamer, tokens
 
 from weightstream.errors import ConfigError, UnsupportedError
@@ -175,6 +175,32 @@ def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
     with engine(folder("llama"), **options, **asked(device_budget=2 * LAYER_NBYTES)) as llm:
         assert [tokens(llm), tokens(llm)] == wanted
         assert_streams(streamer())
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_quantised_weights(folder: Folder, plain: Any, name: str) -> None:
+    wanted = plain(name)
+    for settings in (group(2), {"device_budget": LAYER_NBYTES}):
+        with engine(folder(name), **asked(**settings)) as llm:
+            assert tokens(llm) == wanted
+            assert_streams(streamer())
+            streamed = {t.dtype for unit in streamer().plan.manifest.units for t in unit.tensors}
+            assert "torch.int32" in str(streamed) or "int32" in streamed
+
+
+@pytest.mark.parametrize("settings", [group(2), {"device_budget": 2 * LAYER_NBYTES}], ids=["layers", "budget"])
+def test_lora(folder: Folder, tmp_path: Path, settings: dict[str, Any]) -> None:
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest("random", 1, str(make_adapter(tmp_path / "adapter")))
+    found = []
+    for options in ({}, asked(**settings)):
+        with engine(folder("llama"), enable_lora=True, max_lora_rank=8, **options) as llm:
+            found.append([tokens(llm), tokens(llm, lora_request=request), tokens(llm)])
+            if options:
+                assert_streams(streamer())
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 def test_a_running_engine_refuses_other_weights(folder: Folder) -> None:

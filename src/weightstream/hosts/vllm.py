@@ -160,6 +160,7 @@ def _loading(ours: Offloader) -> Callable[..., Any]:
             return result
         if reason := why_refused(self.vllm_config):
             raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
+        logger.parent = logging.getLogger("vllm")  # its level, and its handlers
         self.weightstream = engine = Engine(self.worker, config)
         ours.build(engine.offloader)
         theirs.set_offloader(ours)
