@@ -40,7 +40,9 @@ def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **sett
         "enforce_eager": not compiled,
         "disable_log_stats": True,
     }
-    if compiled:
+    if torch.cuda.is_available():
+        given |= {"kv_cache_memory_bytes": 128 << 20, "gpu_memory_utilization": 0.3}
+    elif compiled:  # the default on a GPU
         given["compilation_config"] = {"mode": 3}
     llm = LLM(**given | settings)
     try:

@@ -25,6 +25,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.offloader import base as theirs
 
@@ -124,6 +125,8 @@ def settings_of(vllm_config: Any) -> OffloadConfig | None:
         names, part = (_PREFETCH, flags.prefetch) if flags.prefetch.offload_group_size else (_UVA, flags.uva)
         known |= {name: getattr(part, name) for name in names}
         known["offload_backend"] = flags.offload_backend
+    known.setdefault("pin_memory", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY)
+    known.setdefault("use_uva", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA)
     known.setdefault("batch", vllm_config.scheduler_config.max_num_seqs)
     known.setdefault("context", max(vllm_config.model_config.max_model_len, known.get("tokens", 1)))
     return OffloadConfig.from_kwargs(**known)
