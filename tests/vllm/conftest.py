@@ -12,21 +12,22 @@ import pytest
 
 _PLAIN = str(Path(__file__).parent / "plain")
 _FOUND = importlib.util.find_spec("vllm")  # this folder looks like a namespace
-collect_ignore_glob = [] if _FOUND and _FOUND.origin else ["test_*"]
+_IS_THERE = bool(_FOUND and _FOUND.origin)
+collect_ignore_glob = [] if _IS_THERE else ["test_*"]
 
-# Before vLLM is imported. Threads are bound to one core each else, and spin.
-os.environ |= {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": os.pathsep.join(filter(None, [_PLAIN, os.environ.get("PYTHONPATH")])),
-}
-if _PLAIN not in sys.path:
-    sys.path.insert(0, _PLAIN)
+if _IS_THERE:  # before it is imported. Threads are bound to one core each else, and spin.
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [_PLAIN, os.environ.get("PYTHONPATH")])),
+    }
+    if _PLAIN not in sys.path:
+        sys.path.insert(0, _PLAIN)
 
 
 @pytest.fixture(scope="session")
