@@ -19,7 +19,7 @@ import gc
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -169,7 +169,7 @@ def _loading(ours: Offloader) -> Callable[..., Any]:
         theirs.set_offloader(ours)
         result = self.worker.load_model(*args, **kwargs)
         ours.build(offloaders.NoopOffloader())
-        with engine.around():
+        with set_current_vllm_config(self.vllm_config):
             engine.take_over()
         return result
 
@@ -191,11 +191,9 @@ def _refusing(name: str, reason: str) -> Callable[..., Any]:
 
 
 def _sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-    """In place of `WorkerWrapperBase.sleep`."""
-    if _streamer(self) is not None:
-        if level != 1:
-            raise UnsupportedError(f"sleep(level={level}) drops weights that stay on the device: use level 1")
-        torch.accelerator.synchronize()  # copies write to memory that is unmapped
+    """In place of `WorkerWrapperBase.sleep`. What the plan has on the device stays there at level 1."""
+    if level != 1 and _streamer(self) is not None:
+        raise UnsupportedError(f"sleep(level={level}) drops weights that stay on the device: use level 1")
     return self.worker.sleep(level, *args, **kwargs)
 
 
@@ -219,13 +217,6 @@ class Engine:
         self.offloader.config = config
         self._worker = worker
         self._peak_nbytes = 0  # of activations
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """What vLLM has around the loading of a model."""
-        pool = getattr(self._worker, "_maybe_get_memory_pool_context", lambda tag: nullcontext())
-        with set_current_vllm_config(self._worker.vllm_config), pool(tag="weights"):
-            yield
 
     def take_over(self) -> None:
         """Plan, and let the layers stream from now on. Raises as `weightstream.offload`."""
