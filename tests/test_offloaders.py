@@ -13,9 +13,10 @@ from fixtures_structure import Block
 from models import floats, randomise
 from weightstream import OffloadConfig
 from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
-from weightstream.errors import ConfigError, OffloadError
+from weightstream.errors import ConfigError, OffloadError, PlanError
 from weightstream.offloaders import (
     BaseOffloader,
+    BudgetOffloader,
     NoopOffloader,
     PrefetchOffloader,
     UVAOffloader,
@@ -272,6 +273,10 @@ def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.Monkey
         ({"uva": UVAOffloadConfig(cpu_offload_gb=0.5)}, UVAOffloader),
         ({"prefetch": PrefetchOffloadConfig(offload_group_size=2), "pin_memory": False}, PrefetchOffloader),
         ({"uva": UVAOffloadConfig(cpu_offload_gb=0.5), "use_uva": False}, UVAOffloader),
+        ({"device_budget": "6GiB"}, BudgetOffloader),
+        ({"device_budget": "40%", "codec": "3bit"}, BudgetOffloader),
+        ({"max_memory": {0: "6GiB"}}, BudgetOffloader),
+        ({"max_memory": {"cpu": "6GiB"}}, NoopOffloader),
     ],
 )
 def test_create_offloader_carries_every_setting(settings: dict[str, Any], kind: type[BaseOffloader]) -> None:
@@ -310,3 +315,187 @@ def test_noop_passes_everything_on() -> None:
     offloader.post_init()
     offloader.join_after_forward()
     assert_steps_equal(built, list(layers(2)), num_steps=1)
+
+
+# -- budgets, and units finer than layers ------------------------------------------------------------------------
+
+
+class Peeking(Block):
+    """A layer that reads a weight of its child beside calling it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.up.weight.sum()
+
+
+def peeking(num: int = NUM_LAYERS) -> Iterator[nn.Module]:
+    for index in range(num):
+        yield randomise(Peeking(), index)
+
+
+def names(offloader: Any) -> list[str]:
+    plan = offloader.streamer.plan
+    return [plan.manifest.units[unit].name for unit in plan.manifest.order if plan.opens(unit)]
+
+
+def step_of(modules: list[nn.Module]) -> Callable[[], None]:
+    """A step that tells nothing of memory."""
+
+    def step() -> None:
+        run(modules, 0)
+
+    return step
+
+
+def nbytes(modules: list[nn.Module]) -> int:
+    return sum(p.nbytes for module in modules for p in module.parameters())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_budget_is_kept(share: float, is_watched: bool) -> None:
+    plain = list(layers())
+    budget = int(share * nbytes(plain))
+    offloader = BudgetOffloader(budget, codec="none")
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init(step_of(modules) if is_watched else None)
+    assert offloader.streamer is not None
+    assert 0 < offloader.streamer.stats().held_nbytes["device"] <= budget
+    assert_steps_equal(modules, plain)
+    assert offloader.streamer.stats().unplanned_fills == 0
+
+
+def test_units_are_layers_unless_a_step_is_watched() -> None:
+    plain = list(layers())
+    largest = max(p.nbytes for module in plain for p in module.parameters())
+    budget = nbytes(plain) // NUM_LAYERS // 2 + largest // 2 + 1024  # less than a layer, and what always stays
+    whole = BudgetOffloader(budget, codec="none")
+    whole.wrap_modules(layers())
+    with pytest.raises(PlanError):
+        whole.post_init()
+    finer = BudgetOffloader(budget, codec="none")
+    modules = finer.wrap_modules(layers())
+    finer.post_init(step_of(modules))
+    assert any("." in name for name in names(finer))
+    assert_steps_equal(modules, plain)
+
+
+def test_compiled_layers_have_units_of_single_matrices() -> None:
+    offloader = PrefetchOffloader(1, 1, 2)
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init(step_of(modules), is_compiled=True)
+    assert set(names(offloader)) == {f"{layer}.{part}" for layer in range(NUM_LAYERS) for part in ("up", "down")}
+    assert offloader.streamer is not None
+    assert offloader.streamer.plan.ring_nbytes <= 2 * nbytes([modules[0]]) + 4096
+    assert_steps_equal(modules, list(layers()))
+    assert offloader.streamer.stats().unplanned_fills == 0
+
+
+def test_the_order_of_a_step_is_learned() -> None:
+    offloader = BudgetOffloader(nbytes(list(layers())) // 2, codec="none")
+    modules = offloader.wrap_modules(layers())
+    offloader.post_init(step_of(modules[::-1]))
+    numbers = [int(name.partition(".")[0]) for name in names(offloader)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert offloader.streamer is not None
+    plain, before = list(layers()), offloader.streamer.stats().unplanned_fills
+    for seed in range(4):
+        assert torch.equal(run(modules[::-1], seed), run(plain[::-1], seed))
+    assert offloader.streamer.stats().unplanned_fills == before
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_layers_stay_whole_where_weights_are_read_outside_of_finer_units(
+    is_compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kept on the device where the budget has room for them, and else inside of one unit with their reader."""
+    plain = list(peeking())
+    room = sum(module.up.weight.nbytes for module in plain)  # type: ignore[union-attr]
+    for budget in (nbytes(plain) // 3, room + nbytes(plain) // 3):
+        offloader = BudgetOffloader(budget, codec="none")
+        modules = offloader.wrap_modules(peeking())
+        offloader.post_init(step_of(modules), is_compiled=is_compiled)
+        assert_steps_equal(modules, plain)
+        assert offloader.streamer is not None
+        held = {alias for alias in offloader.streamer.plan.resident if alias.endswith("up.weight")}
+        is_whole = not any("." in name for name in names(offloader))
+        assert is_whole or len(held) == NUM_LAYERS
+    assert any("each layer is one" in record.getMessage() for record in caplog.records) == is_compiled
+
+
+def test_what_a_step_leaves_free_is_used() -> None:
+    plain = list(layers())
+    offloader = BudgetOffloader(nbytes(plain) // 4, codec="none")
+    modules = offloader.wrap_modules(layers())
+    runs = []
+
+    def step() -> int:
+        runs.append(run(modules, 0))
+        return nbytes(plain) // 2
+
+    offloader.post_init(step)
+    assert offloader.streamer is not None
+    plan = offloader.streamer.plan
+    assert nbytes(plain) // 4 < plan.device_nbytes <= nbytes(plain) // 2
+    assert all(torch.equal(found, run(plain, 0)) for found in runs)
+    assert_steps_equal(modules, plain)
+
+
+def test_a_step_that_fails_leaves_the_layers_as_they_were() -> None:
+    offloader = BudgetOffloader(nbytes(list(layers())) // 2, codec="none")
+    modules = offloader.wrap_modules(layers())
+
+    def step() -> None:
+        run(modules, 0)
+        raise ValueError("of this test")
+
+    with pytest.raises(ValueError, match="of this test"):
+        offloader.post_init(step)
+    assert offloader.streamer is None
+    assert_steps_equal(modules, list(layers()), num_steps=1)
+    offloader.post_init(step_of(modules))
+    assert_steps_equal(modules, list(layers()))
+
+
+def test_layers_of_a_draft_are_given_back() -> None:
+    offloader = PrefetchOffloader(1, 1, 2)
+    modules, draft = offloader.wrap_modules(layers(4)), offloader.wrap_modules(layers(2))
+    offloader.give_back(["4", "5"])
+    offloader.post_init()
+    assert {name.partition(".")[0] for name in streamed_names(offloader)} == {"0", "1", "2", "3"}
+    for _ in range(2):
+        assert torch.equal(run([*modules, *draft], 1), run([*layers(4), *layers(2)], 1))
+
+
+def test_towers_are_chosen_by_their_prefix(caplog: pytest.LogCaptureFixture) -> None:
+    tower = nn.Sequential(*layers(3))
+    offloader = UVAOffloader(1 << 20, {"visual"})
+    assert offloader.supports_tower_offload
+    assert not PrefetchOffloader(1, 1, 1).supports_tower_offload
+    modules = offloader.wrap_modules(layers(2))
+    assert offloader.wrap_modules(iter([tower]), prefix="model.visual") == [tower]
+    offloader.post_init()
+    found = streamed_names(offloader)
+    assert found
+    assert all(name.startswith("model.visual.") for name in found)
+    plain = nn.Sequential(*layers(3))
+    for seed in range(3):
+        with torch.no_grad():
+            assert torch.equal(tower(floats(seed, 3, 32)), plain(floats(seed, 3, 32)))
+        assert torch.equal(run(modules, seed), run(list(layers(2)), seed))
+
+
+def test_two_engines_of_one_process() -> None:
+    """Compiled code of one does not find the streamer of the other."""
+    plain = list(layers(4))
+    built = []
+    for _ in range(2):
+        offloader = PrefetchOffloader(1, 1, 2)
+        modules = offloader.wrap_modules(layers(4))
+        offloader.post_init()
+        step = torch.compile(nn.Sequential(*modules), backend="aot_eager", fullgraph=True)
+        built.append((offloader, modules, step))
+    with torch.no_grad():
+        for seed in range(3):
+            for offloader, _, step in built:
+                assert torch.equal(step(floats(seed, 3, 32)), run(plain, seed))
+                assert offloader.streamer.stats().steps == seed + 1
