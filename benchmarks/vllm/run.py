@@ -14,6 +14,9 @@ Modes: default (compiled, CUDA graphs), eager. `+v2`: the V2 model runner; `+own
 
 step_ms      of decode steps, in batches of 1 and 32, from one output to the next
 first_ms     until the first token of `--prompts` prompts
+link_gbps    of every rank: what a step copies to its GPU, by the time of a step of one sequence
+same         as case a with the same --tp and --pp. Where the engine has a process of its own, requests arrive while it
+             runs, in batches of other sizes each time: tokens of one sequence alone are compared then
 anon_gib     anonymous and pinned memory of the process, at its most and at the end (/proc: RssAnon and RssShmem)
 device_gib   what torch holds once the engine is up, less the KV cache
 """
@@ -93,6 +96,7 @@ def main() -> None:
     parser.add_argument("--util", type=float, default=0.0, help="gpu_memory_utilization sizes the KV cache")
     parser.add_argument("--kv", type=float, default=2.0, help="GiB of KV cache, without --util")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--quantization", default="")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--limit", type=float, default=170)
@@ -188,6 +192,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "disable_log_stats": True,
         "enforce_eager": args.mode.startswith("eager"),
         "tensor_parallel_size": args.tp,
+        "pipeline_parallel_size": args.pp,
         "gpu_memory_utilization": args.util or 0.9,
     }
     if not args.util:
@@ -202,7 +207,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def one(args: argparse.Namespace) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if "+v2" in args.mode else "0"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "+own" in args.mode or args.tp > 1 else "0"
+    is_apart = "+own" in args.mode or args.tp * args.pp > 1
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if is_apart else "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     memory = Memory()
     import torch
@@ -216,7 +222,8 @@ def one(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {"start_s": round(time.time() - start, 1)}
     found |= {"anon_before_gib": round(before / GIB, 2), "anon_peak_gib": round(memory.peak / GIB, 2)}
     found["anon_gib"] = round(memory.now() / GIB, 2)
-    found |= llm.collective_rpc(told)[0]
+    ranks = llm.collective_rpc(told)
+    found |= ranks[0]
     vocab = SHAPES[args.model]["vocab_size"]
     batches = [] if args.prompt_only else [int(batch) for batch in args.batches.split(",")]
     rows = max([*batches, args.prompts])
@@ -225,7 +232,7 @@ def one(args: argparse.Namespace) -> None:
     def run(num: int, new: int) -> tuple[list[float], list[list[int]]]:
         """The milliseconds of every step of the engine, and the tokens."""
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        if "+own" in args.mode or args.tp > 1:
+        if is_apart:
             start = time.perf_counter()
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts[:num]], params, use_tqdm=False)
             return [1e3 * (time.perf_counter() - start)], [list(o.outputs[0].token_ids) for o in outputs]
@@ -244,8 +251,10 @@ def one(args: argparse.Namespace) -> None:
     tokens: dict[str, list[list[int]]] = {}
     for batch in batches:
         again = run(batch, 3)[1]
-        times, tokens[str(batch)] = run(batch, args.new)
-        found["repeats"] = found.get("repeats", True) and again == [row[:3] for row in tokens[str(batch)]]
+        times, made = run(batch, args.new)
+        if batch == 1 or not is_apart:
+            tokens[str(batch)] = made
+            found["repeats"] = found.get("repeats", True) and again == [row[:3] for row in made]
         if len(times) == 1:
             first, _ = run(batch, 1)
             mean = (times[0] - first[0]) / (args.new - 1)
@@ -257,9 +266,14 @@ def one(args: argparse.Namespace) -> None:
     run(args.prompts, 1)
     firsts = []
     for _ in range(5):
-        times, tokens["first"] = run(args.prompts, 1)
+        times, made = run(args.prompts, 1)
         firsts.append(sum(times))
+    if not is_apart:
+        tokens["first"] = made
     found["first_ms"] = percentiles(firsts)
+    if "step_nbytes" in ranks[0] and "step_ms_1" in found:
+        step_ms = found["step_ms_1"]["p50"]
+        found["link_gbps"] = [round(rank["step_nbytes"] / step_ms / 1e6, 1) for rank in ranks]
     found |= {"blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks, **llm.collective_rpc(counted)[0]}
     print("RESULT " + json.dumps(found | {"tokens": tokens}), flush=True)
     os._exit(0)  # no time for shutdown
@@ -279,7 +293,7 @@ def told(worker: Any) -> dict[str, Any]:
         found["ring_gib"] = round(pool.total_bytes / (1 << 30), 3)
     for streamer in getattr(offloader, "streamers", [])[-1:]:
         plan = streamer.plan
-        found |= {"plan": plan.summary(), "predicted_ms": round(1e3 * plan.step_s, 2)}
+        found |= {"plan": plan.summary(), "predicted_ms": round(1e3 * plan.step_s, 2), "step_nbytes": plan.step_nbytes}
         found |= {
             "ring_gib": round(plan.ring_nbytes / (1 << 30), 3),
             "buffer_gib": round(plan.buffer_nbytes / (1 << 30), 3),
@@ -297,6 +311,10 @@ def counted(worker: Any) -> dict[str, Any]:
     return {}
 
 
+def name_of(args: argparse.Namespace, case: str, mode: str) -> str:
+    return f"{args.model}-{case}-{mode}-{args.prompt}-{args.tp}-{args.pp}{args.quantization}"
+
+
 def run_all(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(BENCHMARKS))
     import rows
@@ -305,7 +323,8 @@ def run_all(args: argparse.Namespace) -> None:
     kept.mkdir(exist_ok=True)
     begin, common = time.time(), rows.environment() | {"vllm": rows._version("vllm")}
     passed = ["--model", args.model, "--batches", args.batches, "--prompt", str(args.prompt), "--new", str(args.new)]
-    passed += ["--prompts", str(args.prompts), "--util", str(args.util), "--kv", str(args.kv), "--tp", str(args.tp)]
+    passed += ["--prompts", str(args.prompts), "--util", str(args.util), "--kv", str(args.kv)]
+    passed += ["--tp", str(args.tp), "--pp", str(args.pp)]
     passed += ["--quantization", args.quantization, *(["--prompt-only"] if args.prompt_only else [])]
     for mode in args.modes.split(","):
         for case in args.cases.split(","):
@@ -313,7 +332,7 @@ def run_all(args: argparse.Namespace) -> None:
             if left < 40:
                 print(f"{case} {mode}: not started, {left:.0f} s left", flush=True)
                 continue
-            name = f"{args.model}-{case}-{mode}-{args.prompt}-{args.tp}{args.quantization}"
+            name = name_of(args, case, mode)
             log = args.out.parent / f"{name}.log"
             environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])}
             command = [sys.executable, __file__, "one", "--case", case, "--mode", mode, *passed]
@@ -338,11 +357,12 @@ def run_all(args: argparse.Namespace) -> None:
             found = json.loads(result)
             tokens = found.pop("tokens")
             (kept / f"{name}.json").write_text(json.dumps(tokens))
-            base = kept / f"{args.model}-a-{mode.partition('+')[0]}-{args.prompt}-1{args.quantization}.json"
+            base = kept / f"{name_of(args, 'a', mode.partition('+')[0])}.json"
             if base.exists():
                 wanted = json.loads(base.read_text())
                 found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
-            found = {"system": case, "mode": mode, "model": args.model, "prompt": args.prompt, "tp": args.tp} | found
+            asked = {"system": case, "mode": mode, "model": args.model, "prompt": args.prompt}
+            found = asked | {"tp": args.tp, "pp": args.pp, "quantization": args.quantization} | found
             found["wall_s"] = round(time.time() - start, 1)
             print(json.dumps(found), *said, flush=True)
             rows.append(args.out, [found], common)
