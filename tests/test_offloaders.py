@@ -484,6 +484,123 @@ def test_towers_are_chosen_by_their_prefix(caplog: pytest.LogCaptureFixture) -> 
         assert torch.equal(run(modules, seed), run(list(layers(2)), seed))
 
 
+class Partial(Block):
+    """A layer that a profiling step does not run to its end. What is left reads a child's weight and calls it not."""
+
+    is_profiling = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if Partial.is_profiling else x @ self.conv.weight
+
+
+def partial(num: int = NUM_LAYERS) -> Iterator[nn.Module]:
+    for index in range(num):
+        yield randomise(Partial(), index)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
+def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_reader(
+    is_compiled: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = list(partial())
+    assert isinstance(plain[0], Partial)
+    kept = NUM_LAYERS * plain[0].conv.weight.nbytes
+    for budget in (int(share * nbytes(plain)), int(share * nbytes(plain)) + kept):
+        offloader = BudgetOffloader(budget, codec="none")
+        modules = offloader.wrap_modules(partial())
+
+        def step(modules: list[nn.Module] = modules) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(Partial, "is_profiling", True)
+                run(modules, 0)
+
+        offloader.post_init(step, is_compiled=is_compiled)
+        assert_steps_equal(modules, plain)
+        assert not any(name.endswith("conv") for name in names(offloader))
+
+
+def test_what_another_tensor_of_the_layer_shows_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Mamba's `conv_weights`. From a GPU `.cpu()` makes a copy, and the other would go on to show the old memory."""
+
+    class Viewing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("view", self.up.weight.detach().view(-1), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.view.sum()
+
+    plain, offloader = [Viewing() for _ in range(4)], PrefetchOffloader(1, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+        modules = offloader.wrap_modules(Viewing() for _ in range(4))
+    for index, pair in enumerate(zip(modules, plain, strict=True)):
+        for layer in pair:
+            for seed, parameter in enumerate(layer.parameters()):
+                parameter.data.copy_(floats(10 * index + seed, *parameter.shape))
+    offloader.post_init()
+    assert_steps_equal(modules, plain)
+    assert streamed_names(offloader)
+
+
+def test_what_a_step_leaves_free_may_ask_for_finer_units() -> None:
+    """Another step shows what these read, and in which order."""
+    plain = list(layers())
+    offloader, runs = BudgetOffloader(nbytes(plain) // 2, codec="none"), []
+    modules = offloader.wrap_modules(layers())
+
+    def step() -> int:
+        runs.append(run(modules[::-1], 0))
+        return nbytes(plain) // 8
+
+    offloader.post_init(step)
+    assert len(runs) == 2
+    assert any("." in name for name in names(offloader))
+    numbers = [int(name.partition(".")[0]) for name in names(offloader)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert_steps_equal(modules, plain)
+
+
+def test_names_of_towers_do_not_meet() -> None:
+    """A tower inside of another, and two of one name: their modules are as before."""
+    outer, other = nn.ModuleDict({"encoder": nn.Sequential(*layers(2))}), nn.Sequential(*layers(2))
+    inner: Any = outer["encoder"]
+    children = [[name for name, _ in tower.named_modules()] for tower in (outer, other)]
+    offloader = UVAOffloader(1 << 20)
+    for prefix, tower in (("visual", outer), ("visual.encoder", inner), ("visual", other)):
+        offloader.wrap_modules(iter([tower]), prefix=prefix)
+    assert len(offloader.layers) == 3
+    offloader.post_init()
+    assert [[name for name, _ in tower.named_modules()] for tower in (outer, other)] == children
+    plain = nn.Sequential(*layers(2))
+    with torch.no_grad():
+        for tower in (inner, other):
+            assert torch.equal(tower(floats(1, 3, 32)), plain(floats(1, 3, 32)))
+
+
+def test_the_step_to_plan_for_is_heeded() -> None:
+    """Its rows are work for the device; in CUDA graphs the host has none."""
+
+    def plan_of(rows: int, **options: bool) -> Any:
+        offloader = BudgetOffloader(nbytes(list(layers())) // 2, codec="none", tokens=rows)
+        offloader.wrap_modules(layers())
+        offloader.post_init(**options)
+        assert offloader.streamer is not None
+        return offloader.streamer
+
+    one, many, in_graphs = plan_of(1), plan_of(1 << 16), plan_of(1, in_graphs=True)
+    assert many.plan.step_s > 2 * one.plan.step_s
+    profiles = [s._installed.refinement.prospect.planners[0].machine.profile for s in (one, in_graphs)]
+    assert profiles[1] == profiles[0].without_host()
+    assert profiles[1] != profiles[0]
+
+
 def test_two_engines_of_one_process() -> None:
     """Compiled code of one does not find the streamer of the other."""
     plain = list(layers(4))

@@ -1,7 +1,7 @@
 """vLLM with and without weightstream: one case per process, each decode step timed, tokens held against case `a`.
 
     python benchmarks/vllm/run.py make --model 8b
-    python benchmarks/vllm/run.py all --model 8b --cases a,b,d,f --modes default [--limit 170] [--total 560]
+    python benchmarks/vllm/run.py all --model 8b --cases a,b,d,f --together 4 [--limit 170] [--total 560]
     python benchmarks/vllm/run.py one --model 8b --case d --mode default       what `all` starts for each
     python benchmarks/vllm/run.py serve --model 1b --seconds 60                 the OpenAI server, 32 requests at once
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--quantization", default="")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--limit", type=float, default=170)
+    parser.add_argument("--together", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=170, help="seconds for cases that are started together")
     parser.add_argument("--total", type=float, default=560)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "vllm.jsonl")
     args = parser.parse_args()
@@ -193,7 +195,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": args.mode.startswith("eager"),
         "tensor_parallel_size": args.tp,
         "pipeline_parallel_size": args.pp,
-        "gpu_memory_utilization": args.util or 0.9,
+        "gpu_memory_utilization": args.util or 0.9 / args.together,
     }
     if not args.util:
         settings["kv_cache_memory_bytes"] = int(args.kv * GIB)
@@ -224,6 +226,8 @@ def one(args: argparse.Namespace) -> None:
     found["anon_gib"] = round(memory.now() / GIB, 2)
     ranks = llm.collective_rpc(told)
     found |= ranks[0]
+    print("READY", flush=True)
+    sys.stdin.readline()
     vocab = SHAPES[args.model]["vocab_size"]
     batches = [] if args.prompt_only else [int(batch) for batch in args.batches.split(",")]
     rows = max([*batches, args.prompts])
@@ -316,57 +320,99 @@ def name_of(args: argparse.Namespace, case: str, mode: str) -> str:
 
 
 def run_all(args: argparse.Namespace) -> None:
+    """Every case in a process of its own; `--together` so many are started side by side, then measured one by one."""
     sys.path.insert(0, str(BENCHMARKS))
     import rows
 
-    kept = TEMPORARY / "vtokens"
-    kept.mkdir(exist_ok=True)
-    begin, common = time.time(), rows.environment() | {"vllm": rows._version("vllm")}
-    passed = ["--model", args.model, "--batches", args.batches, "--prompt", str(args.prompt), "--new", str(args.new)]
-    passed += ["--prompts", str(args.prompts), "--util", str(args.util), "--kv", str(args.kv)]
-    passed += ["--tp", str(args.tp), "--pp", str(args.pp)]
-    passed += ["--quantization", args.quantization, *(["--prompt-only"] if args.prompt_only else [])]
-    for mode in args.modes.split(","):
-        for case in args.cases.split(","):
-            left = args.total - (time.time() - begin)
-            if left < 40:
-                print(f"{case} {mode}: not started, {left:.0f} s left", flush=True)
-                continue
-            name = name_of(args, case, mode)
-            log = args.out.parent / f"{name}.log"
-            environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])}
-            command = [sys.executable, __file__, "one", "--case", case, "--mode", mode, *passed]
-            start = time.time()
-            with log.open("w") as file:
-                try:
-                    code = subprocess.run(
-                        command, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=min(args.limit, left)
-                    ).returncode
-                except subprocess.TimeoutExpired:
-                    code = 124
-            lines = log.read_text(errors="replace").splitlines()
-            result = next((line[7:] for line in lines if line.startswith("RESULT ")), None)
-            said = [line[line.index("weightstream") :] for line in lines if "weightstream: " in line][-1:]
-            if result is None:
-                errors = [line for line in lines if "Error" in line][-4:] or lines[-4:]
-                print(
-                    f"{case} {mode}: code {code} after {time.time() - start:.0f} s: {' | '.join(errors)[-1200:]}",
-                    flush=True,
-                )
-                continue
-            found = json.loads(result)
-            tokens = found.pop("tokens")
-            (kept / f"{name}.json").write_text(json.dumps(tokens))
-            base = kept / f"{name_of(args, 'a', mode.partition('+')[0])}.json"
-            if base.exists():
-                wanted = json.loads(base.read_text())
-                found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
-            asked = {"system": case, "mode": mode, "model": args.model, "prompt": args.prompt}
-            found = asked | {"tp": args.tp, "pp": args.pp, "quantization": args.quantization} | found
-            found["wall_s"] = round(time.time() - start, 1)
-            print(json.dumps(found), *said, flush=True)
-            rows.append(args.out, [found], common)
-            log.unlink()
+    (TEMPORARY / "vtokens").mkdir(exist_ok=True)
+    end, common = time.time() + args.total, rows.environment() | {"vllm": rows._version("vllm")}
+    wanted = [(case, mode) for mode in args.modes.split(",") for case in args.cases.split(",")]
+    for first in range(0, len(wanted), args.together):
+        if end - time.time() < 40:
+            print(f"not started: {wanted[first:]}", flush=True)
+            break
+        started = [Case(args, *what) for what in wanted[first : first + args.together]]
+        until = min(end, time.time() + args.limit)
+        while any(case.is_starting() for case in started) and time.time() < until:
+            time.sleep(0.2)
+        for case in started:
+            if (found := case.measured(until)) is not None:
+                rows.append(args.out, [found], common)
+
+
+class Case:
+    """One case, in a process that tells when the engine is up and waits to be measured."""
+
+    def __init__(self, args: argparse.Namespace, case: str, mode: str) -> None:
+        self._args, self._case, self._mode = args, case, mode
+        self._name = name_of(args, case, mode)
+        self._log = args.out.parent / f"{self._name}.log"
+        passed = ["--case", case, "--mode", mode]
+        for option in (
+            "model",
+            "batches",
+            "prompt",
+            "new",
+            "prompts",
+            "util",
+            "kv",
+            "tp",
+            "pp",
+            "quantization",
+            "together",
+        ):
+            passed += [f"--{option}", str(getattr(args, option))]
+        passed += ["--prompt-only"] if args.prompt_only else []
+        cache = TEMPORARY / "cache" / self._name  # compiled for nobody else, and cold the first time
+        environ = os.environ | {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+        environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+        self._begin = time.time()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "one", *passed],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_starting(self) -> bool:
+        return self._process.poll() is None and "READY" not in self._lines()
+
+    def _lines(self) -> list[str]:
+        return self._log.read_text(errors="replace").splitlines()
+
+    def measured(self, until: float) -> dict[str, Any] | None:
+        """The row; None, and what went wrong on the screen, where there is none."""
+        try:
+            self._process.communicate(b"\n", timeout=max(1.0, until - time.time()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        lines = self._lines()
+        result = next((line[7:] for line in lines if line.startswith("RESULT ")), None)
+        said = [line[line.index("weightstream") :] for line in lines if "weightstream: " in line][-1:]
+        wall_s = round(time.time() - self._begin, 1)
+        if result is None:
+            errors = " | ".join([line for line in lines if "Error" in line][-4:] or lines[-4:])
+            print(
+                f"{self._case} {self._mode}: code {self._process.returncode}, {wall_s} s: {errors[-1200:]}", flush=True
+            )
+            return None
+        args, found = self._args, json.loads(result)
+        tokens = found.pop("tokens")
+        (TEMPORARY / "vtokens" / f"{self._name}.json").write_text(json.dumps(tokens))
+        base = TEMPORARY / "vtokens" / f"{name_of(args, 'a', self._mode.partition('+')[0])}.json"
+        if base.exists():
+            wanted = json.loads(base.read_text())
+            found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
+        asked = {"system": self._case, "mode": self._mode, "model": args.model, "prompt": args.prompt}
+        asked |= {"tp": args.tp, "pp": args.pp, "quantization": args.quantization, "together": args.together}
+        found = asked | found | {"wall_s": wall_s}
+        print(json.dumps(found), *said, flush=True)
+        self._log.unlink()
+        return found
 
 
 def serve(args: argparse.Namespace) -> None:

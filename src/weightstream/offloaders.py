@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from weightstream.adapters.module import GRAINS, Grain
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import ConfigError, OffloadError
 from weightstream.front import offload_layers
+from weightstream.runtime.leaves import leaves_of, storage_of
 from weightstream.runtime.streamer import Streamer
 
 logger = logging.getLogger("weightstream")
@@ -99,15 +101,23 @@ class StreamingOffloader(BaseOffloader):
             raise OffloadError("wrap_modules() after post_init(): the layers have a plan already")
         taken: list[nn.Module] = []
         for module in modules:
-            index, name = len(self.layers), prefix or str(len(self.layers))
-            self.layers[f"{name}.{index}" if name in self.layers else name] = module
+            index = len(self.layers)
+            self.layers[self._free_name(prefix or str(index))] = module
             taken.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
+            viewed = _viewed(module)
             for parameter in self._selected(index, module, prefix):
-                if not parameter.is_meta:
+                if not parameter.is_meta and id(parameter) not in viewed:
                     parameter.data = parameter.data.cpu()
         return taken
+
+    def _free_name(self, name: str) -> str:
+        """A name under which no other layer is, nor under that of another."""
+        taken = (f"{other}." for other in self.layers)
+        if any(other.startswith(f"{name}.") or f"{name}.".startswith(other) for other in taken):
+            return f"{name.replace('.', '_')}_{len(self.layers)}"
+        return name
 
     def give_back(self, names: Collection[str]) -> None:
         """Layers that are not to be offloaded after all go back to the device."""
@@ -124,11 +134,11 @@ class StreamingOffloader(BaseOffloader):
             finer = GRAINS[-1:] if is_compiled else GRAINS
         self.streamer = self._fixed(finer, step, in_graphs) if finer else None
         if finer and self.streamer is None:
-            logger.warning("weights are read outside of units finer than a layer: each layer is one")
+            logger.warning("a step does not show when weights finer than a layer are read: each layer is one unit")
         self.streamer = self.streamer or self._fixed(("block",), None, in_graphs)
 
     def _fixed(self, grains: tuple[Grain, ...], step: Step | None, in_graphs: bool) -> Streamer | None:
-        """A streamer of all layers; None where the step reads weights outside of units that cannot stay."""
+        """A streamer of all layers; None where what the step reads outside of units, or does not reach, cannot stay."""
         room: int | None = None
 
         def watched() -> None:
@@ -162,6 +172,15 @@ class StreamingOffloader(BaseOffloader):
     @abstractmethod
     def _selected(self, layer: int, module: nn.Module, prefix: str) -> Iterator[nn.Parameter]:
         """The parameters of a layer that go to the host while the model is built."""
+
+
+def _viewed(module: nn.Module) -> set[int]:
+    """The ids of tensors whose memory another tensor of the module shows: that would go on to show the old one."""
+    by_memory: defaultdict[int, set[int]] = defaultdict(set)
+    for leaf in leaves_of(module):
+        if (storage := storage_of(leaf.tensor)) is not None:
+            by_memory[storage.data_ptr()].add(id(leaf.tensor))
+    return {key for keys in by_memory.values() if len(keys) > 1 for key in keys}
 
 
 class BudgetOffloader(StreamingOffloader):

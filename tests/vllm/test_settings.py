@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engines import group
+from torch import distributed
 
 from weightstream.errors import ConfigError
+from weightstream.hosts import vllm as host
 from weightstream.hosts.vllm import settings_of, why_refused
 
 FLAGS: dict[str, Any] = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1}
@@ -69,6 +74,15 @@ def test_own_settings_go_over_vllms_flags() -> None:
     found = settings_of(config(asked(offload_group_size=1), **group(2, 4, 2)))
     assert found is not None
     assert (found.prefetch.offload_group_size, found.prefetch.offload_num_in_group) == (1, 1)
+    found = settings_of(config(asked(offload_prefetch_step=2, tokens=None), **group(1, 4, 2)))
+    assert found is not None
+    assert found.prefetch.model_dump(exclude={"offload_params"}) == group(2, 4, 2)
+
+
+@pytest.mark.parametrize("settings", [{"offload_prefetch_step": 2}, {"cpu_offload_params": ["mlp"]}])
+def test_what_says_how_to_offload_wants_what_says_how_much(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="offload_group_size or cpu_offload_gb"):
+        settings_of(config(asked(**settings)))
 
 
 def test_what_the_plan_adds_to_the_settings_is_none_of_them() -> None:
@@ -92,11 +106,80 @@ def test_a_misspelt_setting_is_told_by_its_name(settings: Any, text: str) -> Non
         ({"enable_elastic_ep": True}, "elastic"),
         ({"use_ubatching": True}, "dual batch overlap"),
         ({"weight_transfer_config": object()}, "weight transfer"),
+        ({"data_parallel_size": 2}, "data parallelism"),
     ],
 )
 def test_what_cannot_stream_is_refused_with_the_reason(changes: dict[str, Any], text: str | None) -> None:
-    parallel = {"enable_eplb": False, "enable_elastic_ep": False, "use_ubatching": False}
+    parallel = {"enable_eplb": False, "enable_elastic_ep": False, "use_ubatching": False, "data_parallel_size": 1}
     given = SimpleNamespace(**{"weight_transfer_config": None, **changes})
     given.parallel_config = SimpleNamespace(**{**parallel, **changes})
     found = why_refused(given)
     assert found is None if text is None else text in (found or "")
+
+
+def _learns(rank: int, steps: int, file: str) -> None:
+    """A rank of two that learns for so many steps; every one of its own waits for one of the other rank."""
+    store = distributed.FileStore(file, 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    world = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
+    host.get_world_group = lambda: world  # type: ignore[attr-defined]
+    engine = object.__new__(host.Engine)
+    engine._worker = SimpleNamespace(device=torch.device("cpu"))
+    engine._profile = distributed.barrier  # type: ignore[method-assign]
+    for _ in range(steps):
+        engine._step(None)
+    engine._follow()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("steps", [(1, 3), (2, 0)])
+def test_ranks_that_learn_for_other_numbers_of_steps_wait_for_each_other(
+    tmp_path: Path, steps: tuple[int, int]
+) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    file = str(tmp_path / "store")
+    ranks = [context.Process(target=_learns, args=(rank, num, file)) for rank, num in enumerate(steps)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+GIB = 1 << 30
+
+
+def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GiB vLLM may take 72; 10 are used, 6 of them by layers that are there."""
+    allocated = [4 * GIB]
+    monkeypatch.setattr(host, "_allocated", lambda device: allocated[0])
+    monkeypatch.setattr(host.cuda, "give_back", lambda workspaces: None)
+    monkeypatch.setattr(host.cuda, "memory", lambda device: (69 * GIB, 80 * GIB))
+    cache = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
+    worker = SimpleNamespace(
+        device=torch.device("cuda"),
+        vllm_config=SimpleNamespace(cache_config=cache),
+        get_kv_cache_spec=lambda: {str(i): SimpleNamespace(max_memory_usage_bytes=lambda _: GIB) for i in range(4)},
+        init_snapshot=SimpleNamespace(free_memory=79 * GIB),
+        requested_memory=72 * GIB,
+    )
+    room = host._Room(worker, 4 * GIB)
+    assert room.cache_nbytes == 4 * GIB
+    allocated[0] = 10 * GIB
+    kept = 80 * GIB // 50  # for graphs
+    assert room.left(3 * GIB) == (72 - 10 - 3) * GIB - kept
+    assert room.nbytes(3 * GIB) == (72 - 10 - 3 + 6 - 4) * GIB - kept
+    assert "leaves 0B for layers, beside 4.0GiB of KV cache and 80.0GiB of activations" in room.arithmetic(80 * GIB)
+    cache.kv_cache_memory_bytes = 7 * GIB
+    assert host._Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
+
+
+def test_tensors_of_adapters_follow_to_the_device() -> None:
+    """LoRA makes them where the weights of their layer are, which is the host then."""
+    layer = torch.nn.Linear(4, 4)
+    layer.lora_a_stacked = (torch.ones(2), torch.ones(3))
+    layer.other = torch.ones(1)
+    layer.scale = 2.0
+    host._move_adapters([torch.nn.Sequential(layer)], torch.device("meta"))
+    assert {t.device.type for t in (*layer.lora_a_stacked, layer.other)} == {"meta"}
+    assert layer.weight.device.type == "cpu"

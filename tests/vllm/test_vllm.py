@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ def test_a_budget_chooses_units_finer_than_layers(folder: Folder, plain: Any) ->
 @pytest.mark.parametrize("name", ["qwen3", "tied", "moe", "gemma"])
 def test_other_architectures(folder: Folder, plain: Any, name: str) -> None:
     wanted = plain(name)
-    with engine(folder(name), **asked(device_budget="50%" if name == "none" else 3 * LAYER_NBYTES)) as llm:
+    with engine(folder(name), **asked(device_budget=3 * LAYER_NBYTES)) as llm:
         assert tokens(llm) == wanted
         assert_streams(streamer())
 
@@ -138,16 +140,30 @@ def test_two_engines_of_one_process(folder: Folder, plain: Any, compiled: bool) 
                 assert tokens(second) == other
                 assert tokens(first) == wanted
             assert streamer() is not one
-        assert tokens(first) == wanted
-        assert_streams(one)
+        assert_streams(one)  # it cannot go on: an engine that ends takes vLLM's groups of the process along
+
+
+def _key(worker: Any) -> tuple[str, str]:
+    settings = worker.vllm_config.additional_config.get("weightstream", {})
+    return str(worker.vllm_config.compute_hash()), settings.get("units", "")
 
 
 def test_compiled_code_of_another_plan_is_not_used(folder: Folder, plain: Any) -> None:
-    wanted = plain(compiled=True)
+    """vLLM for the CPU loads nothing that it compiled: there its key has to tell."""
+    wanted, keys = plain(compiled=True), []
     for settings in ({"device_budget": 2 * LAYER_NBYTES}, {"device_budget": 2 * LAYER_NBYTES}, {}):
         options = asked(**settings) if settings else {}
         with engine(folder("llama"), compiled=True, **options) as llm:
             assert tokens(llm) == wanted
+            keys.append(llm.collective_rpc(_key)[0])
+            if settings:  # of the same settings, with other units
+                added = llm.llm_engine.vllm_config.additional_config
+                config = copy(llm.llm_engine.vllm_config)
+                config.additional_config = {"weightstream": added["weightstream"] | {"units": "0"}}
+                assert config.compute_hash() != keys[-1][0]
+    assert keys[0] == keys[1]
+    assert keys[0][1]
+    assert keys[2][0] != keys[0][0]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +183,78 @@ def test_wrong_settings_are_told(folder: Folder, settings: Any, text: str) -> No
         engine(folder("llama"), additional_config={"weightstream": settings}),
     ):
         pass
+
+
+def test_a_load_that_fails_leaves_no_offloader(folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.offloader import base
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("of this test")
+
+    wanted = plain()
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "load_weights", fails)
+        with pytest.raises(RuntimeError, match="of this test"), engine(folder("llama"), **asked(**group(2))):
+            pass
+    assert isinstance(base.get_offloader(), base.NoopOffloader)
+    with engine(folder("llama"), **asked(**group(2))) as llm:
+        assert tokens(llm) == wanted
+
+
+def test_the_log_tells_the_plan(folder: Folder) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("weightstream")
+    logger.addHandler(handler)
+    try:
+        for budget in (2 * LAYER_NBYTES, 2 * LAYERS_NBYTES):
+            with engine(folder("llama"), **asked(device_budget=budget)):
+                pass
+    finally:
+        logger.removeHandler(handler)
+    told = [text for text in said if "predicted step of 4 sequences" in text]
+    assert len(told) == 2
+    assert "units stream" in told[0]
+    assert [text for text in said if text.startswith("WARNING weightstream offloads nothing")] == [
+        text for text in said if "all layers" in text
+    ]
+    assert any("all layers" in text for text in said)
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_each_rank_streams_what_it_holds(folder: Folder, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    found = []
+    for options in ({}, asked(device_budget=LAYER_NBYTES, codec="none")):
+        with engine(folder("llama"), **{ranks: 2}, **options) as llm:
+            found.append(tokens(llm))
+            stats = llm.collective_rpc(_stats) if options else []
+    assert found[0] == found[1]
+    assert len(stats) == 2
+    assert all(rank["fills"] > 0 for rank in stats)
+    assert torch.cuda.is_available() or all(rank["unplanned_fills"] == 0 for rank in stats)
+
+
+def _model_nbytes(worker: Any) -> tuple[int, int, int]:
+    """What vLLM takes the model for, the plan's part of it, and the weights that are not of layers."""
+    from vllm.model_executor.offloader.base import get_offloader
+
+    runner = worker.model_runner
+    rest = sum(p.nbytes for name, p in runner.get_model().named_parameters() if ".layers." not in name)
+    return runner.model_memory_usage, get_offloader().streamers[-1].plan.device_nbytes, rest
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM sizes no KV cache by the memory of a CPU")
+@pytest.mark.parametrize("budget", [LAYER_NBYTES, LAYERS_NBYTES // 2])
+def test_vllm_counts_what_the_plan_takes(folder: Folder, budget: int) -> None:
+    with engine(folder("llama"), **asked(device_budget=budget, codec="none")) as llm:
+        usage, plan_nbytes, rest = llm.collective_rpc(_model_nbytes)[0]
+        assert plan_nbytes + rest <= usage <= plan_nbytes + rest + (2 << 20)
 
 
 def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:

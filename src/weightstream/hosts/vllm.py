@@ -18,8 +18,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -27,12 +29,13 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.offloader import base as theirs
 
 import weightstream
 from weightstream import offloaders
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.plan.amounts import human
 from weightstream.runtime import cuda
 from weightstream.runtime.streamer import Streamer
@@ -43,7 +46,9 @@ KEY = "weightstream"  # in `additional_config`
 _UNITS = "units"  # in its settings, [Note: the compile cache]
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
-_CHOOSES = frozenset(("device_budget", "max_memory", "offload_backend", "prefetch", "uva", *_PREFETCH, *_UVA))
+_CHOOSES = frozenset(
+    ("device_budget", "max_memory", "offload_backend", "prefetch", "uva", "offload_group_size", "cpu_offload_gb")
+)
 _LEFT_SHARE, _LEFT_NBYTES = 50, 512 << 20  # of the device: for graphs and what is allocated late
 _WIDTHS = 8  # activations of hidden size that are alive in a layer beside its widest, twice; a guess
 _GUESS = 1.5
@@ -53,14 +58,20 @@ def register() -> None:
     """The entry point of `vllm.general_plugins`; may be called twice. Changes no engine that does not ask for it."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if hasattr(WorkerWrapperBase, "load_model"):
+    if hasattr(WorkerWrapperBase, KEY):
         return
-    offloader = Offloader()
-    WorkerWrapperBase.load_model = _loading(offloader)
-    WorkerWrapperBase.sleep = _sleep
-    WorkerWrapperBase.shutdown = _shutting_down(WorkerWrapperBase.shutdown, offloader)
-    for name, reason in _REFUSED:
-        setattr(WorkerWrapperBase, name, _refusing(name, reason))
+    setattr(WorkerWrapperBase, KEY, None)  # the engine, in workers that have one
+    _around(WorkerWrapperBase, "load_model", partial(_load_model, Offloader()))
+    _around(WorkerWrapperBase, "sleep", _sleep)
+    _around(WorkerWrapperBase, "shutdown", _shutdown)
+    for name, reason in _REFUSED.items():
+        _around(WorkerWrapperBase, name, partial(_refuse, name, reason))
+
+
+def _around(kind: Any, name: str, method: Callable[..., Any]) -> None:
+    """Let `method(inner, wrapper, …)` stand around a method of workers; `inner` is the wrapper's own, if it has one."""
+    inner = kind.__dict__.get(name) or (lambda wrapper, *args, **kw: getattr(wrapper.worker, name)(*args, **kw))
+    setattr(kind, name, lambda wrapper, *args, **kw: method(partial(inner, wrapper), wrapper, *args, **kw))
 
 
 class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
@@ -83,11 +94,20 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
     def supports_tower_offload(self) -> bool:
         return self._built.supports_tower_offload
 
-    def build(self, offloader: offloaders.BaseOffloader) -> None:
-        """The model that is built from now on is this one's."""
+    @contextmanager
+    def building(self, offloader: offloaders.StreamingOffloader) -> Iterator[None]:
+        """Be vLLM's offloader; the model that is built inside is this one's."""
+        self._engines = [*(engine for engine in self._engines if engine() is not None), ref(offloader)]
         self._built = offloader
-        if isinstance(offloader, offloaders.StreamingOffloader):
-            self._engines = [*(engine for engine in self._engines if engine() is not None), ref(offloader)]
+        theirs.set_offloader(self)
+        try:
+            yield
+        except BaseException:
+            self._engines.pop()
+            theirs.set_offloader(self if self.streamers else theirs.NoopOffloader())
+            raise
+        finally:
+            self._built = offloaders.NoopOffloader()
 
     def wrap_modules(self, modules_generator: Iterator[nn.Module], prefix: str = "") -> list[nn.Module]:
         return self._built.wrap_modules(modules_generator, prefix)
@@ -103,10 +123,15 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
     def _alive(self) -> Iterator[offloaders.StreamingOffloader]:
         return (engine for engine in (found() for found in self._engines) if engine is not None)
 
-    def serve(self) -> None:
-        """Be vLLM's offloader, if any engine streams."""
-        if self.streamers:
-            theirs.set_offloader(self)
+    def stand_by(self) -> None:
+        """Be vLLM's offloader again, where the runner of an engine that does not stream has set another."""
+        if not self.streamers:
+            return
+        if not isinstance(theirs.get_offloader(), theirs.NoopOffloader | Offloader):
+            raise UnsupportedError(
+                "vLLM's own offloader in a process in which weightstream offloads: give each its own"
+            )
+        theirs.set_offloader(self)
 
 
 def settings_of(vllm_config: Any) -> OffloadConfig | None:
@@ -122,13 +147,15 @@ def settings_of(vllm_config: Any) -> OffloadConfig | None:
         raise ConfigError(f'additional_config["{KEY}"] = {given!r}: give a map of settings; {{}} takes vLLM\'s flags')
     flags, known = vllm_config.offload_config, {key: value for key, value in given.items() if key != _UNITS}
     if not known.keys() & _CHOOSES:
-        names, part = (_PREFETCH, flags.prefetch) if flags.prefetch.offload_group_size else (_UVA, flags.uva)
-        known |= {name: getattr(part, name) for name in names}
-        known["offload_backend"] = flags.offload_backend
+        is_prefetch = flags.prefetch.offload_group_size > 0
+        names, part = (_PREFETCH, flags.prefetch) if is_prefetch else (_UVA, flags.uva)
+        if others := known.keys() & {*_PREFETCH, *_UVA} - set(names if getattr(part, names[0]) else ()):
+            raise ConfigError(f"{', '.join(sorted(others))}: give offload_group_size or cpu_offload_gb with it")
+        known = {name: getattr(part, name) for name in names} | {"offload_backend": flags.offload_backend} | known
     known.setdefault("pin_memory", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY)
     known.setdefault("use_uva", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA)
     known.setdefault("batch", vllm_config.scheduler_config.max_num_seqs)
-    known.setdefault("context", max(vllm_config.model_config.max_model_len, known.get("tokens", 1)))
+    known.setdefault("context", max(vllm_config.model_config.max_model_len, known.get("tokens") or 1))
     return OffloadConfig.from_kwargs(**known)
 
 
@@ -141,69 +168,66 @@ def why_refused(vllm_config: Any) -> str | None:
         return "dual batch overlap runs two batches through a layer at once, out of the order of the plan"
     if vllm_config.weight_transfer_config is not None:
         return "weight transfer writes weights of a running engine past their homes"
+    if parallel.data_parallel_size > 1:  # engines of a dense model know nothing of each other
+        return "with data parallelism the experts of one engine work for all, at the pace of the slowest"
     return None
 
 
 _WRITES = "it writes new weights into memory through which the old ones stream"
-_REFUSED = (
-    ("reload_weights", _WRITES),
-    ("update_weights", _WRITES),
-    ("init_weight_transfer_engine", _WRITES),
-    ("elastic_ep_execute", "it moves experts between ranks"),
+_READS = "it reads weights that are not on the device"
+_MOVES = "it moves experts between ranks"
+_REFUSED = MappingProxyType(
+    dict.fromkeys(("reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update"), _WRITES)
+    | dict.fromkeys(("init_weight_transfer_engine", "reset_weights", "discard"), _WRITES)
+    | dict.fromkeys(("save_sharded_state", "save_tensorized_model", "compute_weight_checksums"), _READS)
+    | {"elastic_ep_execute": _MOVES}
 )
 
 
-def _loading(ours: Offloader) -> Callable[..., Any]:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = settings_of(self.vllm_config)
-        if config is None:
-            result = self.worker.load_model(*args, **kwargs)
-            if isinstance(theirs.get_offloader(), theirs.NoopOffloader):  # which the runner of this engine has set
-                ours.serve()
-            return result
-        if reason := why_refused(self.vllm_config):
-            raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
-        logger.parent = logging.getLogger("vllm")  # its level, and its handlers
-        self.weightstream = engine = Engine(self.worker, config)
-        ours.build(engine.offloader)
-        theirs.set_offloader(ours)
-        result = self.worker.load_model(*args, **kwargs)
-        ours.build(offloaders.NoopOffloader())
-        with set_current_vllm_config(self.vllm_config):
-            engine.take_over()
+def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    config = settings_of(wrapper.vllm_config)
+    if config is None:
+        result = inner(*args, **kwargs)
+        ours.stand_by()
         return result
-
-    return load_model
-
-
-def _streamer(wrapper: Any) -> Streamer | None:
-    engine: Engine | None = wrapper.__dict__.get(KEY)
-    return None if engine is None else engine.offloader.streamer
-
-
-def _refusing(name: str, reason: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _streamer(self) is not None:
-            raise UnsupportedError(f"{name}() of an engine whose weights stream: {reason}. Start the engine anew")
-        return getattr(self.worker, name)(*args, **kwargs)
-
-    return method
+    if reason := why_refused(wrapper.vllm_config):
+        raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
+    logger.parent = logging.getLogger("vllm")  # its level, and its handlers
+    engine = Engine(wrapper.worker, config)
+    with ours.building(engine.offloader):
+        result = inner(*args, **kwargs)
+        with set_current_vllm_config(wrapper.vllm_config):
+            engine.take_over()
+    setattr(wrapper, KEY, engine)
+    return result
 
 
-def _sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-    """In place of `WorkerWrapperBase.sleep`. What the plan has on the device stays there at level 1."""
-    if level != 1 and _streamer(self) is not None:
+def _refuse(name: str, reason: str, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    if settings_of(wrapper.vllm_config) is not None:
+        raise UnsupportedError(f"{name}() of an engine whose weights stream: {reason}. Start the engine anew")
+    return inner(*args, **kwargs)
+
+
+def _sleep(inner: Callable[..., Any], wrapper: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    """What the plan has on the device stays there at level 1."""
+    if level != 1 and settings_of(wrapper.vllm_config) is not None:
         raise UnsupportedError(f"sleep(level={level}) drops weights that stay on the device: use level 1")
-    return self.worker.sleep(level, *args, **kwargs)
+    return inner(level, *args, **kwargs)
 
 
-def _shutting_down(shutdown: Callable[[Any], None], ours: Offloader) -> Callable[[Any], None]:
-    def method(self: Any) -> None:
-        shutdown(self)
-        self.__dict__.pop(KEY, None)
-        ours.serve()  # another engine runs on
+def _shutdown(inner: Callable[..., Any], wrapper: Any) -> None:
+    inner()
+    setattr(wrapper, KEY, None)
 
-    return method
+
+def _asks_any_rank(asks: bool) -> bool:
+    """Whether any rank of the engine asks; all are asked at once."""
+    world = get_world_group()
+    if world.world_size == 1:
+        return asks
+    flag = torch.tensor(int(asks), device="cpu")
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=world.cpu_group)
+    return bool(flag)
 
 
 class Engine:
@@ -211,9 +235,8 @@ class Engine:
 
     def __init__(self, worker: Any, config: OffloadConfig) -> None:
         found = offloaders.create_offloader(config)
-        self.offloader: offloaders.StreamingOffloader = offloaders.BudgetOffloader()
-        if isinstance(found, offloaders.StreamingOffloader):  # else the budget is what there will be
-            self.offloader = found
+        # without a budget there will be one
+        self.offloader = found if isinstance(found, offloaders.StreamingOffloader) else offloaders.BudgetOffloader()
         self.offloader.config = config
         self._worker = worker
         self._peak_nbytes = 0  # of activations
@@ -221,44 +244,66 @@ class Engine:
     def take_over(self) -> None:
         """Plan, and let the layers stream from now on. Raises as `weightstream.offload`."""
         worker, offloader = self._worker, self.offloader
-        runner, model = worker.model_runner, worker.model_runner.get_model()
-        modules = {id(module) for module in model.modules()}
-        if others := [name for name, layer in offloader.layers.items() if id(layer) not in modules]:
-            logger.info("%d layers are of a draft model, which stays on the device", len(others))
-            offloader.give_back(others)
-        before = _allocated(worker.device)
-        room = _Room(worker, before) if _is_cuda(worker.device) else None
-        if room is not None:
-            _move_adapters(offloader.layers.values(), worker.device)
-            if not offloader.config.has_budget and offloader.config.backend == "none":
-                budget = room.nbytes(self._guess())
-                offloader.config = offloader.config.merged(device_budget=max(1, budget))
-            else:
-                room.is_asked = False
+        runner, before = worker.model_runner, _allocated(worker.device)
+        self._give_back_drafts()
+        room = _Room(worker, _allocated(worker.device)) if _is_cuda(worker.device) else None
         mode = worker.vllm_config.compilation_config.mode
         is_compiled = mode is not None and mode.name != "NONE"
-        offloader.post_init(lambda: self._step(room), is_compiled=is_compiled, in_graphs=self._in_graphs())
+        if room is not None:
+            _move_adapters(offloader.layers.values(), worker.device)
+        asked = None if offloader.config.has_budget or offloader.config.backend != "none" else room
+        if asked is not None:
+            offloader.config = offloader.config.merged(device_budget=max(1, asked.nbytes(self._guess())))
+        try:
+            offloader.post_init(lambda: self._step(asked), is_compiled=is_compiled, in_graphs=self._in_graphs())
+        except PlanError as error:
+            if asked is None:
+                raise
+            raise PlanError(f"{asked.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
+        self._follow()
         if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows
             runner.model_memory_usage += _allocated(worker.device) - before
         self._tell(room)
+
+    def _give_back_drafts(self) -> None:
+        layers = self.offloader.layers
+        modules = {id(module) for module in self._worker.model_runner.get_model().modules()}
+        if others := [name for name, layer in layers.items() if id(layer) not in modules]:
+            logger.info("%d layers are of a draft model, which stays on the device", len(others))
+            self.offloader.give_back(others)
 
     def _in_graphs(self) -> bool:
         mode = self._worker.vllm_config.compilation_config.cudagraph_mode
         return _is_cuda(self._worker.device) and mode is not None and mode.name != "NONE"
 
-    def _step(self, room: _Room | None) -> int | None:
-        """Run vLLM's own profiling step, eager; returns what the device has for weights, where that is asked."""
+    def _step(self, asked: _Room | None) -> int | None:
+        """A step that is watched; returns what the device has for weights, where that is asked.
+
+        All ranks run as many, as the steps of one wait for those of the others.
+        """
+        _asks_any_rank(True)
+        device = self._worker.device
+        if not _is_cuda(device):
+            self._profile()
+            return None
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = _allocated(device)
+        self._profile()
+        self._peak_nbytes = max(self._peak_nbytes, torch.accelerator.max_memory_allocated(device) - before)
+        return None if asked is None else asked.nbytes(self._peak_nbytes)
+
+    def _follow(self) -> None:
+        """Run steps with ranks that learn still."""
+        while _asks_any_rank(False):
+            self._profile()
+
+    def _profile(self) -> None:
+        """Run vLLM's own profiling step, eager."""
         runner = self._worker.model_runner
-        with _uncompiled(runner.get_model()), torch.inference_mode():
-            if room is None:
-                runner.profile_run()
-                return None
-            torch.accelerator.reset_peak_memory_stats(self._worker.device)
-            before = _allocated(self._worker.device)
+        drafts = (getattr(getattr(runner, name, None), "model", None) for name in ("drafter", "speculator"))
+        models = [runner.get_model(), *(draft for draft in drafts if isinstance(draft, nn.Module))]
+        with _uncompiled(models), torch.inference_mode():
             runner.profile_run()
-            peak = torch.accelerator.max_memory_allocated(self._worker.device)
-        self._peak_nbytes = max(self._peak_nbytes, peak - before)
-        return room.nbytes(self._peak_nbytes) if room.is_asked else None
 
     def _guess(self) -> int:
         """Bytes of activations, before a step has shown them: of a layer, and of the logits in single precision."""
@@ -286,7 +331,8 @@ class Engine:
         batch = self.offloader.config.batch
         told = f"predicted step of {batch} sequences {1e3 * plan.step_s:.1f} ms"
         if room is not None:
-            told += f"; KV cache: {human(room.cache_nbytes)} asked for, {human(room.left(self._peak_nbytes))} remain"
+            left = human(max(0, room.left(self._peak_nbytes)))
+            told += f"; KV cache: {human(room.cache_nbytes)} asked for, {left} remain"
         logger.info("weightstream: %s; %s", plan.summary(), told)
 
 
@@ -294,7 +340,6 @@ class _Room:
     """What vLLM may take of a device, `gpu_memory_utilization`, and what is left of it. Bytes."""
 
     def __init__(self, worker: Any, plain_nbytes: int) -> None:
-        self.is_asked = True
         self._worker = worker
         self._plain_nbytes = plain_nbytes  # allocated before weights of layers came
         config = worker.vllm_config
@@ -309,12 +354,22 @@ class _Room:
         free, total = cuda.memory(self._worker.device)
         used = int(self._worker.init_snapshot.free_memory) - free
         kept = max(total // _LEFT_SHARE, _LEFT_NBYTES)
-        return max(0, int(self._worker.requested_memory) - used - activation_nbytes - kept)
+        return int(self._worker.requested_memory) - used - activation_nbytes - kept
 
     def nbytes(self, activation_nbytes: int) -> int:
         """For weights of layers, those that are there included, beside the KV cache that is asked for."""
         taken = _allocated(self._worker.device) - self._plain_nbytes
         return self.left(activation_nbytes) + taken - self.cache_nbytes
+
+    def arithmetic(self, activation_nbytes: int) -> str:
+        """Why there is no more for weights of layers."""
+        utilization = self._worker.vllm_config.cache_config.gpu_memory_utilization
+        left = human(max(0, self.nbytes(activation_nbytes)))
+        return (
+            f"gpu_memory_utilization = {utilization} leaves {left} for layers, beside {human(self.cache_nbytes)} of KV "
+            f"cache and {human(activation_nbytes)} of activations: raise it, or lower max_model_len, max_num_seqs or "
+            "max_num_batched_tokens, or give a device_budget"
+        )
 
 
 def _is_cuda(device: Any) -> bool:
@@ -337,12 +392,12 @@ def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside, vLLM compiles nothing and runs the model eager."""
-    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, vLLM compiles nothing and runs the models eager."""
+    modules = [module for model in models for module in model.modules()]
+    compiled = [module for module in modules if getattr(module, "do_not_compile", True) is False]
     with ExitStack() as stack:
-        if any(module._compiled_call_impl is not None for module in model.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # small functions are compiled, too
         for module in compiled:
             module.do_not_compile = True  # type: ignore[assignment]
             stack.callback(setattr, module, "do_not_compile", False)

@@ -42,6 +42,7 @@ class Learning:
         self._before: tuple[int, ...] | None = None
         self._num_watched = 0  # steps of an engine with units of this grain
         self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
+        self._missed: frozenset[str] = frozenset()  # of those: what a step that is not whole did not reach
         self._has_told = False  # that reads outside of units are slow
         self._foreseen: set[Kind] = set()
         self._last: Kind | None = None
@@ -144,12 +145,16 @@ class Learning:
         else:
             self._try_switch(plan, any_error=True)
 
-    def learn(self, *, watched: bool) -> None:
-        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times."""
+    def learn(self, *, watched: bool, is_whole: bool = True) -> None:
+        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times.
+
+        `is_whole`: else units that it did not reach stay on the device, as others may read them outside of these.
+        """
         binding, plan = self._installed.binding, self._installed.plan
         order = self._new_order(plan)
+        self._missed = frozenset() if is_whole else self._unreached(plan)
         if watched:
-            self.watching = bool(self.outside)
+            self.watching = bool(self.outside or self._missed)
             for unit in binding.units:
                 binding.look_for_kept(unit)
         if self._installed.graphs:  # they hold the addresses of this plan
@@ -174,7 +179,13 @@ class Learning:
     def _to_keep(self) -> frozenset[str]:
         """Alias groups that steps showed to need bytes of their own."""
         streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
-        return frozenset(self.read_outside).union(*streamed)
+        return frozenset(self.read_outside).union(self._missed, *streamed)
+
+    def _unreached(self, plan: Plan) -> frozenset[str]:
+        """Alias groups that stream, of units which the step that ended did not open."""
+        units = enumerate(plan.manifest.units)
+        found = (unit.aliases() for u, unit in units if plan.opens(u) and u not in self.sequence)
+        return frozenset().union(*found) - plan.resident
 
     def _keep(self, order: tuple[int, ...] | None) -> None:
         """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""

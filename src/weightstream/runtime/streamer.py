@@ -285,7 +285,7 @@ class Streamer:
                 with self._gate.entered(Mode.LEARNING):
                     self._run_eager(step, (), {})
                 with torch.inference_mode(False), torch.no_grad():
-                    self._learning.learn(watched=True)
+                    self._learning.learn(watched=True, is_whole=False)
             return not self._learning.watching
 
     def rebudget(self, device_budget: int) -> None:
