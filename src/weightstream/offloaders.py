@@ -101,8 +101,8 @@ class StreamingOffloader(BaseOffloader):
             raise OffloadError("wrap_modules() after post_init(): the layers have a plan already")
         taken: list[nn.Module] = []
         for module in modules:
-            index = len(self.layers)
-            self.layers[self._free_name(prefix or str(index))] = module
+            index, name = len(self.layers), prefix or str(len(self.layers))
+            self.layers[f"more_{index}.{name}" if name in self.layers else name] = module
             taken.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
@@ -111,13 +111,6 @@ class StreamingOffloader(BaseOffloader):
                 if not parameter.is_meta and id(parameter) not in viewed:
                     parameter.data = parameter.data.cpu()
         return taken
-
-    def _free_name(self, name: str) -> str:
-        """A name under which no other layer is, nor under that of another."""
-        taken = (f"{other}." for other in self.layers)
-        if any(other.startswith(f"{name}.") or f"{name}.".startswith(other) for other in taken):
-            return f"{name.replace('.', '_')}_{len(self.layers)}"
-        return name
 
     def give_back(self, names: Collection[str]) -> None:
         """Layers that are not to be offloaded after all go back to the device."""

@@ -23,7 +23,7 @@ from weightstream.runtime.watch import ReadWatch
 logger = logging.getLogger("weightstream")
 
 _KINDS = 8  # of calls that are followed, at most
-_WATCHED = 4  # steps of an engine, at most, until what they read is known
+_WATCHED = 4  # steps of an engine, at most, until what they read is known, of units of all grains
 
 
 def _class_of(kind: Kind) -> Kind:
@@ -40,7 +40,7 @@ class Learning:
         self.sequence: list[int] = []
         self._installed = installed
         self._before: tuple[int, ...] | None = None
-        self._num_watched = 0  # steps of an engine with units of this grain
+        self._num_watched = 0  # steps of an engine
         self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
         self._missed: frozenset[str] = frozenset()  # of those: what a step that is not whole did not reach
         self._has_told = False  # that reads outside of units are slow
@@ -232,7 +232,7 @@ class Learning:
         self._installed.switch(plan)
         self._before = None
         if self._installed.modules.units is not units:
-            self.watching, self._num_watched = True, 0
+            self.watching = True
 
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
         """Switch, if that can be; else the plan in force stays. Returns why it did.
