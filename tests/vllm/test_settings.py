@@ -13,6 +13,7 @@ from engines import group
 from torch import distributed
 
 from weightstream.errors import ConfigError
+from weightstream.hosts import room as room_of
 from weightstream.hosts import vllm as host
 from weightstream.hosts.vllm import settings_of, why_refused
 
@@ -152,9 +153,9 @@ GIB = 1 << 30
 def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 GiB vLLM may take 72; 10 are used, 6 of them by layers that are there."""
     allocated = [4 * GIB]
-    monkeypatch.setattr(host, "_allocated", lambda device: allocated[0])
-    monkeypatch.setattr(host.cuda, "give_back", lambda workspaces: None)
-    monkeypatch.setattr(host.cuda, "memory", lambda device: (69 * GIB, 80 * GIB))
+    monkeypatch.setattr(room_of, "allocated", lambda device: allocated[0])
+    monkeypatch.setattr(room_of.cuda, "give_back", lambda workspaces: None)
+    monkeypatch.setattr(room_of.cuda, "memory", lambda device: (69 * GIB, 80 * GIB))
     cache = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
     worker = SimpleNamespace(
         device=torch.device("cuda"),
@@ -163,7 +164,7 @@ def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.Mo
         init_snapshot=SimpleNamespace(free_memory=79 * GIB),
         requested_memory=72 * GIB,
     )
-    room = host._Room(worker, 4 * GIB)
+    room = room_of.Room(worker, 4 * GIB)
     assert room.cache_nbytes == 4 * GIB
     allocated[0] = 10 * GIB
     kept = 80 * GIB // 50  # for graphs
@@ -171,7 +172,7 @@ def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.Mo
     assert room.nbytes(3 * GIB) == (72 - 10 - 3 + 6 - 4) * GIB - kept
     assert "leaves 0B for layers, beside 4.0GiB of KV cache and 80.0GiB of activations" in room.arithmetic(80 * GIB)
     cache.kv_cache_memory_bytes = 7 * GIB
-    assert host._Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
+    assert room_of.Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
 
 
 def test_tensors_of_adapters_follow_to_the_device() -> None:

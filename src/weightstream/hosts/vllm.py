@@ -15,7 +15,6 @@ is compiled: a plan with others, as a different GPU may have, does not find that
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +35,8 @@ import weightstream
 from weightstream import offloaders
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
+from weightstream.hosts.room import Room, allocated, is_cuda
 from weightstream.plan.amounts import human
-from weightstream.runtime import cuda
 from weightstream.runtime.streamer import Streamer
 
 logger = logging.getLogger("weightstream")
@@ -49,7 +48,6 @@ _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _CHOOSES = frozenset(
     ("device_budget", "max_memory", "offload_backend", "prefetch", "uva", "offload_group_size", "cpu_offload_gb")
 )
-_LEFT_SHARE, _LEFT_NBYTES = 50, 512 << 20  # of the device: for graphs and what is allocated late
 _WIDTHS = 8  # activations of hidden size that are alive in a layer beside its widest, twice; a guess
 _GUESS = 1.5
 
@@ -244,9 +242,9 @@ class Engine:
     def take_over(self) -> None:
         """Plan, and let the layers stream from now on. Raises as `weightstream.offload`."""
         worker, offloader = self._worker, self.offloader
-        runner, before = worker.model_runner, _allocated(worker.device)
+        runner, before = worker.model_runner, allocated(worker.device)
         self._give_back_drafts()
-        room = _Room(worker, _allocated(worker.device)) if _is_cuda(worker.device) else None
+        room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
         mode = worker.vllm_config.compilation_config.mode
         is_compiled = mode is not None and mode.name != "NONE"
         if room is not None:
@@ -262,7 +260,7 @@ class Engine:
             raise PlanError(f"{asked.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
         self._follow()
         if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows
-            runner.model_memory_usage += _allocated(worker.device) - before
+            runner.model_memory_usage += allocated(worker.device) - before
         self._tell(room)
 
     def _give_back_drafts(self) -> None:
@@ -274,20 +272,20 @@ class Engine:
 
     def _in_graphs(self) -> bool:
         mode = self._worker.vllm_config.compilation_config.cudagraph_mode
-        return _is_cuda(self._worker.device) and mode is not None and mode.name != "NONE"
+        return is_cuda(self._worker.device) and mode is not None and mode.name != "NONE"
 
-    def _step(self, asked: _Room | None) -> int | None:
+    def _step(self, asked: Room | None) -> int | None:
         """A step that is watched; returns what the device has for weights, where that is asked.
 
         All ranks run as many, as the steps of one wait for those of the others.
         """
         _asks_any_rank(True)
         device = self._worker.device
-        if not _is_cuda(device):
+        if not is_cuda(device):
             self._profile()
             return None
         torch.accelerator.reset_peak_memory_stats(device)
-        before = _allocated(device)
+        before = allocated(device)
         self._profile()
         self._peak_nbytes = max(self._peak_nbytes, torch.accelerator.max_memory_allocated(device) - before)
         return None if asked is None else asked.nbytes(self._peak_nbytes)
@@ -315,7 +313,7 @@ class Engine:
         logits_nbytes = 3 * 4 * scheduler.max_num_seqs * model.get_vocab_size()
         return int(_GUESS * (scheduler.max_num_batched_tokens * a_token + logits_nbytes))
 
-    def _tell(self, room: _Room | None) -> None:
+    def _tell(self, room: Room | None) -> None:
         """Write the plan to the log, and put its units into the compile key, [Note: the compile cache]."""
         config, streamer = self._worker.vllm_config, self.offloader.streamer
         if streamer is None:
@@ -334,50 +332,6 @@ class Engine:
             left = human(max(0, room.left(self._peak_nbytes)))
             told += f"; KV cache: {human(room.cache_nbytes)} asked for, {left} remain"
         logger.info("weightstream: %s; %s", plan.summary(), told)
-
-
-class _Room:
-    """What vLLM may take of a device, `gpu_memory_utilization`, and what is left of it. Bytes."""
-
-    def __init__(self, worker: Any, plain_nbytes: int) -> None:
-        self._worker = worker
-        self._plain_nbytes = plain_nbytes  # allocated before weights of layers came
-        config = worker.vllm_config
-        given = config.cache_config.kv_cache_memory_bytes
-        specs = worker.get_kv_cache_spec().values()
-        self.cache_nbytes = int(given or sum(spec.max_memory_usage_bytes(config) for spec in specs))
-
-    def left(self, activation_nbytes: int) -> int:
-        """For the KV cache, beside activations and what CUDA graphs may take."""
-        gc.collect()
-        cuda.give_back(workspaces=False)
-        free, total = cuda.memory(self._worker.device)
-        used = int(self._worker.init_snapshot.free_memory) - free
-        kept = max(total // _LEFT_SHARE, _LEFT_NBYTES)
-        return int(self._worker.requested_memory) - used - activation_nbytes - kept
-
-    def nbytes(self, activation_nbytes: int) -> int:
-        """For weights of layers, those that are there included, beside the KV cache that is asked for."""
-        taken = _allocated(self._worker.device) - self._plain_nbytes
-        return self.left(activation_nbytes) + taken - self.cache_nbytes
-
-    def arithmetic(self, activation_nbytes: int) -> str:
-        """Why there is no more for weights of layers."""
-        utilization = self._worker.vllm_config.cache_config.gpu_memory_utilization
-        left = human(max(0, self.nbytes(activation_nbytes)))
-        return (
-            f"gpu_memory_utilization = {utilization} leaves {left} for layers, beside {human(self.cache_nbytes)} of KV "
-            f"cache and {human(activation_nbytes)} of activations: raise it, or lower max_model_len, max_num_seqs or "
-            "max_num_batched_tokens, or give a device_budget"
-        )
-
-
-def _is_cuda(device: Any) -> bool:
-    return getattr(device, "type", "cpu") == "cuda"
-
-
-def _allocated(device: Any) -> int:
-    return cuda.allocated_nbytes(device) if _is_cuda(device) else 0
 
 
 def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:
