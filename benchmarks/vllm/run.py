@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=16, help="of first_ms")
+    parser.add_argument("--long", type=int, default=0, help="tokens of each of these; as --prompt")
     parser.add_argument("--prompt-only", action="store_true")
     parser.add_argument("--new", type=int, default=33, help="tokens to generate")
     parser.add_argument("--util", type=float, default=0.0, help="gpu_memory_utilization sizes the KV cache")
@@ -180,15 +181,14 @@ class Memory(threading.Thread):
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    batch = max(map(int, args.batches.split(",")))
-    batch = max(batch, args.prompts) if args.prompt_only else batch
+    batch = args.prompts if args.prompt_only else max(map(int, args.batches.split(",")))
     settings: dict[str, Any] = {
         "model": str(folder_of(args.model)),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "max_model_len": args.prompt + 64,
-        "max_num_seqs": batch,
-        "max_num_batched_tokens": max(batch, args.prompts) * args.prompt,
+        "max_model_len": max(args.prompt, args.long) + 64,
+        "max_num_seqs": max(batch, args.prompts),
+        "max_num_batched_tokens": max(batch * args.prompt, args.prompts * (args.long or args.prompt)),
         "seed": 0,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
@@ -204,7 +204,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if args.quantization:
         settings["quantization"] = args.quantization
-    return settings | cases(args.model, args.prompts, args.prompt)[args.case]
+    return settings | cases(args.model, args.prompts, args.long or args.prompt)[args.case]
 
 
 def one(args: argparse.Namespace) -> None:
@@ -230,17 +230,18 @@ def one(args: argparse.Namespace) -> None:
     sys.stdin.readline()
     vocab = SHAPES[args.model]["vocab_size"]
     batches = [] if args.prompt_only else [int(batch) for batch in args.batches.split(",")]
-    rows = max([*batches, args.prompts])
-    prompts = torch.randint(10, vocab, (rows, args.prompt), generator=torch.Generator().manual_seed(7)).tolist()
+    generator = torch.Generator().manual_seed(7)
+    short = torch.randint(10, vocab, (max([*batches, 1]), args.prompt), generator=generator).tolist()
+    long = torch.randint(10, vocab, (args.prompts, args.long or args.prompt), generator=generator).tolist()
 
-    def run(num: int, new: int) -> tuple[list[float], list[list[int]]]:
+    def run(prompts: list[list[int]], new: int) -> tuple[list[float], list[list[int]]]:
         """The milliseconds of every step of the engine, and the tokens."""
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         if is_apart:
             start = time.perf_counter()
-            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts[:num]], params, use_tqdm=False)
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             return [1e3 * (time.perf_counter() - start)], [list(o.outputs[0].token_ids) for o in outputs]
-        for index, prompt in enumerate(prompts[:num]):
+        for index, prompt in enumerate(prompts):
             llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         times, tokens = [], {}
         while llm.llm_engine.has_unfinished_requests():
@@ -248,29 +249,29 @@ def one(args: argparse.Namespace) -> None:
             outputs = llm.llm_engine.step()
             times.append(1e3 * (time.perf_counter() - start))
             tokens |= {int(o.request_id): list(o.outputs[0].token_ids) for o in outputs if o.finished}
-        return times, [tokens[index] for index in range(num)]
+        return times, [tokens[index] for index in range(len(prompts))]
 
     from rows import percentiles
 
     tokens: dict[str, list[list[int]]] = {}
     for batch in batches:
-        again = run(batch, 3)[1]
-        times, made = run(batch, args.new)
+        again = run(short[:batch], 3)[1]
+        times, made = run(short[:batch], args.new)
         if batch == 1 or not is_apart:
             tokens[str(batch)] = made
             found["repeats"] = found.get("repeats", True) and again == [row[:3] for row in made]
         if len(times) == 1:
-            first, _ = run(batch, 1)
+            first, _ = run(short[:batch], 1)
             mean = (times[0] - first[0]) / (args.new - 1)
             found[f"step_ms_{batch}"] = {"p50": round(mean, 3)}
         else:
             found[f"step_ms_{batch}"] = percentiles(
                 times[2:]
             )  # behind the prompt, and the step that was queued with it
-    run(args.prompts, 1)
+    run(long, 1)
     firsts = []
     for _ in range(5):
-        times, made = run(args.prompts, 1)
+        times, made = run(long, 1)
         firsts.append(sum(times))
     if not is_apart:
         tokens["first"] = made
@@ -316,7 +317,7 @@ def counted(worker: Any) -> dict[str, Any]:
 
 
 def name_of(args: argparse.Namespace, case: str, mode: str) -> str:
-    return f"{args.model}-{case}-{mode}-{args.prompt}-{args.tp}-{args.pp}{args.quantization}"
+    return f"{args.model}-{case}-{mode}-{args.prompt}-{args.long}-{args.tp}-{args.pp}{args.quantization}"
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -407,7 +408,13 @@ class Case:
         if base.exists():
             wanted = json.loads(base.read_text())
             found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
-        asked = {"system": self._case, "mode": self._mode, "model": args.model, "prompt": args.prompt}
+        asked = {
+            "system": self._case,
+            "mode": self._mode,
+            "model": args.model,
+            "prompt": args.prompt,
+            "long": args.long,
+        }
         asked |= {"tp": args.tp, "pp": args.pp, "quantization": args.quantization, "together": args.together}
         found = asked | found | {"wall_s": wall_s}
         print(json.dumps(found), *said, flush=True)

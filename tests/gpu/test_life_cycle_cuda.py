@@ -97,7 +97,7 @@ class Served:
         assert built.offloader.streamer is not None
         self.offloader, self.session = built.offloader, built.offloader.streamer._modules.session
         units = {id(unit.module): index for index, unit in enumerate(built.offloader.streamer._modules.units)}
-        self.layers = [(block, torch.tensor(units[id(block)])) for block in built.stack.blocks]
+        self.layers = [(block, self.session.tensor_of(units[id(block)])) for block in built.stack.blocks]
         self.graphs: dict[tuple[int, bool], tuple[list[torch.cuda.CUDAGraph], list[torch.Tensor]]] = {}
 
     def pieces(self, x: torch.Tensor) -> Generator[torch.Tensor, torch.Tensor, None]:

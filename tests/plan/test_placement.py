@@ -725,3 +725,19 @@ def test_a_disk_slower_than_the_link_sets_the_pace_and_one_that_is_faster_does_n
         assert cost.simulate_s(plan, profile) == pytest.approx(wanted, rel=0.01)
     assert cost.disk_s(plan, replace(LINK_BOUND, disk_bytes_per_s=GRAIN / 4)) == 24.0
     assert cost.disk_s(equal_plan(6, 2), LINK_BOUND) == 0.0
+
+
+def test_uneven_units_use_the_ring_by_its_ends() -> None:
+    """Matrices of layers whose largest is as large as the others together: while one of them is worked on, the next is
+    copied. A ring that is filled in order has no place for it."""
+    sizes = (2, 1, 9, 4) * 6
+    manifest = Manifest(units=tuple(unit_of(i, n * GRAIN) for i, n in enumerate(sizes)), order=tuple(range(24)))
+    profile = replace(LINK_BOUND, overhead_s=0.9)  # of work per unit, and a second per grain that is copied
+    ring = 13 * GRAIN
+    found = place(manifest, budget=ring, profile=profile)
+    assert (found.by_ends, found.ring_nbytes) == (True, ring)
+    in_order = cost.simulate_s(Plan.build(manifest, found.resident, ring), profile)
+    assert found.step_s < in_order - 2
+    assert found.step_s < sum(sizes) + 2
+    assert found.reordered(tuple(reversed(manifest.order))).by_ends
+    assert Plan.from_json(found.to_json()) == found

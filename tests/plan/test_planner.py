@@ -447,8 +447,8 @@ def test_a_step_that_copies_longest_has_no_enough() -> None:
 def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, int]:
     """Seconds and bytes of the best of all choices, each simulated."""
     choices = placement._choices(manifest, placement.always_resident(manifest), budget)
-    slots = ((r, ring, slot) for r, ring, unit_nbytes in choices for slot in (0, unit_nbytes))
-    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot) for r, ring, slot in slots)
+    slots = ((r, ring, s, ends) for r, ring, unit_nbytes, ends in choices for s in {0, unit_nbytes * (not ends)})
+    plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, by_ends=ends) for r, ring, slot, ends in slots)
     found = [(cost.simulate_s(plan, profile), plan.device_nbytes) for plan in plans]
     least = min(step_s for step_s, _ in found)
     return least, min(nbytes for step_s, nbytes in found if step_s <= least + 1e-9)

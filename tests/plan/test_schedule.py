@@ -15,7 +15,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import Extent, allocate, previous_holders, refills
+from weightstream.plan.schedule import Extent, allocate, neighbours_nbytes, previous_holders, refills
 
 GRAIN = 512  # the alignment of every extent, written out: the tests do not ask schedule.py for it
 
@@ -33,10 +33,10 @@ def unit_of(index: int, *sizes: int) -> UnitSpec:
     )
 
 
-def plan_of(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Plan:
+def plan_of(sizes: Sequence[int], order: Sequence[int], capacity: int, *, by_ends: bool = False) -> Plan:
     """Units of one tensor each, all of them streaming through `capacity` bytes."""
     units = tuple(unit_of(index, nbytes) for index, nbytes in enumerate(sizes))
-    return Plan.build(Manifest(units=units, order=tuple(order)), frozenset(), capacity)
+    return Plan.build(Manifest(units=units, order=tuple(order)), frozenset(), capacity, by_ends=by_ends)
 
 
 def equal_plan(num_units: int, num_slots: int) -> Plan:
@@ -146,6 +146,23 @@ def test_every_small_order(num_units: int, palette: tuple[int, ...], longest: in
                     assert_right(plan_of([s * GRAIN for s in sizes], order, capacity), capacity)
 
 
+@pytest.mark.parametrize("num_units", range(1, 6))
+def test_every_small_plan_by_the_ends_of_the_ring(num_units: int) -> None:
+    """Neighbours share bytes of a ring that does not hold both, and no others; but around the end of an odd number."""
+    for sizes in itertools.product((0, 1, 2, 3), repeat=num_units):
+        nbytes = [s * GRAIN for s in sizes]
+        for capacity in capacities(sizes):
+            plan = plan_of(nbytes, range(num_units), capacity, by_ends=True)
+            assert_right(plan, capacity)
+            extents = [e for e in plan.extents if e.nbytes]
+            for one, other in itertools.pairwise(extents):
+                assert one.overlaps(other) == (one.nbytes + other.nbytes > capacity)
+        wanted = neighbours_nbytes(range(num_units), nbytes)
+        streamed = [n for n in nbytes if n]
+        around = zip(streamed, [*streamed[1:], *streamed[:1]], strict=True)
+        assert wanted == (max(a + b for a, b in around) if len(streamed) > 1 else 0)
+
+
 @pytest.mark.parametrize("num_units", range(1, 11))
 def test_every_ring_of_equal_slots(num_units: int) -> None:
     for num_slots in range(1, num_units + 2):
@@ -204,7 +221,15 @@ def test_mixed_sizes_and_any_order(data: st.DataObject) -> None:
     order = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=40))
     grains = [-(-n // GRAIN) for n in sizes]
     capacity = data.draw(st.integers(max(grains), sum(grains) + 1)) * GRAIN
-    assert_right(plan_of(sizes, order, capacity), capacity)
+    assert_right(plan_of(sizes, order, capacity, by_ends=data.draw(st.booleans())), capacity)
+
+
+def test_a_ring_that_is_used_by_its_ends_holds_at_most_one_unit_for_good() -> None:
+    for sizes in itertools.product((1, 2, 3), repeat=7):
+        nbytes = [s * GRAIN for s in sizes]
+        ring = neighbours_nbytes(range(7), nbytes)
+        plan = plan_of(nbytes, range(7), ring, by_ends=True)
+        assert sum(nbytes) <= 2 * ring or sum(nbytes) - plan.step_nbytes <= max(nbytes)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])

@@ -24,7 +24,7 @@ from weightstream.plan import cost
 from weightstream.plan.amounts import human
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, num_shown, streamed_nbytes
-from weightstream.plan.schedule import aligned
+from weightstream.plan.schedule import aligned, neighbours_nbytes
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
@@ -48,6 +48,7 @@ class Choice(NamedTuple):
     residents: frozenset[str]
     ring_nbytes: int
     unit_nbytes: int
+    by_ends: bool = False
 
 
 class Candidate(NamedTuple):
@@ -111,7 +112,7 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
     forced = always_resident(manifest)
 
     def plan_of(choice: Choice, slot: int) -> Plan:
-        plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot)
+        plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot, by_ends=choice.by_ends)
         return replace(plan, budget=budget, step_s=searched_s(plan, profile))
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
@@ -126,7 +127,8 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
         bound_s = max(device_s, (streamed - ring) / profile.link_bytes_per_s)
         if bound_s < most_s:
             bound_s = _heeded_s(bound_s, _launched_s(manifest, choice.residents, profile))
-        yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in (0, choice.unit_nbytes))
+        slots = (0,) if choice.by_ends else (0, choice.unit_nbytes)
+        yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in slots)
 
 
 def searched_s(plan: Plan, profile: Profile) -> float:
@@ -283,10 +285,15 @@ def _columns_choices(
         fitting = [k for k, (held, unit_nbytes) in enumerate(states) if held + depth * unit_nbytes <= budget]
         for complete in fitting[-_STATES:]:
             held, unit_nbytes = states[complete]
-            ring, residents = depth * unit_nbytes, forced.union(*columns[:complete])
-            spare, plain = budget - held - ring, _plain_nbytes(manifest, residents)
-            extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
-            yield from (Choice(residents | extra, ring, unit_nbytes) for extra in dict.fromkeys(extras))
+            residents = forced.union(*columns[:complete])
+            plain, rings = _plain_nbytes(manifest, residents), [depth * unit_nbytes]
+            if depth < 3:  # a ring of the two largest neighbours, which may be less than two of the largest
+                rings.append(neighbours_nbytes(manifest.order, streamed_nbytes(manifest, residents)))
+            for by_ends, ring in enumerate(rings):
+                if (spare := budget - held - ring) >= 0 and (ring or not by_ends):
+                    extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
+                    for extra in dict.fromkeys(extras):
+                        yield Choice(residents | extra, ring, unit_nbytes, by_ends > 0)
 
 
 def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:

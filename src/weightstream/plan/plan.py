@@ -31,7 +31,7 @@ class Plan:
     the ring; what is coded is decoded, before its unit computes, into a buffer that all units share; `first` are
     filled before the first step, `after[p]` once position p of `manifest.order` is released.
     `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
-    `slot_nbytes` unless that is 0.
+    `slot_nbytes` unless that is 0, or lie `by_ends` of the ring, at one and the other in turn.
 
     Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, and those
     that compute (`decode_s` of them to decode), link and disk are busy; and the bytes of activations, at most, and of
@@ -46,6 +46,7 @@ class Plan:
     after: tuple[tuple[int, ...], ...]
     budget: int | None = None
     slot_nbytes: int = 0
+    by_ends: bool = False
     step_s: float = 0.0
     compute_s: float = 0.0
     decode_s: float = 0.0
@@ -59,16 +60,27 @@ class Plan:
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
     @classmethod
-    def build(cls, manifest: Manifest, resident: frozenset[str], ring_nbytes: int, *, slot_nbytes: int = 0) -> Plan:
-        """The plan that follows from a choice of residents and a ring; see `schedule.allocate` for `slot_nbytes`."""
-        extents = allocate(manifest.order, streamed_nbytes(manifest, resident), ring_nbytes, slot_nbytes)
+    def build(
+        cls,
+        manifest: Manifest,
+        resident: frozenset[str],
+        ring_nbytes: int,
+        *,
+        slot_nbytes: int = 0,
+        by_ends: bool = False,
+    ) -> Plan:
+        """The plan that follows from a choice of residents and a ring; `schedule.allocate` explains the others."""
+        sizes = streamed_nbytes(manifest, resident)
+        extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes, by_ends=by_ends)
         used, fills = max((e.offset + e.nbytes for e in extents), default=0), _fills(manifest.order, extents)
-        return cls(manifest=manifest, resident=resident, ring_nbytes=used, slot_nbytes=slot_nbytes, **fills)
+        return cls(
+            manifest=manifest, resident=resident, ring_nbytes=used, slot_nbytes=slot_nbytes, by_ends=by_ends, **fills
+        )
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
         sizes = streamed_nbytes(self.manifest, self.resident | self.mapped)
-        extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes)
+        extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes, by_ends=self.by_ends)
         return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
 
     def streamed(self, unit: int) -> dict[str, int]:

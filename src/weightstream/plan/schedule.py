@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from weightstream.errors import PlanError
 
@@ -44,23 +45,32 @@ class Extent:
 
 
 def allocate(
-    order: Sequence[int], unit_nbytes: Sequence[int], capacity: int, slot_nbytes: int = 0
+    order: Sequence[int], unit_nbytes: Sequence[int], capacity: int, slot_nbytes: int = 0, *, by_ends: bool = False
 ) -> tuple[Extent, ...]:
     """Extents by cyclic bump allocation in order of first use; units that no position names follow behind.
 
     With `slot_nbytes` every extent starts at a multiple of it: uneven units then never lie across two neighbours.
+    `by_ends`: at one end of the ring and at the other in turn, so that neighbours share no bytes if it holds both.
     """
     extents: dict[int, Extent] = {}
-    cursor = 0
+    cursor, at_end = 0, False
     for unit in dict.fromkeys([*order, *range(len(unit_nbytes))]):
         nbytes = aligned(unit_nbytes[unit])
         if nbytes > capacity:
             raise PlanError(f"unit {unit} needs {nbytes} bytes of ring, more than the ring's {capacity}")
-        if cursor + nbytes > capacity:
+        if by_ends:
+            cursor, at_end = (capacity - nbytes if at_end else 0), at_end != (nbytes > 0)
+        elif cursor + nbytes > capacity:
             cursor = 0
         extents[unit] = Extent(offset=cursor, nbytes=nbytes)
         cursor += max(nbytes, slot_nbytes) if nbytes else 0
     return tuple(extents[unit] for unit in range(len(unit_nbytes)))
+
+
+def neighbours_nbytes(order: Sequence[int], unit_nbytes: Sequence[int]) -> int:
+    """The most that two units take which follow each other, of those that take any; 0 where there are not two."""
+    sizes = [aligned(unit_nbytes[unit]) for unit in dict.fromkeys(order) if unit_nbytes[unit]]
+    return max((a + b for a, b in pairwise([*sizes, *sizes[:1]])), default=0) if len(sizes) > 1 else 0
 
 
 def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:
