@@ -360,6 +360,7 @@ class Case:
             "tp",
             "pp",
             "quantization",
+            "long",
             "together",
         ):
             passed += [f"--{option}", str(getattr(args, option))]
