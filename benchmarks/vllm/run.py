@@ -38,6 +38,12 @@ from typing import Any
 BENCHMARKS = Path(__file__).resolve().parents[1]
 TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
 GIB = 1 << 30
+PROFILE = """
+import torch
+from weightstream.measure.profile import profile_for
+from weightstream.runtime.cuda import CudaBackend
+torch.cuda.is_available() and print(profile_for(CudaBackend(torch.device("cuda", 0))))
+"""
 PORT = 8123
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
@@ -94,6 +100,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of first_ms")
     parser.add_argument("--long", type=int, default=0, help="tokens of each of these; as --prompt")
     parser.add_argument("--prompt-only", action="store_true")
+    parser.add_argument("--verify", action="store_true", help="compare all weights with the files at the end")
     parser.add_argument("--new", type=int, default=33, help="tokens to generate")
     parser.add_argument("--util", type=float, default=0.0, help="gpu_memory_utilization sizes the KV cache")
     parser.add_argument("--kv", type=float, default=2.0, help="GiB of KV cache, without --util")
@@ -166,11 +173,11 @@ class Memory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak = 0
+        self.peak, self.ends = 0, False
         self.start()
 
     def run(self) -> None:
-        while True:
+        while not self.ends:
             self.peak = max(self.peak, self.now())
             time.sleep(0.02)
 
@@ -226,6 +233,7 @@ def one(args: argparse.Namespace) -> None:
     found["anon_gib"] = round(memory.now() / GIB, 2)
     ranks = llm.collective_rpc(told)
     found |= ranks[0]
+    memory.ends = True  # to look takes time from what is measured
     print("READY", flush=True)
     sys.stdin.readline()
     vocab = SHAPES[args.model]["vocab_size"]
@@ -255,11 +263,11 @@ def one(args: argparse.Namespace) -> None:
 
     tokens: dict[str, list[list[int]]] = {}
     for batch in batches:
-        again = run(short[:batch], 3)[1]
+        again = run(short[:batch], args.new)[1]
         times, made = run(short[:batch], args.new)
         if batch == 1 or not is_apart:
             tokens[str(batch)] = made
-            found["repeats"] = found.get("repeats", True) and again == [row[:3] for row in made]
+            found["repeats"] = found.get("repeats", True) and again == made
         if len(times) == 1:
             first, _ = run(short[:batch], 1)
             mean = (times[0] - first[0]) / (args.new - 1)
@@ -280,8 +288,37 @@ def one(args: argparse.Namespace) -> None:
         step_ms = found["step_ms_1"]["p50"]
         found["link_gbps"] = [round(rank["step_nbytes"] / step_ms / 1e6, 1) for rank in ranks]
     found |= {"blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks, **llm.collective_rpc(counted)[0]}
+    if args.verify and "step_nbytes" in ranks[0]:
+        found["weights_equal"] = all(llm.collective_rpc(verified))
     print("RESULT " + json.dumps(found | {"tokens": tokens}), flush=True)
     os._exit(0)  # no time for shutdown
+
+
+def differing(wanted: list[list[int]] | None, found: list[list[int]]) -> list[int]:
+    """Where each sequence that differs does so first."""
+    pairs = [list(zip(*rows, strict=True)) for rows in zip(wanted or found, found, strict=True)]
+    return sorted(next(i for i, (a, b) in enumerate(row) if a != b) for row in pairs if any(a != b for a, b in row))
+
+
+def verified(worker: Any) -> bool:
+    """Whether all weights of layers are those of the files, in one process alone. Nothing streams any more then."""
+    import torch
+    from safetensors import safe_open
+    from vllm.model_executor.offloader.base import get_offloader
+
+    for streamer in getattr(get_offloader(), "streamers", [])[-1:]:
+        streamer.unfix()
+    folder = Path(worker.vllm_config.model_config.model)
+    joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for name, parameter in worker.model_runner.get_model().named_parameters():
+        if ".layers." not in name or not name.endswith("_proj.weight"):
+            continue
+        stem, part = name.removesuffix(".weight").rsplit(".", 1)
+        with safe_open(folder / f"model-{int(name.split('.')[2]):02}.safetensors", "pt") as file:
+            wanted = torch.cat([file.get_tensor(f"{stem}.{p}.weight") for p in joined.get(part, (part,))])
+        if not torch.equal(parameter.data.cpu(), wanted):
+            return False
+    return True
 
 
 def told(worker: Any) -> dict[str, Any]:
@@ -326,6 +363,7 @@ def run_all(args: argparse.Namespace) -> None:
     import rows
 
     (TEMPORARY / "vtokens").mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-c", PROFILE], check=True)  # while nothing else runs
     end, common = time.time() + args.total, rows.environment() | {"vllm": rows._version("vllm")}
     wanted = [(case, mode) for mode in args.modes.split(",") for case in args.cases.split(",")]
     for first in range(0, len(wanted), args.together):
@@ -364,7 +402,7 @@ class Case:
             "together",
         ):
             passed += [f"--{option}", str(getattr(args, option))]
-        passed += ["--prompt-only"] if args.prompt_only else []
+        passed += [option for option in ("--prompt-only", "--verify") if getattr(args, option[2:].replace("-", "_"))]
         cache = TEMPORARY / "cache" / self._name  # compiled for nobody else, and cold the first time
         environ = os.environ | {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
         environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
@@ -409,6 +447,7 @@ class Case:
         if base.exists():
             wanted = json.loads(base.read_text())
             found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
+            found["differ"] = {key: differing(wanted.get(key), value) for key, value in tokens.items()}
         asked = {
             "system": self._case,
             "mode": self._mode,
