@@ -26,6 +26,7 @@ COLUMNS = (
     *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "buffer_gib", "peak_gib", "graphs"),
     *("device_s", "load_s", "first_s", "total_s", "seconds", "read_gbps", "x_direct", "x_predicted"),
     *("x_host", "x_file", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
+    *("step_ms_32", "first_ms", "start_s", "anon_peak_gib", "anon_gib", "device_gib"),
     *("predicted_ms", "refined_ms", "x_refined", "bound_ms", "x_bound", "moves", "switches", "link_gbps", "host_ms"),
 )
 Row = dict[str, Any]
@@ -187,6 +188,20 @@ def coded(rows: list[Row], folder: Path) -> None:
     figure.savefig(folder / "coded.png", dpi=130)
 
 
+def vllm(rows: list[Row], folder: Path) -> None:
+    """A decode step inside of vLLM as bars, with the device memory of the whole model."""
+    shown = [row for row in rows if row["model"] == "8b" and row["mode"] == "default" and "ms" in row][::-1]
+    shown = [row for row in shown if row["tp"] == row["pp"] == 1 and not row["quantization"]]
+    figure, axes = plt.subplots(figsize=(8.6, 0.3 * len(shown) + 1.1), layout="constrained")
+    bars = axes.barh(_names(shown), [row["ms"]["p50"] for row in shown], color=_colors(shown))
+    labels = [f"{row['ms']['p50']:.1f} ms, {row['device_gib']:.1f} GiB" for row in shown]
+    axes.bar_label(bars, labels, padding=3, fontsize=7)
+    axes.set_xlim(0, 1.25 * max(row["ms"]["p50"] for row in shown))
+    axes.set_xlabel("decode step, ms (p50, batch 1), and device memory of the model without KV cache", fontsize=8)
+    _finish(axes, f"vLLM {rows[-1]['vllm']}, compiled and in CUDA graphs, 8B shape, {rows[-1]['gpu']}")
+    figure.savefig(folder / "vllm.png", dpi=130)
+
+
 def codec(rows: list[Row], folder: Path) -> None:
     """A table alone: `coded` draws the rates."""
 
@@ -262,8 +277,8 @@ def _finish(axes: Axes, title: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models):
+    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models, vllm):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
-            found = read(path, last_commit=draw not in (cells, models))  # which may be measured one by one
+            found = read(path, last_commit=draw not in (cells, models, vllm))  # which may be measured one by one
             draw(found, folder)
             print(f"{draw.__name__}, commit {found[-1]['commit']}\n\n{markdown(found)}\n")

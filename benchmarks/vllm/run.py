@@ -12,7 +12,7 @@ device memory as f, in the settings that fit; u vLLM's UVA; w weightstream's; q 
 `gpu_memory_utilization` leaves.
 Modes: default (compiled, CUDA graphs), eager. `+v2`: the V2 model runner; `+own`: the engine in a process of its own.
 
-step_ms      of decode steps, in batches of 1 and 32, from one output to the next
+ms           of decode steps, from one output to the next; step_ms_32: in a batch of 32
 first_ms     until the first token of `--prompts` prompts
 link_gbps    of every rank: what a step copies to its GPU, by the time of a step of one sequence
 same         as case a with the same --tp and --pp. Where the engine has a process of its own, requests arrive while it
@@ -59,6 +59,25 @@ LAYERS_GIB = {"8b": 13.0, "1b": 1.81, "tiny": 0.009}
 BUDGET = {"8b": "6GiB", "1b": "800MiB", "tiny": "4MiB"}  # of the layers' weights
 
 
+NAMES = {
+    "a": "resident",
+    "b": "vLLM, prefetch 1/1/2",
+    "d": "weightstream, prefetch 1/1/2",
+    "c": "weightstream, prefetch 1/1/2, coded",
+    "s": "weightstream, 0.45 GiB",
+    "t": "weightstream, 0.45 GiB, coded",
+    "e": "weightstream, budget, not coded",
+    "f": "weightstream, budget",
+    "p": "weightstream, budget, planned for a prompt",
+    "k1": "vLLM, prefetch 32/18/1",
+    "k2": "vLLM, prefetch 8/5/2",
+    "k3": "vLLM, prefetch 8/5/1",
+    "u": "vLLM, UVA",
+    "w": "weightstream, UVA",
+    "q": "weightstream, what is left",
+}
+
+
 def group(step: int, size: int = 1, num: int = 1) -> dict[str, int]:
     return {"offload_group_size": size, "offload_num_in_group": num, "offload_prefetch_step": step}
 
@@ -78,7 +97,7 @@ def cases(model: str, batch: int, tokens: int) -> dict[str, dict[str, Any]]:
         "e": asked(device_budget=BUDGET[model], codec="none"),
         "f": asked(device_budget=BUDGET[model]),
         "p": asked(device_budget=BUDGET[model], batch=batch, tokens=tokens),
-        "k1": group(1, 32, 19),
+        "k1": group(1, 32, 18),
         "k2": group(2, 8, 5),
         "k3": group(1, 8, 5),
         "u": {"cpu_offload_gb": LAYERS_GIB[model] + 0.5},
@@ -441,6 +460,7 @@ class Case:
             )
             return None
         args, found = self._args, json.loads(result)
+        ranks = (("TP", args.tp), ("PP", args.pp))
         tokens = found.pop("tokens")
         (TEMPORARY / "vtokens" / f"{self._name}.json").write_text(json.dumps(tokens))
         base = TEMPORARY / "vtokens" / f"{name_of(args, 'a', self._mode.partition('+')[0])}.json"
@@ -448,15 +468,15 @@ class Case:
             wanted = json.loads(base.read_text())
             found["same"] = {key: wanted.get(key) == value for key, value in tokens.items()}
             found["differ"] = {key: differing(wanted.get(key), value) for key, value in tokens.items()}
-        asked = {
-            "system": self._case,
-            "mode": self._mode,
-            "model": args.model,
-            "prompt": args.prompt,
-            "long": args.long,
-        }
+        others = [args.model, self._mode, args.quantization, *(f"{name} {num}" for name, num in ranks if num > 1)]
+        name = NAMES[self._case].replace("budget", BUDGET[args.model])
+        system = ", ".join([name, *(text for text in others if text not in ("8b", "default", ""))])
+        asked = {"system": system, "case": self._case, "mode": self._mode, "model": args.model}
+        asked |= {"prompt": args.prompt, "long": args.long}
         asked |= {"tp": args.tp, "pp": args.pp, "quantization": args.quantization, "together": args.together}
         found = asked | found | {"wall_s": wall_s}
+        if "step_ms_1" in found:
+            found["ms"] = found.pop("step_ms_1")
         print(json.dumps(found), *said, flush=True)
         self._log.unlink()
         return found
