@@ -27,7 +27,19 @@ _MOE: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "decoder_sparse_step": 1,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,  # and 64: what attention kernels are made for
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 8,
+}
+_STATES: dict[str, Any] = {"num_heads": 8, "state_size": 64, "n_groups": 1, "expand": 2, "head_dim": 64}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "latent": ("DeepseekV2Config", _SHAPE | _LATENT),
+    "states": ("Mamba2Config", _SHAPE | _STATES),
     "llama": ("LlamaConfig", _SHAPE),
     "qwen3": ("Qwen3Config", _SHAPE),
     "tied": ("LlamaConfig", _SHAPE | {"tie_word_embeddings": True}),

@@ -84,6 +84,24 @@ def test_other_architectures(folder: Folder, plain: Any, name: str) -> None:
         assert_streams(streamer())
 
 
+@pytest.mark.parametrize("is_budget", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "mib"), [("latent", 12), ("states", 4)])
+def test_weights_that_a_profiling_step_does_not_reach(
+    folder: Folder, plain: Any, name: str, mib: int, compiled: bool, is_budget: bool
+) -> None:
+    """MLA's `kv_b_proj`, and Mamba's `conv1d`, which a buffer shows: vLLM runs them where there is a KV cache."""
+    wanted = plain(name, compiled=compiled)
+    settings = {"device_budget": mib << 20, "codec": "none"} if is_budget else group(2)
+    with engine(folder(name), compiled=compiled, **asked(**settings)) as llm:
+        for _ in range(2):
+            assert tokens(llm) == wanted
+        assert_streams(streamer())
+        plan = streamer().plan
+        moved = {unit.name for index, unit in enumerate(plan.manifest.units) if plan.opens(index)}
+        assert not any(unit.endswith(("kv_b_proj", "conv1d")) for unit in moved)
+
+
 @pytest.mark.parametrize("settings", [group(2), {"device_budget": LAYERS_NBYTES // 2}, group(2) | {"codec": "3bit"}])
 def test_compiled(folder: Folder, plain: Any, settings: dict[str, Any]) -> None:
     wanted = plain(compiled=True)
