@@ -249,7 +249,7 @@ def markdown(rows: list[Row]) -> str:
     shown = [column for column in COLUMNS if any(column in row for row in rows)]
     lines = [f"| system | tokens | ms, p20 / p50 / p80 | {' | '.join(shown)} |", "|---|" + "---|" * (len(shown) + 2)]
     for row in rows:
-        ms = " / ".join(f"{row['ms'][p]:.2f}" for p in ("p20", "p50", "p80") if "ms" in row)
+        ms = " / ".join(f"{row['ms'][p]:.2f}" for p in ("p20", "p50", "p80") if p in row.get("ms", ()))
         cells = (row.get(column, "") for column in shown)
         texts = (str(cell.get("p50", "") if isinstance(cell, dict) else cell) for cell in cells)
         lines.append(f"| {row['system']} | {row.get('tokens', '')} | {ms} | {' | '.join(texts)} |")
