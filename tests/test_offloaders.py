@@ -489,9 +489,9 @@ class Partial(Block):
 
     is_profiling = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Linear(32, 32, bias=False)
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.conv = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -523,6 +523,70 @@ def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_rea
         offloader.post_init(step, is_compiled=is_compiled)
         assert_steps_equal(modules, plain)
         assert not any(name.endswith("conv") for name in names(offloader))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", [peeking, partial])
+@pytest.mark.parametrize("first", [0.5, 0.8, 2.0])
+def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
+    first: float, kind: Callable[[], Iterator[nn.Module]], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, chosen = list(kind()), []
+    for share in (0.25, 0.4, 0.6, 0.7, 0.8):
+        offloader = BudgetOffloader(int(first * nbytes(plain)), codec="none")
+        modules = offloader.wrap_modules(kind())
+        room = int(share * nbytes(plain))
+
+        def step(modules: list[nn.Module] = modules, room: int = room) -> int:
+            with monkeypatch.context() as patch:
+                patch.setattr(Partial, "is_profiling", True)
+                run(modules, 0)
+            return room
+
+        offloader.post_init(step, is_compiled=is_compiled)
+        assert offloader.streamer is not None
+        assert offloader.streamer.plan.device_nbytes <= room
+        assert_steps_equal(modules, plain)
+        chosen.append(any("." in name for name in names(offloader)))
+    assert chosen[-1] or not is_compiled  # what must stay has room
+
+
+@pytest.mark.parametrize("share", [0.7, 0.95, 1.2])
+def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even those that stay: their bytes are decoded where the module that owns them runs, and only then."""
+
+    def wide() -> Iterator[nn.Module]:
+        for index in range(NUM_LAYERS):
+            layer = Partial(64)
+            for seed, parameter in enumerate(layer.parameters()):
+                parameter.data = 0.02 * floats(8 * index + seed, *parameter.shape)
+            yield layer.bfloat16()
+
+    def run(modules: list[nn.Module], seed: int) -> torch.Tensor:
+        x = floats(seed, 3, 64).bfloat16()
+        with torch.no_grad():
+            for module in modules:
+                x = module(x)
+        return x.clone()
+
+    plain = list(wide())
+    offloader = BudgetOffloader(int(share * nbytes(plain)), codec="4bit")
+    modules = offloader.wrap_modules(wide())
+
+    def step() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Partial, "is_profiling", True)
+            run(modules, 0)
+
+    offloader.post_init(step, is_compiled=True)
+    assert offloader.streamer is not None
+    codes = offloader.streamer.plan.manifest.codes
+    assert codes
+    assert not any("conv" in alias for alias in codes)
+    for seed in range(4):
+        assert torch.equal(run(modules, seed), run(plain, seed))
 
 
 def test_what_another_tensor_of_the_layer_shows_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,6 +644,18 @@ def test_towers_of_one_name() -> None:
         assert [name for name, _ in tower.named_modules()] == children
         with torch.no_grad():
             assert torch.equal(tower(floats(1, 3, 32)), plain(floats(1, 3, 32)))
+
+
+@pytest.mark.parametrize("prefixes", [("visual", "visual.0"), ("visual.merger", "visual")])
+def test_towers_whose_names_lie_in_each_other(prefixes: tuple[str, str]) -> None:
+    """No module takes the place of another, and the weights of both stream."""
+    towers: list[Any] = [nn.Sequential(*layers(2)) for _ in range(2)]
+    children, offloader = dict(towers[0].named_children()), UVAOffloader(1 << 20)
+    for tower, prefix in zip(towers, prefixes, strict=True):
+        offloader.wrap_modules(iter([tower]), prefix=prefix)
+    offloader.post_init()
+    assert len(streamed_names(offloader)) == 2 * len(list(towers[0].parameters()))
+    assert dict(towers[0].named_children()) == children
 
 
 def test_the_step_to_plan_for_is_heeded() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from weightstream.adapters.module import GRAINS, Grain
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, selects
-from weightstream.errors import ConfigError, OffloadError
+from weightstream.errors import ConfigError, OffloadError, PlanError
 from weightstream.front import offload_layers
 from weightstream.runtime.leaves import leaves_of, storage_of
 from weightstream.runtime.streamer import Streamer
@@ -102,7 +102,8 @@ class StreamingOffloader(BaseOffloader):
         taken: list[nn.Module] = []
         for module in modules:
             index, name = len(self.layers), prefix or str(len(self.layers))
-            self.layers[f"more_{index}.{name}" if name in self.layers else name] = module
+            is_taken = any(f"{other}.".startswith(f"{name}.") or name.startswith(f"{other}.") for other in self.layers)
+            self.layers[f"more_{index}.{name}" if is_taken else name] = module
             taken.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
@@ -122,34 +123,44 @@ class StreamingOffloader(BaseOffloader):
             raise OffloadError("post_init() was called before")
         if not any(True for layer in self.layers.values() for _ in layer.parameters()):
             return  # another rank has them
-        finer: tuple[Grain, ...] = ()
         if step is not None and (is_compiled or self.config.backend == "none"):
-            finer = GRAINS[-1:] if is_compiled else GRAINS
-        self.streamer = self._fixed(finer, step, in_graphs) if finer else None
-        if finer and self.streamer is None:
-            logger.warning("a step does not show when weights finer than a layer are read: each layer is one unit")
-        self.streamer = self.streamer or self._fixed(("block",), None, in_graphs)
+            self.streamer = self._learned(GRAINS[-1:] if is_compiled else GRAINS, step, in_graphs)
+            if self.streamer is None:
+                logger.warning("weights that are read outside of their modules have no room: each layer is one unit")
+        self.streamer = self.streamer or self._fixed(("block",), lambda _: True, in_graphs)
 
-    def _fixed(self, grains: tuple[Grain, ...], step: Step | None, in_graphs: bool) -> Streamer | None:
-        """A streamer of all layers; None where what the step reads outside of units, or does not reach, cannot stay."""
+    def _learned(self, grains: tuple[Grain, ...], step: Step, in_graphs: bool) -> Streamer | None:
+        """As `_fixed`, once steps were watched, and with the budget that these tell; None where what they read outside
+        of units, or do not reach, cannot stay on the device."""
         room: int | None = None
 
         def watched() -> None:
             nonlocal room
-            room = step() if step is not None else None
+            room = step()
 
+        def learn(streamer: Streamer) -> bool:
+            has_learned = streamer.learn(watched)
+            if room is None:
+                return has_learned
+            self.config = self.config.merged(device_budget=max(1, room))  # of whole layers, too
+            try:
+                streamer.rebudget(room)
+            except PlanError as error:
+                logger.debug("%s", error)  # or it is told of whole layers, which have nothing that must stay
+                return False
+            return streamer.learn(watched)
+
+        return self._fixed(grains, learn, in_graphs)
+
+    def _fixed(self, grains: tuple[Grain, ...], learn: Callable[[Streamer], bool], in_graphs: bool) -> Streamer | None:
+        """A streamer of all layers, at fixed addresses; None if it does not learn what it must."""
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as on_failure:
             streamer = offload_layers(
                 self.layers, device=self._device, config=self.config, grains=grains, in_graphs=in_graphs
             )
             on_failure.callback(streamer.remove)
-            if step is not None:
-                if not streamer.learn(watched):
-                    return None
-                if room is not None:
-                    streamer.rebudget(room)
-                    if not streamer.learn(watched):
-                        return None
+            if not learn(streamer):
+                return None
             streamer.fix()
             on_failure.pop_all()
         return streamer

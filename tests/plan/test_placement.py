@@ -727,6 +727,16 @@ def test_a_disk_slower_than_the_link_sets_the_pace_and_one_that_is_faster_does_n
     assert cost.disk_s(equal_plan(6, 2), LINK_BOUND) == 0.0
 
 
+def test_a_unit_that_no_position_names_may_be_the_largest() -> None:
+    manifest = Manifest(
+        units=tuple(unit_of(i, n * GRAIN) for i, n in enumerate([10] * 6 + [26])), order=tuple(range(6))
+    )
+    for budget in range(26, 80):
+        plan = place(manifest, budget=budget * GRAIN)
+        assert plan.device_nbytes <= budget * GRAIN
+        prove(plan)
+
+
 def test_uneven_units_use_the_ring_by_its_ends() -> None:
     """Matrices of layers whose largest is as large as the others together: while one of them is worked on, the next is
     copied. A ring that is filled in order has no place for it."""

@@ -157,10 +157,29 @@ def test_every_small_plan_by_the_ends_of_the_ring(num_units: int) -> None:
             extents = [e for e in plan.extents if e.nbytes]
             for one, other in itertools.pairwise(extents):
                 assert one.overlaps(other) == (one.nbytes + other.nbytes > capacity)
-        wanted = neighbours_nbytes(range(num_units), nbytes)
-        streamed = [n for n in nbytes if n]
-        around = zip(streamed, [*streamed[1:], *streamed[:1]], strict=True)
-        assert wanted == (max(a + b for a, b in around) if len(streamed) > 1 else 0)
+        apart = [
+            c
+            for c in range(max(sizes), sum(sizes) + 1)
+            if are_apart(plan_of(nbytes, range(num_units), c * GRAIN, by_ends=True))
+        ]
+        assert neighbours_nbytes(range(num_units), nbytes) == apart[0] * GRAIN
+        assert apart == [*range(apart[0], sum(sizes) + 1)]
+
+
+def are_apart(plan: Plan) -> bool:
+    """Whether neighbours share no bytes; the last and the first count where they are at different ends."""
+    extents = [e for e in plan.extents if e.nbytes]
+    around = extents[:1] if len(extents) % 2 == 0 else []
+    return not any(one.overlaps(other) for one, other in itertools.pairwise([*extents, *around]))
+
+
+def test_units_that_no_position_names_fit_between_the_ends() -> None:
+    """One that is larger than any two neighbours, and a ring that is no multiple of the alignment."""
+    nbytes = [GRAIN, 2 * GRAIN, GRAIN, 9 * GRAIN]
+    assert neighbours_nbytes(range(3), nbytes) == 9 * GRAIN
+    plan = plan_of(nbytes, range(3), 9 * GRAIN + 7, by_ends=True)
+    assert_right(plan, 9 * GRAIN + 7)
+    assert plan.ring_nbytes == 9 * GRAIN
 
 
 @pytest.mark.parametrize("num_units", range(1, 11))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from engines import group
 from torch import distributed
+from vllm.model_executor.offloader import base as theirs
 
-from weightstream.errors import ConfigError
+from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.hosts import room as room_of
 from weightstream.hosts import vllm as host
 from weightstream.hosts.vllm import settings_of, why_refused
@@ -57,7 +61,14 @@ def test_a_step_is_planned_for_the_largest_batch() -> None:
 
 @pytest.mark.parametrize(
     ("given", "backend"),
-    [(group(2, 4, 2), "prefetch"), ({"gib": 3.0}, "uva"), ({}, "none"), (group(1) | {"gib": 1.0}, "prefetch")],
+    [
+        (group(2, 4, 2), "prefetch"),
+        ({"gib": 3.0}, "uva"),
+        ({}, "none"),
+        (group(1) | {"gib": 1.0}, "prefetch"),
+        (group(1) | {"gib": 1.0, "backend": "uva"}, "uva"),
+        (group(1) | {"gib": 1.0, "backend": "prefetch"}, "prefetch"),
+    ],
 )
 def test_vllms_flags_hold_where_nothing_else_is_chosen(given: dict[str, Any], backend: str) -> None:
     for settings in (asked(), asked(codec="none")):
@@ -130,7 +141,8 @@ def _learns(rank: int, steps: int, file: str) -> None:
     for _ in range(steps):
         engine._step(None)
     engine._follow()
-    distributed.destroy_process_group()
+    distributed.barrier()
+    os._exit(0)  # threads of gloo may abort an interpreter that ends
 
 
 @pytest.mark.parametrize("steps", [(1, 3), (2, 0)])
@@ -145,6 +157,71 @@ def test_ranks_that_learn_for_other_numbers_of_steps_wait_for_each_other(
     for process in ranks:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+class Streaming:
+    streamer = object()
+
+
+@pytest.fixture
+def ours() -> Iterator[Any]:
+    """Our offloader in vLLM's place, with an engine that streams."""
+    engine, offloader = Streaming(), host.Offloader()
+    offloader._engines = [ref(engine)]  # type: ignore[list-item]
+    theirs.set_offloader(offloader)
+    yield offloader
+    theirs.set_offloader(theirs.NoopOffloader())
+    del engine
+
+
+def wrapper_of(settings: Any) -> Any:
+    return SimpleNamespace(vllm_config=config(settings))
+
+
+def test_an_engine_that_ends_leaves_the_others_their_offloader(ours: Any) -> None:
+    """Runners of vLLM 0.32 set none as they end."""
+    host._shutdown(ours, lambda: theirs.set_offloader(theirs.NoopOffloader()), wrapper_of(asked()))
+    assert theirs.get_offloader() is ours
+    ours._engines = []
+    host._shutdown(ours, lambda: None, wrapper_of(asked()))
+    assert isinstance(theirs.get_offloader(), theirs.NoopOffloader)
+
+
+def test_an_engine_without_offload_leaves_the_others_their_offloader(ours: Any) -> None:
+    assert host._load_model(ours, lambda: theirs.set_offloader(theirs.NoopOffloader()), wrapper_of({})) is None
+    assert theirs.get_offloader() is ours
+
+    def fails() -> None:
+        theirs.set_offloader(theirs.NoopOffloader())
+        raise ValueError("of this test")
+
+    with pytest.raises(ValueError, match="of this test"):
+        host._load_model(ours, fails, wrapper_of({}))
+    assert theirs.get_offloader() is ours
+
+
+def test_vllms_own_offloader_beside_ours_is_refused(ours: Any) -> None:
+    class Own(theirs.NoopOffloader.__base__):  # type: ignore[misc,name-defined]
+        def wrap_modules(self, modules_generator: Any, prefix: str = "") -> Any:
+            return list(modules_generator)
+
+    with pytest.raises(UnsupportedError, match="vLLM's own offloader"):
+        host._load_model(ours, lambda: theirs.set_offloader(Own()), wrapper_of({}))
+    assert theirs.get_offloader() is ours
+    ours._engines = []
+    host._load_model(ours, lambda: theirs.set_offloader(Own()), wrapper_of({}))
+    assert isinstance(theirs.get_offloader(), Own)  # nothing of ours runs
+    host._shutdown(ours, lambda: None, wrapper_of({}))
+    assert isinstance(theirs.get_offloader(), Own)
+
+
+def test_a_cache_may_be_discarded_and_weights_may_not() -> None:
+    gone: list[Any] = []
+    host._discard(gone.append, wrapper_of(asked()), ("kv_cache",))
+    with pytest.raises(UnsupportedError, match="weights"):
+        host._discard(gone.append, wrapper_of(asked()), ("weights", "kv_cache"))
+    host._discard(gone.append, wrapper_of({}), ("weights",))
+    assert gone == [("kv_cache",), ("weights",)]
 
 
 GIB = 1 << 30

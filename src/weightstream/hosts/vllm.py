@@ -59,9 +59,11 @@ def register() -> None:
     if hasattr(WorkerWrapperBase, KEY):
         return
     setattr(WorkerWrapperBase, KEY, None)  # the engine, in workers that have one
-    _around(WorkerWrapperBase, "load_model", partial(_load_model, Offloader()))
+    ours = Offloader()
+    _around(WorkerWrapperBase, "load_model", partial(_load_model, ours))
     _around(WorkerWrapperBase, "sleep", _sleep)
-    _around(WorkerWrapperBase, "shutdown", _shutdown)
+    _around(WorkerWrapperBase, "discard", _discard)
+    _around(WorkerWrapperBase, "shutdown", partial(_shutdown, ours))
     for name, reason in _REFUSED.items():
         _around(WorkerWrapperBase, name, partial(_refuse, name, reason))
 
@@ -102,7 +104,7 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
             yield
         except BaseException:
             self._engines.pop()
-            theirs.set_offloader(self if self.streamers else theirs.NoopOffloader())
+            self.stand_by()
             raise
         finally:
             self._built = offloaders.NoopOffloader()
@@ -122,14 +124,11 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
         return (engine for engine in (found() for found in self._engines) if engine is not None)
 
     def stand_by(self) -> None:
-        """Be vLLM's offloader again, where the runner of an engine that does not stream has set another."""
-        if not self.streamers:
-            return
-        if not isinstance(theirs.get_offloader(), theirs.NoopOffloader | Offloader):
-            raise UnsupportedError(
-                "vLLM's own offloader in a process in which weightstream offloads: give each its own"
-            )
-        theirs.set_offloader(self)
+        """Be vLLM's offloader as long as an engine streams: runners set another as they start or end."""
+        if self.streamers:
+            theirs.set_offloader(self)
+        elif theirs.get_offloader() is self:
+            theirs.set_offloader(theirs.NoopOffloader())
 
 
 def settings_of(vllm_config: Any) -> OffloadConfig | None:
@@ -145,11 +144,12 @@ def settings_of(vllm_config: Any) -> OffloadConfig | None:
         raise ConfigError(f'additional_config["{KEY}"] = {given!r}: give a map of settings; {{}} takes vLLM\'s flags')
     flags, known = vllm_config.offload_config, {key: value for key, value in given.items() if key != _UNITS}
     if not known.keys() & _CHOOSES:
-        is_prefetch = flags.prefetch.offload_group_size > 0
+        backend = flags.offload_backend
+        is_prefetch = backend == "prefetch" or (backend == "auto" and flags.prefetch.offload_group_size > 0)
         names, part = (_PREFETCH, flags.prefetch) if is_prefetch else (_UVA, flags.uva)
         if others := known.keys() & {*_PREFETCH, *_UVA} - set(names if getattr(part, names[0]) else ()):
             raise ConfigError(f"{', '.join(sorted(others))}: give offload_group_size or cpu_offload_gb with it")
-        known = {name: getattr(part, name) for name in names} | {"offload_backend": flags.offload_backend} | known
+        known = {name: getattr(part, name) for name in names} | {"offload_backend": backend} | known
     known.setdefault("pin_memory", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY)
     known.setdefault("use_uva", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA)
     known.setdefault("batch", vllm_config.scheduler_config.max_num_seqs)
@@ -176,7 +176,7 @@ _READS = "it reads weights that are not on the device"
 _MOVES = "it moves experts between ranks"
 _REFUSED = MappingProxyType(
     dict.fromkeys(("reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update"), _WRITES)
-    | dict.fromkeys(("init_weight_transfer_engine", "reset_weights", "discard"), _WRITES)
+    | dict.fromkeys(("init_weight_transfer_engine", "reset_weights"), _WRITES)
     | dict.fromkeys(("save_sharded_state", "save_tensorized_model", "compute_weight_checksums"), _READS)
     | {"elastic_ep_execute": _MOVES}
 )
@@ -185,8 +185,15 @@ _REFUSED = MappingProxyType(
 def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     config = settings_of(wrapper.vllm_config)
     if config is None:
-        result = inner(*args, **kwargs)
-        ours.stand_by()
+        try:
+            result = inner(*args, **kwargs)
+            found = theirs.get_offloader()
+        finally:
+            ours.stand_by()
+        if ours.streamers and not isinstance(found, theirs.NoopOffloader | Offloader):
+            raise UnsupportedError(
+                "vLLM's own offloader in a process in which weightstream offloads: give each its own"
+            )
         return result
     if reason := why_refused(wrapper.vllm_config):
         raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
@@ -213,9 +220,19 @@ def _sleep(inner: Callable[..., Any], wrapper: Any, level: int = 1, *args: Any, 
     return inner(level, *args, **kwargs)
 
 
-def _shutdown(inner: Callable[..., Any], wrapper: Any) -> None:
-    inner()
-    setattr(wrapper, KEY, None)
+def _discard(inner: Callable[..., Any], wrapper: Any, tags: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    """A KV cache may go."""
+    if "weights" in tags and settings_of(wrapper.vllm_config) is not None:
+        raise UnsupportedError("discard() of weights drops those that stay on the device: start the engine anew")
+    return inner(tags, *args, **kwargs)
+
+
+def _shutdown(ours: Offloader, inner: Callable[..., Any], wrapper: Any) -> None:
+    try:
+        inner()
+    finally:
+        setattr(wrapper, KEY, None)
+        ours.stand_by()
 
 
 def _asks_any_rank(asks: bool) -> bool:

@@ -29,6 +29,7 @@ from weightstream.plan.schedule import aligned, neighbours_nbytes
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
 _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
+_BY_ENDS = 0  # for a depth: a ring of two neighbours, which may be less than two of the largest
 _DEPTHS = (1, 2, 3, 4, 6, 8)
 _SHALLOW = (1, 2, 4)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
@@ -270,9 +271,9 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 def _choices(manifest: Manifest, forced: frozenset[str], budget: int, counts_tensors: bool = False) -> Iterator[Choice]:
     """What fits: complete columns, with and without what fills the rest."""
     columns = _columns(manifest, forced)
-    yield from _columns_choices(manifest, forced, columns, budget, _DEPTHS)
+    yield from _columns_choices(manifest, forced, columns, budget, (*_DEPTHS, _BY_ENDS))
     if counts_tensors:  # the smallest first, so that few of them stream
-        yield from _columns_choices(manifest, forced, columns[::-1], budget, _SHALLOW)
+        yield from _columns_choices(manifest, forced, columns[::-1], budget, (*_SHALLOW, _BY_ENDS))
     yield from _few_streaming(manifest, columns, budget)
 
 
@@ -282,18 +283,16 @@ def _columns_choices(
     """Complete columns in this order, with and without what fills the rest."""
     states = list(_column_states(manifest, forced, columns))
     for depth in depths:
-        fitting = [k for k, (held, unit_nbytes) in enumerate(states) if held + depth * unit_nbytes <= budget]
+        rings = [depth * unit_nbytes or pair_nbytes for _, unit_nbytes, pair_nbytes in states]
+        fitting = [k for k, (held, *_) in enumerate(states) if held + rings[k] <= budget]
         for complete in fitting[-_STATES:]:
-            held, unit_nbytes = states[complete]
-            residents = forced.union(*columns[:complete])
-            plain, rings = _plain_nbytes(manifest, residents), [depth * unit_nbytes]
-            if depth < 3:  # a ring of the two largest neighbours, which may be less than two of the largest
-                rings.append(neighbours_nbytes(manifest.order, streamed_nbytes(manifest, residents)))
-            for by_ends, ring in enumerate(rings):
-                if (spare := budget - held - ring) >= 0 and (ring or not by_ends):
-                    extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
-                    for extra in dict.fromkeys(extras):
-                        yield Choice(residents | extra, ring, unit_nbytes, by_ends > 0)
+            held, unit_nbytes, _ = states[complete]
+            residents, ring = forced.union(*columns[:complete]), rings[complete]
+            plain, spare = _plain_nbytes(manifest, residents), budget - held - ring
+            extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
+            for chosen in (residents | extra for extra in dict.fromkeys(extras)):
+                pair = ring if depth else neighbours_nbytes(manifest.order, streamed_nbytes(manifest, chosen))
+                yield Choice(chosen, min(ring, pair), unit_nbytes, depth == _BY_ENDS)
 
 
 def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:
@@ -313,18 +312,19 @@ def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget:
 
 def _column_states(
     manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
-) -> Iterator[tuple[int, int]]:
-    """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
+) -> Iterator[tuple[int, int, int]]:
+    """Resident bytes and what streams of the largest unit, and of the two largest neighbours, with no column resident,
+    with the first, and so on."""
     sizes = streamed_nbytes(manifest, forced)
     held = _nbytes(manifest, forced)
-    yield held, max(sizes, default=0)
+    yield held, max(sizes, default=0), neighbours_nbytes(manifest.order, sizes)
     for column in columns:
         for alias in column:
             nbytes = aligned(manifest.aliases[alias])
             held += nbytes
             for index in manifest.users[alias]:
                 sizes[index] -= nbytes
-        yield held, max(sizes, default=0)
+        yield held, max(sizes, default=0), neighbours_nbytes(manifest.order, sizes)
 
 
 def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:

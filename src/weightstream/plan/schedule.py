@@ -50,16 +50,17 @@ def allocate(
     """Extents by cyclic bump allocation in order of first use; units that no position names follow behind.
 
     With `slot_nbytes` every extent starts at a multiple of it: uneven units then never lie across two neighbours.
-    `by_ends`: at one end of the ring and at the other in turn, so that neighbours share no bytes if it holds both.
+    `by_ends`: at one end of the ring and at the other in turn, so that neighbours share no bytes if it holds both; but
+    for the last and the first of an odd number of units.
     """
     extents: dict[int, Extent] = {}
-    cursor, at_end = 0, False
+    cursor, at_end, end = 0, False, capacity // ALIGN_NBYTES * ALIGN_NBYTES
     for unit in dict.fromkeys([*order, *range(len(unit_nbytes))]):
         nbytes = aligned(unit_nbytes[unit])
         if nbytes > capacity:
             raise PlanError(f"unit {unit} needs {nbytes} bytes of ring, more than the ring's {capacity}")
         if by_ends:
-            cursor, at_end = (capacity - nbytes if at_end else 0), at_end != (nbytes > 0)
+            cursor, at_end = (end - nbytes if at_end and nbytes else 0), at_end != (nbytes > 0)
         elif cursor + nbytes > capacity:
             cursor = 0
         extents[unit] = Extent(offset=cursor, nbytes=nbytes)
@@ -68,9 +69,11 @@ def allocate(
 
 
 def neighbours_nbytes(order: Sequence[int], unit_nbytes: Sequence[int]) -> int:
-    """The most that two units take which follow each other, of those that take any; 0 where there are not two."""
+    """Of a ring by whose ends they lie: the most that two units take which follow each other, and that any takes."""
     sizes = [aligned(unit_nbytes[unit]) for unit in dict.fromkeys(order) if unit_nbytes[unit]]
-    return max((a + b for a, b in pairwise([*sizes, *sizes[:1]])), default=0) if len(sizes) > 1 else 0
+    around = sizes[:1] if len(sizes) % 2 == 0 else []  # else the last and the first are at the same end
+    pairs = (a + b for a, b in pairwise([*sizes, *around]))
+    return max([*pairs, *map(aligned, unit_nbytes)], default=0)
 
 
 def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +24,19 @@ from weightstream.runtime.watch import ReadWatch
 logger = logging.getLogger("weightstream")
 
 _KINDS = 8  # of calls that are followed, at most
-_WATCHED = 4  # steps of an engine, at most, until what they read is known, of units of all grains
+_WATCHED = 4  # steps of an engine, at most, until what they read is known, in one budget
 
 
 def _class_of(kind: Kind) -> Kind:
     """Calls whose first tensors are of about the same size are taken for one kind: a prompt has any length."""
     return Kind(kind.what, kind.size.bit_length())
+
+
+def _opened(plan: Plan) -> frozenset[str]:
+    """Alias groups that show other bytes while their unit computes: they stream, or are decoded."""
+    placed = plan.resident | plan.mapped
+    streamed = (alias for alias, nbytes in plan.manifest.aliases.items() if nbytes and alias not in placed)
+    return frozenset(streamed).union(plan.manifest.codes)
 
 
 class Learning:
@@ -40,9 +48,9 @@ class Learning:
         self.sequence: list[int] = []
         self._installed = installed
         self._before: tuple[int, ...] | None = None
-        self._num_watched = 0  # steps of an engine
         self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
-        self._missed: frozenset[str] = frozenset()  # of those: what a step that is not whole did not reach
+        self._has_room = True  # for all of those
+        self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
         self._has_told = False  # that reads outside of units are slow
         self._foreseen: set[Kind] = set()
         self._last: Kind | None = None
@@ -84,10 +92,12 @@ class Learning:
                 if not (face.changed() and face.adopt()):  # the model updated what it was given
                     face.show(face.home)
 
-    def goes_on(self) -> bool:
-        """Whether an engine is to run one more step that is watched."""
-        self._num_watched += 1
-        return self.watching and self._num_watched <= _WATCHED
+    def steps(self) -> Iterator[None]:
+        """Steps of an engine that are to be watched, until one teaches nothing new, or what it taught has no room."""
+        for _ in range(_WATCHED):
+            if not (self.watching and self._has_room):
+                return
+            yield
 
     def why_not_fixed(self) -> str | None:
         """Why weights cannot have fixed addresses now; None if they can."""
@@ -152,15 +162,16 @@ class Learning:
         """
         binding, plan = self._installed.binding, self._installed.plan
         order = self._new_order(plan)
-        self._missed = frozenset() if is_whole else self._unreached(plan)
+        missed = frozenset[str]() if is_whole else self._unreached(plan)
         if watched:
-            self.watching = bool(self.outside or self._missed)
+            self._seen |= _opened(plan)
+            self.watching = bool(self.outside or missed)
             for unit in binding.units:
                 binding.look_for_kept(unit)
         if self._installed.graphs:  # they hold the addresses of this plan
             self.correct()
             return
-        if not (wanted := self._to_keep()) <= self._asked:
+        if not (wanted := missed.union(self._to_keep())) <= self._asked:
             self._asked |= wanted
             self._keep(order)
         elif order is not None and not self.outside:
@@ -179,13 +190,13 @@ class Learning:
     def _to_keep(self) -> frozenset[str]:
         """Alias groups that steps showed to need bytes of their own."""
         streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
-        return frozenset(self.read_outside).union(self._missed, *streamed)
+        return frozenset(self.read_outside).union(*streamed)
 
     def _unreached(self, plan: Plan) -> frozenset[str]:
-        """Alias groups that stream, of units which the step that ended did not open."""
+        """Alias groups that open, of units which the step that ended did not reach."""
         units = enumerate(plan.manifest.units)
-        found = (unit.aliases() for u, unit in units if plan.opens(u) and u not in self.sequence)
-        return frozenset().union(*found) - plan.resident
+        found = (unit.aliases() for u, unit in units if u not in self.sequence)
+        return _opened(plan).intersection(chain(*found))
 
     def _keep(self, order: tuple[int, ...] | None) -> None:
         """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""
@@ -204,6 +215,7 @@ class Learning:
                 names = ", ".join(self.read_outside)
                 logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
                 self._has_told = True
+        self._has_room = reason is None
         if units:
             logger.warning(
                 "a view of the weights of %s outlived its forward: it shows other weights from the next fill on. %s",
@@ -227,12 +239,19 @@ class Learning:
                 self._try_switch(better)
 
     def switch(self, plan: Plan) -> None:
-        """As `Installation.switch`; reads outside of units of another grain are to be seen."""
+        """As `Installation.switch`; reads outside of units of what opens for the first time are to be seen."""
         units = self._installed.modules.units
         self._installed.switch(plan)
         self._before = None
         if self._installed.modules.units is not units:
-            self.watching = True
+            self._seen = frozenset()
+        self.watching |= not _opened(plan) <= self._seen
+
+    def rebudget(self, device_budget: int) -> None:
+        """Move to the plan of another budget. What had no room is asked for again."""
+        refinement = self._installed.refinement
+        self.switch(refinement.rebudget(device_budget))
+        self._asked, self._has_room = refinement.kept, True
 
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
         """Switch, if that can be; else the plan in force stays. Returns why it did.

@@ -40,7 +40,7 @@ class Refinement:
         self.prospect = prospect
         self._foresee = foresee
         self._doubt = doubt
-        self._kept = frozenset[str]()  # on the device for good
+        self.kept = frozenset[str]()  # on the device for good
         self._kind: Kind | None = None  # of the steps that the plan was held against last
         self._foreseen: Kind | None = None  # of the call that the plan was predicted for from its work
         self._num_moves = 0
@@ -68,13 +68,13 @@ class Refinement:
         """
         self._change(lambda planner: replace(planner, weights=replace(planner.weights, movable=movable)))
         plan = self.plan(manifest.plain().keeping(kept))
-        self._kept = kept
+        self.kept = kept
         return plan
 
     def rebudget(self, device_budget: int) -> Plan:
         """The plan of another budget, which holds from now on. Raises `PlanError` where it cannot work."""
         found = self.prospect.within(device_budget)
-        found = replace(found, grains=tuple(grain.keeping(self._kept) for grain in found.grains))
+        found = replace(found, grains=tuple(grain.keeping(self.kept) for grain in found.grains))
         plan = found.plan()[1]
         prove(plan)
         self.prospect, self._left = found, None
@@ -99,7 +99,7 @@ class Refinement:
         if found is None:
             return None
         # what one kind of calls keeps stays for all
-        self.prospect = found = replace(found, grains=tuple(grain.keeping(self._kept) for grain in found.grains))
+        self.prospect = found = replace(found, grains=tuple(grain.keeping(self.kept) for grain in found.grains))
         index = found.grain_of(plan.manifest)
         planner, grain = found.planners[index], found.grains[index]
         same = planner.priced(plan.reordered(grain.order))

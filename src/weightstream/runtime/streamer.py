@@ -51,11 +51,10 @@ class Streamer:
         units = grains[refinement.prospect.grain_of(plan.manifest)]
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit)
         self._compiled = Compiled(model, blocks)
-        self._installed = Installation(self._modules, self._compiled, homes, backend, refinement, grains, on_close)
-        self._learning = Learning(self._installed)
-        self._gate, self._graphs = self._installed.gate, self._installed.graphs
-        self._homes, self._backend = homes, backend
-        self._installed.start(plan)
+        made = Installation(self._modules, self._compiled, homes, backend, refinement, grains, on_close)
+        self._installed, self._learning = made, Learning(made)
+        self._gate, self._graphs, self._homes, self._backend = made.gate, made.graphs, homes, backend
+        made.start(plan)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
 
@@ -144,7 +143,8 @@ class Streamer:
     def switch(self, plan: Plan) -> None:
         """Put another plan of the same model in force, between steps; what does not change its place is not moved.
 
-        Graphs of `capture` must be captured again, and what `compile` made is made again.
+        Graphs must be captured again; what `compile` made is made again. Where weights stream that did not, call the
+        model before the next `step`, so that it is seen what reads them.
 
         Raises:
             InvariantError: the plan breaks a rule, or is of other units.
@@ -281,7 +281,7 @@ class Streamer:
         Returns whether units may have fixed addresses; not if weights are read outside of them that cannot stay.
         """
         with self._gate.turn:
-            while self._learning.goes_on():
+            for _ in self._learning.steps():
                 with self._gate.entered(Mode.LEARNING):
                     self._run_eager(step, (), {})
                 with torch.inference_mode(False), torch.no_grad():
@@ -290,7 +290,7 @@ class Streamer:
 
     def rebudget(self, device_budget: int) -> None:
         """Move to the plan of another budget, in bytes, as `switch`; raises `PlanError` where it cannot work."""
-        self.switch(self._installed.refinement.rebudget(device_budget))
+        self._learning.rebudget(device_budget)
 
     def fix(self) -> None:
         """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
