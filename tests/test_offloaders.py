@@ -440,6 +440,28 @@ def test_what_a_step_leaves_free_is_used() -> None:
     assert_steps_equal(modules, plain)
 
 
+def test_another_try_has_the_settings_of_the_first() -> None:
+    """A budget that a step told is none of the user's, and takes the place of any that they gave."""
+    plain, told = list(layers()), [0, nbytes(list(layers())) // 2]
+    offloader = BudgetOffloader()
+    offloader.config = before = OffloadConfig(max_memory={0: 2 * nbytes(plain)}, codec="none")
+    modules = offloader.wrap_modules(layers())
+
+    def step() -> int:
+        run(modules, 0)
+        return told[0]
+
+    with pytest.raises(PlanError, match=r"largest unit, 0\.(up|down)"):  # not the layer, which needs more
+        offloader.post_init(step)
+    assert_steps_equal(modules, plain, num_steps=1)
+    del told[0]
+    offloader.post_init(step)
+    assert offloader.config is before
+    assert offloader.streamer is not None
+    assert offloader.streamer.plan.budget == told[0]
+    assert_steps_equal(modules, plain)
+
+
 def test_a_step_that_fails_leaves_the_layers_as_they_were() -> None:
     offloader = BudgetOffloader(nbytes(list(layers())) // 2, codec="none")
     modules = offloader.wrap_modules(layers())

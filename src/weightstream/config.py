@@ -215,6 +215,11 @@ class OffloadConfig(_Settings):
         over = _nested(overrides)
         return type(self)(**_laid_over(self.model_dump(), over)) if over else self
 
+    def within(self, device_budget: int) -> Self:
+        """The same with another budget of the device, in bytes, in place of any."""
+        of_host = tuple(entry for entry in self.max_memory if entry[0] == "cpu")
+        return self.model_copy(update={"device_budget": device_budget, "max_memory": of_host})
+
     @property
     def backend(self) -> Literal["none", "uva", "prefetch"]:
         """The classic backend in force, after resolving "auto"."""

@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -125,45 +125,56 @@ class StreamingOffloader(BaseOffloader):
             return  # another rank has them
         if step is not None and (is_compiled or self.config.backend == "none"):
             self.streamer = self._learned(GRAINS[-1:] if is_compiled else GRAINS, step, in_graphs)
-            if self.streamer is None:
-                logger.warning("weights that are read outside of their modules have no room: each layer is one unit")
-        self.streamer = self.streamer or self._fixed(("block",), lambda _: True, in_graphs)
+        else:
+            self.streamer = self._whole(self.config, in_graphs)
 
-    def _learned(self, grains: tuple[Grain, ...], step: Step, in_graphs: bool) -> Streamer | None:
-        """As `_fixed`, once steps were watched, and with the budget that these tell; None where what they read outside
-        of units, or do not reach, cannot stay on the device."""
+    def _whole(self, config: OffloadConfig, in_graphs: bool) -> Streamer:
+        """A streamer whose units are layers."""
+        with self._attached(config, ("block",), in_graphs) as streamer:
+            streamer.fix()
+            return streamer
+
+    def _learned(self, grains: tuple[Grain, ...], step: Step, in_graphs: bool) -> Streamer:
+        """A streamer that has watched steps, in the budget that these tell. Each layer is one unit where what they read
+        outside of finer ones, or do not reach, has no room to stay on the device."""
         room: int | None = None
+        refused: PlanError | None = None
 
         def watched() -> None:
             nonlocal room
             room = step()
 
-        def learn(streamer: Streamer) -> bool:
-            has_learned = streamer.learn(watched)
+        try:
+            with self._attached(self.config, grains, in_graphs) as streamer:
+                has_learned = streamer.learn(watched)
+                if room is not None:
+                    streamer.rebudget(room)
+                    has_learned = streamer.learn(watched)
+                if has_learned:
+                    streamer.fix()
+                    return streamer
+                streamer.remove()
+        except PlanError as error:
             if room is None:
-                return has_learned
-            self.config = self.config.merged(device_budget=max(1, room))  # of whole layers, too
-            try:
-                streamer.rebudget(room)
-            except PlanError as error:
-                logger.debug("%s", error)  # or it is told of whole layers, which have nothing that must stay
-                return False
-            return streamer.learn(watched)
+                raise
+            refused = error  # because of what must stay, or there is no room for anything
+        try:
+            streamer = self._whole(self.config if room is None else self.config.within(room), in_graphs)
+        except PlanError as error:
+            raise refused or error from None
+        logger.warning("weights that are read outside of their modules have no room to stay: each layer is one unit")
+        return streamer
 
-        return self._fixed(grains, learn, in_graphs)
-
-    def _fixed(self, grains: tuple[Grain, ...], learn: Callable[[Streamer], bool], in_graphs: bool) -> Streamer | None:
-        """A streamer of all layers, at fixed addresses; None if it does not learn what it must."""
+    @contextmanager
+    def _attached(self, config: OffloadConfig, grains: tuple[Grain, ...], in_graphs: bool) -> Iterator[Streamer]:
+        """A streamer of all layers; where the block fails they are as they were."""
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as on_failure:
             streamer = offload_layers(
-                self.layers, device=self._device, config=self.config, grains=grains, in_graphs=in_graphs
+                self.layers, device=self._device, config=config, grains=grains, in_graphs=in_graphs
             )
             on_failure.callback(streamer.remove)
-            if not learn(streamer):
-                return None
-            streamer.fix()
+            yield streamer
             on_failure.pop_all()
-        return streamer
 
     def sync_prev_onload(self) -> None:
         if self.streamer is not None:

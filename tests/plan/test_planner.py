@@ -16,7 +16,7 @@ from test_placement import model as model_of
 
 from weightstream.config import ConfigWarning, OffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import cost, placement
+from weightstream.plan import choices, cost, placement
 from weightstream.plan.amounts import human
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
@@ -446,8 +446,8 @@ def test_a_step_that_copies_longest_has_no_enough() -> None:
 
 def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, int]:
     """Seconds and bytes of the best of all choices, each simulated."""
-    choices = placement._choices(manifest, placement.always_resident(manifest), budget)
-    slots = ((r, ring, s, ends) for r, ring, unit_nbytes, ends in choices for s in {0, unit_nbytes * (not ends)})
+    chosen = choices.choices(manifest, placement.always_resident(manifest), budget)
+    slots = ((r, ring, s, ends) for r, ring, unit_nbytes, ends in chosen for s in {0, unit_nbytes * (not ends)})
     plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, by_ends=ends) for r, ring, slot, ends in slots)
     found = [(cost.simulate_s(plan, profile), plan.device_nbytes) for plan in plans]
     least = min(step_s for step_s, _ in found)

@@ -207,6 +207,33 @@ TAKES: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
 }
 
 
+class Peeking(nn.Sequential):
+    """Reads the weight of its last layer, and does not call it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self[:-1]:
+            x = layer(x)
+        return x @ self[-1].weight
+
+
+@pytest.mark.parametrize("num_calls", range(3))
+def test_what_streams_for_the_first_time_is_watched_before_compiled_code_reads_it(num_calls: int) -> None:
+    """All fits at first, so that nothing shows who reads what. A step goes on: there the caller vouches for it."""
+    model, plain = Peeking(*linears()), Peeking(*linears())
+    with weightstream.offload(model, device="cpu", device_budget=64 * UNIT_NBYTES, codec="none") as streamer:
+        assert torch.equal(model(rows(0)), plain(rows(0)))
+        streamer.switch(with_residents(streamer.plan, {"1.weight", "2.weight"}))
+        assert not streamer.learned
+        assert streamer.why_not_fixed() is None
+        for seed in range(num_calls):
+            assert torch.equal(model(rows(seed)), plain(rows(seed)))
+        streamer.compile(backend="eager")
+        for seed in range(4):
+            assert torch.equal(model(rows(seed)), plain(rows(seed)))
+        assert streamer.learned
+        assert "7.weight" in streamer.plan.resident
+
+
 def keeping(take: str, views: list[torch.Tensor]) -> nn.Sequential:
     torch.manual_seed(8)
     blocks: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("DeepseekV2Config", _SHAPE | _LATENT),
     "states": ("Mamba2Config", _SHAPE | _STATES),
     "llama": ("LlamaConfig", _SHAPE),
+    "qwen2": ("Qwen2Config", _SHAPE),
     "qwen3": ("Qwen3Config", _SHAPE),
     "tied": ("LlamaConfig", _SHAPE | {"tie_word_embeddings": True}),
     "moe": ("Qwen3MoeConfig", _SHAPE | _MOE),

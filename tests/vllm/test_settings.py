@@ -196,7 +196,22 @@ def test_an_engine_without_offload_leaves_the_others_their_offloader(ours: Any) 
         raise ValueError("of this test")
 
     with pytest.raises(ValueError, match="of this test"):
-        host._load_model(ours, fails, wrapper_of({}))
+        host._standing_by(ours, host._load_model, fails, wrapper_of({}))
+    assert theirs.get_offloader() is ours
+
+
+@pytest.mark.parametrize("method", [host._init_device, host._load_model])
+@pytest.mark.parametrize("settings", [{}, asked(device_budgt=1), asked(device_budget="1GiB")])
+def test_an_engine_that_does_not_start_leaves_the_others_their_offloader(ours: Any, method: Any, settings: Any) -> None:
+    theirs.set_offloader(theirs.NoopOffloader())  # as its runner did when it was made
+
+    def fails() -> None:
+        raise ConfigError("of this test")
+
+    wrapper = wrapper_of(settings)
+    wrapper.vllm_config.parallel_config = SimpleNamespace(enable_eplb=True)
+    with pytest.raises((ConfigError, UnsupportedError)):
+        host._standing_by(ours, method, fails, wrapper)
     assert theirs.get_offloader() is ours
 
 

@@ -107,10 +107,19 @@ def test_weights_that_a_profiling_step_does_not_reach(
         assert not any(unit.endswith(("kv_b_proj", "conv1d")) for unit in moved)
 
 
-@pytest.mark.parametrize("settings", [group(2), {"device_budget": LAYERS_NBYTES // 2}, group(2) | {"codec": "3bit"}])
-def test_compiled(folder: Folder, plain: Any, settings: dict[str, Any]) -> None:
-    wanted = plain(compiled=True)
-    with engine(folder("llama"), compiled=True, **asked(**settings)) as llm:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", group(2)),
+        ("llama", {"device_budget": LAYERS_NBYTES // 2}),
+        ("llama", group(2) | {"codec": "3bit"}),
+        ("qwen2", group(2)),  # whose biases a compiler may add in the kernel that follows
+        ("qwen3", group(2)),  # with norms that a compiler may combine
+    ],
+)
+def test_compiled(folder: Folder, plain: Any, name: str, settings: dict[str, Any]) -> None:
+    wanted = plain(name, compiled=True)
+    with engine(folder(name), compiled=True, **asked(**settings)) as llm:
         assert tokens(llm) == wanted
         assert_streams(streamer())
 

@@ -60,7 +60,8 @@ def register() -> None:
         return
     setattr(WorkerWrapperBase, KEY, None)  # the engine, in workers that have one
     ours = Offloader()
-    _around(WorkerWrapperBase, "load_model", partial(_load_model, ours))
+    for name, method in (("init_device", _init_device), ("load_model", _load_model)):
+        _around(WorkerWrapperBase, name, partial(_standing_by, ours, method))
     _around(WorkerWrapperBase, "sleep", _sleep)
     _around(WorkerWrapperBase, "discard", _discard)
     _around(WorkerWrapperBase, "shutdown", partial(_shutdown, ours))
@@ -104,7 +105,6 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
             yield
         except BaseException:
             self._engines.pop()
-            self.stand_by()
             raise
         finally:
             self._built = offloaders.NoopOffloader()
@@ -182,14 +182,25 @@ _REFUSED = MappingProxyType(
 )
 
 
+def _standing_by(ours: Offloader, method: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """An engine that fails to start may have set another offloader by then."""
+    try:
+        return method(ours, inner, *args, **kwargs)
+    except BaseException:
+        ours.stand_by()
+        raise
+
+
+def _init_device(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
+
+
 def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     config = settings_of(wrapper.vllm_config)
     if config is None:
-        try:
-            result = inner(*args, **kwargs)
-            found = theirs.get_offloader()
-        finally:
-            ours.stand_by()
+        result = inner(*args, **kwargs)
+        found = theirs.get_offloader()
+        ours.stand_by()
         if ours.streamers and not isinstance(found, theirs.NoopOffloader | Offloader):
             raise UnsupportedError(
                 "vLLM's own offloader in a process in which weightstream offloads: give each its own"

@@ -1,9 +1,8 @@
 """Placement: which weights stay on the device and how large the ring is. Decides; touches no memory.
 
-From a byte budget, every choice of ring depth is tried: residents are taken in columns (the same tensor of every
-block), largest first, so that all blocks stream about the same share; the last, partial column is spread over the
-depth of the model. The plan with the least predicted time wins, then the one with the fewest bytes. Where the host is
-what takes long, a plan that is fast on the device is worth a little more time of the host.
+From a byte budget, every choice of what stays and of a ring (choices.py) is tried. The plan with the least predicted
+time wins, then the one with the fewest bytes. Where the host is what takes long, a plan that is fast on the device is
+worth a little more time of the host.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -22,34 +20,20 @@ from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.amounts import human
+from weightstream.plan.choices import Choice, choices, columns_of, fitting, nbytes_of, plain_nbytes
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.plan import Plan, buffer_nbytes, by_unit, num_shown, streamed_nbytes
-from weightstream.plan.schedule import aligned, neighbours_nbytes
+from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
 _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
-_BY_ENDS = 0  # for a depth: a ring of two neighbours, which may be less than two of the largest
-_DEPTHS = (1, 2, 3, 4, 6, 8)
-_SHALLOW = (1, 2, 4)
-_PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
 _HEED = 0.05  # of what a faster host would save: what it takes varies by 1.7 from minute to minute [H200]
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
-_STATES = 3  # how many column states are tried per depth, from the one with most residents
 _ASSUMED = Profile()
 
 Names = frozenset[str]
 _NONE = Names()
-
-
-class Choice(NamedTuple):
-    """What stays on the device, and the bytes of the ring and of the largest unit that streams."""
-
-    residents: frozenset[str]
-    ring_nbytes: int
-    unit_nbytes: int
-    by_ends: bool = False
 
 
 class Candidate(NamedTuple):
@@ -117,11 +101,11 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
         return replace(plan, budget=budget, step_s=searched_s(plan, profile))
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
-    choices = list(_choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
-    if not choices:
+    found = list(choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
+    if not found:
         raise PlanError(_arithmetic(manifest, forced, budget))
     device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)
-    for choice in choices:
+    for choice in found:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
@@ -225,9 +209,9 @@ def place_homes(
             f"host budget {human(host_budget)} ({host_budget} bytes) < {human(held)} ({held} bytes) of weights that "
             f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
-    columns = _columns(plan.manifest, elsewhere)
-    plain = _plain_nbytes(plan.manifest, elsewhere)
-    kept = _fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
+    columns = columns_of(plan.manifest, elsewhere)
+    plain = plain_nbytes(plan.manifest, elsewhere)
+    kept = fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
     placed = replace(plan, disk=movable - kept)
     step_s = plan.step_s + (searched_s(placed, profile) - searched_s(plan, profile))
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
@@ -268,126 +252,10 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
     return _enclosing(manifest) | small
 
 
-def _choices(manifest: Manifest, forced: frozenset[str], budget: int, counts_tensors: bool = False) -> Iterator[Choice]:
-    """What fits: complete columns, with and without what fills the rest."""
-    columns = _columns(manifest, forced)
-    yield from _columns_choices(manifest, forced, columns, budget, (*_DEPTHS, _BY_ENDS))
-    if counts_tensors:  # the smallest first, so that few of them stream
-        yield from _columns_choices(manifest, forced, columns[::-1], budget, (*_SHALLOW, _BY_ENDS))
-    yield from _few_streaming(manifest, columns, budget)
-
-
-def _columns_choices(
-    manifest: Manifest, forced: frozenset[str], columns: list[list[str]], budget: int, depths: Sequence[int]
-) -> Iterator[Choice]:
-    """Complete columns in this order, with and without what fills the rest."""
-    states = list(_column_states(manifest, forced, columns))
-    for depth in depths:
-        rings = [depth * unit_nbytes or pair_nbytes for _, unit_nbytes, pair_nbytes in states]
-        fitting = [k for k, (held, *_) in enumerate(states) if held + rings[k] <= budget]
-        for complete in fitting[-_STATES:]:
-            held, unit_nbytes, _ = states[complete]
-            residents, ring = forced.union(*columns[:complete]), rings[complete]
-            plain, spare = _plain_nbytes(manifest, residents), budget - held - ring
-            extras = (_fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
-            for chosen in (residents | extra for extra in dict.fromkeys(extras)):
-                pair = ring if depth else neighbours_nbytes(manifest.order, streamed_nbytes(manifest, chosen))
-                yield Choice(chosen, min(ring, pair), unit_nbytes, depth == _BY_ENDS)
-
-
-def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:
-    """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
-    everything = frozenset(manifest.aliases)
-    missing = _nbytes(manifest, everything) - budget
-    for column in columns:
-        sizes = [aligned(manifest.aliases[alias]) for alias in column]
-        least, most = min(sizes), max(sizes)
-        for depth in _DEPTHS:
-            num = -(-(missing + depth * most) // least) if least else 0
-            if depth <= num <= len(column):
-                residents = everything.difference(_evenly(column, num))
-                if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
-                    yield Choice(residents, depth * most, most)
-
-
-def _column_states(
-    manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
-) -> Iterator[tuple[int, int, int]]:
-    """Resident bytes and what streams of the largest unit, and of the two largest neighbours, with no column resident,
-    with the first, and so on."""
-    sizes = streamed_nbytes(manifest, forced)
-    held = _nbytes(manifest, forced)
-    yield held, max(sizes, default=0), neighbours_nbytes(manifest.order, sizes)
-    for column in columns:
-        for alias in column:
-            nbytes = aligned(manifest.aliases[alias])
-            held += nbytes
-            for index in manifest.users[alias]:
-                sizes[index] -= nbytes
-        yield held, max(sizes, default=0), neighbours_nbytes(manifest.order, sizes)
-
-
-def _columns(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
-    """Alias groups that play the same part in every block, in the same form, largest (times reads per step) first.
-
-    In coded form they take nearly, and not exactly, the same bytes.
-    """
-    positions = Counter(manifest.order)
-    columns: dict[tuple[object, ...], list[str]] = {}
-    reads: Counter[str] = Counter()
-    for index, unit in enumerate(manifest.units):
-        for tensor in {t.alias: t for t in reversed(unit.tensors)}.values():
-            if tensor.alias not in reads and tensor.alias not in forced:
-                part = re.sub(r"\d+", "", tensor.name) if unit.layer is not None else tensor.name
-                form = tensor.bits, tensor.decoded_nbytes or tensor.nbytes
-                columns.setdefault((part, *form), []).append(tensor.alias)
-            reads[tensor.alias] += positions[index]
-    return sorted(columns.values(), key=lambda column: -manifest.aliases[column[0]] * reads[column[0]])
-
-
-def _fitting(
-    manifest: Manifest, streamed: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
-) -> frozenset[str]:
-    """What else fits, column by column: from the units that stream most first, else spread over the depth.
-
-    `streamed` are the bytes of each unit in plain form: coded ones are never quite the same.
-    """
-    padded: Callable[[int], int] = int if exact else aligned
-    streamed, sizes, users, spans = list(streamed), manifest.aliases, manifest.users, manifest.spans
-    taken: set[str] = set()
-    for column in columns:
-        most = padded(max(map(sizes.__getitem__, column)))
-        if not 0 < most <= spare:
-            continue
-        alike: dict[int, list[str]] = {}
-        for alias in column:
-            alike.setdefault(-streamed[users[alias][0]], []).append(alias)
-        for _, aliases in sorted(alike.items()):
-            for alias in _evenly(aliases, min(len(aliases), spare // most)):
-                taken.add(alias)
-                streamed[users[alias][0]] -= aligned(spans[alias])
-                spare -= padded(sizes[alias])
-    return frozenset(taken)
-
-
-def _plain_nbytes(manifest: Manifest, placed: frozenset[str]) -> list[int]:
-    """Of each unit, the bytes in plain form of what is not placed."""
-    return by_unit(manifest, {alias: aligned(n) for alias, n in manifest.spans.items() if alias not in placed})
-
-
-def _evenly(column: Sequence[str], num: int) -> list[str]:
-    """That many of a column, evenly apart."""
-    return [column[(2 * i + 1) * len(column) // (2 * num)] for i in range(num)]
-
-
-def _nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:
-    return sum(aligned(manifest.aliases[alias]) for alias in aliases)
-
-
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
     sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    held, buffer = _nbytes(manifest, forced), buffer_nbytes(manifest)
+    held, buffer = nbytes_of(manifest, forced), buffer_nbytes(manifest)
     needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
     codec = ", or codec='auto' or 'none'" if buffer else ""
     return (

@@ -99,6 +99,13 @@ class Plan:
         """Whether something has to be done before the unit computes."""
         return self.streams(unit) or bool(self.manifest.decoded[unit])
 
+    @cached_property
+    def opened(self) -> frozenset[str]:
+        """Alias groups that show other bytes while their unit computes: they stream, or are decoded."""
+        placed = self.resident | self.mapped
+        streamed = (alias for alias, nbytes in self.manifest.aliases.items() if nbytes and alias not in placed)
+        return frozenset(streamed).union(self.manifest.codes)
+
     @property
     def moving(self) -> frozenset[str]:
         """Alias groups that stream in several units, so that they have no fixed address."""

@@ -47,9 +47,7 @@ class Prospect:
 
     def within(self, budget: int) -> Prospect:
         """The same with another device budget."""
-        given = self.planners[0].config
-        over = {"device_budget": budget, "max_memory": tuple(entry for entry in given.max_memory if entry[0] == "cpu")}
-        config = given.model_copy(update=over)
+        config = self.planners[0].config.within(budget)
         return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
 
     def plan_at(self, budget: int) -> Plan | None:

@@ -32,13 +32,6 @@ def _class_of(kind: Kind) -> Kind:
     return Kind(kind.what, kind.size.bit_length())
 
 
-def _opened(plan: Plan) -> frozenset[str]:
-    """Alias groups that show other bytes while their unit computes: they stream, or are decoded."""
-    placed = plan.resident | plan.mapped
-    streamed = (alias for alias, nbytes in plan.manifest.aliases.items() if nbytes and alias not in placed)
-    return frozenset(streamed).union(plan.manifest.codes)
-
-
 class Learning:
     """The units of the step under way and of the one before, and what was asked for because of them."""
 
@@ -56,6 +49,11 @@ class Learning:
         self._last: Kind | None = None
         workload = installed.refinement.prospect.workload
         self._planned = None if workload is None else _class_of(Kind("forward", workload.batch * workload.tokens))
+
+    @property
+    def watches(self) -> bool:
+        """Whether the next step is watched: that was asked for, or something opens that no watched step had."""
+        return self.watching or not self._installed.plan.opened <= self._seen
 
     @property
     def read_outside(self) -> list[str]:
@@ -95,7 +93,7 @@ class Learning:
     def steps(self) -> Iterator[None]:
         """Steps of an engine that are to be watched, until one teaches nothing new, or what it taught has no room."""
         for _ in range(_WATCHED):
-            if not (self.watching and self._has_room):
+            if not (self.watches and self._has_room):
                 return
             yield
 
@@ -164,7 +162,7 @@ class Learning:
         order = self._new_order(plan)
         missed = frozenset[str]() if is_whole else self._unreached(plan)
         if watched:
-            self._seen |= _opened(plan)
+            self._seen |= plan.opened
             self.watching = bool(self.outside or missed)
             for unit in binding.units:
                 binding.look_for_kept(unit)
@@ -196,7 +194,7 @@ class Learning:
         """Alias groups that open, of units which the step that ended did not reach."""
         units = enumerate(plan.manifest.units)
         found = (unit.aliases() for u, unit in units if u not in self.sequence)
-        return _opened(plan).intersection(chain(*found))
+        return plan.opened.intersection(chain(*found))
 
     def _keep(self, order: tuple[int, ...] | None) -> None:
         """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""
@@ -239,13 +237,13 @@ class Learning:
                 self._try_switch(better)
 
     def switch(self, plan: Plan) -> None:
-        """As `Installation.switch`; reads outside of units of what opens for the first time are to be seen."""
+        """As `Installation.switch`; reads outside of units of another grain are to be seen."""
         units = self._installed.modules.units
         self._installed.switch(plan)
         self._before = None
         if self._installed.modules.units is not units:
             self._seen = frozenset()
-        self.watching |= not _opened(plan) <= self._seen
+            self.watching = True
 
     def rebudget(self, device_budget: int) -> None:
         """Move to the plan of another budget. What had no room is asked for again."""

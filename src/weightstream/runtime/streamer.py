@@ -75,7 +75,7 @@ class Streamer:
     @property
     def learned(self) -> bool:
         """Whether a step has taught the order of the weights."""
-        return not self._learning.watching
+        return not self._learning.watches
 
     @property
     def read_in_place(self) -> tuple[int, ...]:
@@ -143,8 +143,7 @@ class Streamer:
     def switch(self, plan: Plan) -> None:
         """Put another plan of the same model in force, between steps; what does not change its place is not moved.
 
-        Graphs must be captured again; what `compile` made is made again. Where weights stream that did not, call the
-        model before the next `step`, so that it is seen what reads them.
+        Graphs of `capture` must be captured again, and what `compile` made is made again.
 
         Raises:
             InvariantError: the plan breaks a rule, or is of other units.
@@ -169,7 +168,7 @@ class Streamer:
                 return forward(*args, **kwargs)
             self._modules.refuse_foreign()
             self._learning.foresee(kind := kind_of(args, kwargs), args, kwargs)
-            mode = Mode.LEARNING if self._learning.watching else Mode.EAGER
+            mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
             with self._installed.timeline.step(kind), self._gate.entered(mode):
                 output = self._run_eager(forward, args, kwargs)
             with torch.inference_mode(False), torch.no_grad():
@@ -286,7 +285,7 @@ class Streamer:
                     self._run_eager(step, (), {})
                 with torch.inference_mode(False), torch.no_grad():
                     self._learning.learn(watched=True, is_whole=False)
-            return not self._learning.watching
+            return not self._learning.watches
 
     def rebudget(self, device_budget: int) -> None:
         """Move to the plan of another budget, in bytes, as `switch`; raises `PlanError` where it cannot work."""
@@ -335,7 +334,7 @@ class Streamer:
 
     def _is_compiled(self) -> bool:
         """Whether this step runs compiled; says once why not."""
-        if not self._compiled.is_wanted or (self._learning.watching and not self._learning.outside):
+        if not self._compiled.is_wanted or (self._learning.watches and not self._learning.outside):
             return False
         reason = self.why_not_fixed()
         if reason is not None:

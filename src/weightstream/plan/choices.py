@@ -1,0 +1,167 @@
+"""What may stay on the device in a budget, and what ring it leaves: the choices that are worth a plan each.
+
+Residents are taken in columns, the same tensor of every block, largest first, so that all blocks stream about the same
+share; the last, partial column is spread over the depth of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from weightstream.plan.manifest import Manifest
+from weightstream.plan.plan import by_unit, streamed_nbytes
+from weightstream.plan.schedule import aligned, neighbours_nbytes
+
+_BY_ENDS = 0  # for a depth: a ring of two neighbours, which may be less than two of the largest
+_DEPTHS = (1, 2, 3, 4, 6, 8)
+_SHALLOW = (1, 2, 4)
+_PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
+_MOST_STATES = 12  # are looked at for a ring that is not a number of largest units
+_STATES = 3  # how many column states are tried per depth, from the one with most residents
+
+
+class Choice(NamedTuple):
+    """What stays on the device, and the bytes of the ring and of the largest unit that streams."""
+
+    residents: frozenset[str]
+    ring_nbytes: int
+    unit_nbytes: int
+    by_ends: bool = False
+
+
+def choices(manifest: Manifest, forced: frozenset[str], budget: int, counts_tensors: bool = False) -> Iterator[Choice]:
+    """What fits: complete columns, with and without what fills the rest."""
+    columns = columns_of(manifest, forced)
+    yield from _columns_choices(manifest, forced, columns, budget, (*_DEPTHS, _BY_ENDS))
+    if counts_tensors:  # the smallest first, so that few of them stream
+        yield from _columns_choices(manifest, forced, columns[::-1], budget, (*_SHALLOW, _BY_ENDS))
+    yield from _few_streaming(manifest, columns, budget)
+
+
+def _columns_choices(
+    manifest: Manifest, forced: frozenset[str], columns: list[list[str]], budget: int, depths: Sequence[int]
+) -> Iterator[Choice]:
+    """Complete columns in this order, with and without what fills the rest."""
+    states = list(_column_states(manifest, forced, columns))
+    for depth in depths:
+        for complete, ring in islice(_rings(manifest, forced, columns, states, budget, depth), _STATES):
+            held, unit_nbytes = states[complete]
+            residents, spare = forced.union(*columns[:complete]), budget - held - ring
+            plain = plain_nbytes(manifest, residents)
+            extras = (fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
+            for chosen in (residents | extra for extra in dict.fromkeys(extras)):
+                nbytes = ring if depth else min(ring, _neighbours_nbytes(manifest, chosen))
+                yield Choice(chosen, nbytes, unit_nbytes, by_ends=depth == _BY_ENDS)
+
+
+def _rings(
+    manifest: Manifest,
+    forced: frozenset[str],
+    columns: list[list[str]],
+    states: list[tuple[int, int]],
+    budget: int,
+    depth: int,
+) -> Iterator[tuple[int, int]]:
+    """How many columns stay, and a ring of this depth, where both have room; those with most residents first."""
+    having = [k for k, (held, unit_nbytes) in enumerate(states) if held + (depth or 1) * unit_nbytes <= budget]
+    for complete in having[: -_MOST_STATES - 1 : -1]:
+        held, unit_nbytes = states[complete]
+        ring = depth * unit_nbytes if depth else _neighbours_nbytes(manifest, forced.union(*columns[:complete]))
+        if held + ring <= budget:
+            yield complete, ring
+
+
+def _neighbours_nbytes(manifest: Manifest, residents: frozenset[str]) -> int:
+    return neighbours_nbytes(manifest.order, streamed_nbytes(manifest, residents))
+
+
+def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:
+    """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
+    everything = frozenset(manifest.aliases)
+    missing = nbytes_of(manifest, everything) - budget
+    for column in columns:
+        sizes = [aligned(manifest.aliases[alias]) for alias in column]
+        least, most = min(sizes), max(sizes)
+        for depth in _DEPTHS:
+            num = -(-(missing + depth * most) // least) if least else 0
+            if depth <= num <= len(column):
+                residents = everything.difference(_evenly(column, num))
+                if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
+                    yield Choice(residents, depth * most, most)
+
+
+def _column_states(
+    manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
+) -> Iterator[tuple[int, int]]:
+    """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
+    sizes = streamed_nbytes(manifest, forced)
+    held = nbytes_of(manifest, forced)
+    yield held, max(sizes, default=0)
+    for column in columns:
+        for alias in column:
+            nbytes = aligned(manifest.aliases[alias])
+            held += nbytes
+            for index in manifest.users[alias]:
+                sizes[index] -= nbytes
+        yield held, max(sizes, default=0)
+
+
+def columns_of(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
+    """Alias groups that play the same part in every block, in the same form, largest (times reads per step) first.
+
+    In coded form they take nearly, and not exactly, the same bytes.
+    """
+    positions = Counter(manifest.order)
+    columns: dict[tuple[object, ...], list[str]] = {}
+    reads: Counter[str] = Counter()
+    for index, unit in enumerate(manifest.units):
+        for tensor in {t.alias: t for t in reversed(unit.tensors)}.values():
+            if tensor.alias not in reads and tensor.alias not in forced:
+                part = re.sub(r"\d+", "", tensor.name) if unit.layer is not None else tensor.name
+                form = tensor.bits, tensor.decoded_nbytes or tensor.nbytes
+                columns.setdefault((part, *form), []).append(tensor.alias)
+            reads[tensor.alias] += positions[index]
+    return sorted(columns.values(), key=lambda column: -manifest.aliases[column[0]] * reads[column[0]])
+
+
+def fitting(
+    manifest: Manifest, streamed: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
+) -> frozenset[str]:
+    """What else fits, column by column: from the units that stream most first, else spread over the depth.
+
+    `streamed` are the bytes of each unit in plain form: coded ones are never quite the same.
+    """
+    padded: Callable[[int], int] = int if exact else aligned
+    streamed, sizes, users, spans = list(streamed), manifest.aliases, manifest.users, manifest.spans
+    taken: set[str] = set()
+    for column in columns:
+        most = padded(max(map(sizes.__getitem__, column)))
+        if not 0 < most <= spare:
+            continue
+        alike: dict[int, list[str]] = {}
+        for alias in column:
+            alike.setdefault(-streamed[users[alias][0]], []).append(alias)
+        for _, aliases in sorted(alike.items()):
+            for alias in _evenly(aliases, min(len(aliases), spare // most)):
+                taken.add(alias)
+                streamed[users[alias][0]] -= aligned(spans[alias])
+                spare -= padded(sizes[alias])
+    return frozenset(taken)
+
+
+def plain_nbytes(manifest: Manifest, placed: frozenset[str]) -> list[int]:
+    """Of each unit, the bytes in plain form of what is not placed."""
+    return by_unit(manifest, {alias: aligned(n) for alias, n in manifest.spans.items() if alias not in placed})
+
+
+def _evenly(column: Sequence[str], num: int) -> list[str]:
+    """That many of a column, evenly apart."""
+    return [column[(2 * i + 1) * len(column) // (2 * num)] for i in range(num)]
+
+
+def nbytes_of(manifest: Manifest, aliases: Iterable[str]) -> int:
+    return sum(aligned(manifest.aliases[alias]) for alias in aliases)
