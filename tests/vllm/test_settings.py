@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,13 +197,15 @@ def test_an_engine_without_offload_leaves_the_others_their_offloader(ours: Any) 
         raise ValueError("of this test")
 
     with pytest.raises(ValueError, match="of this test"):
-        host._standing_by(ours, host._load_model, fails, wrapper_of({}))
+        host._standing_by(ours, partial(host._load_model, ours, fails, wrapper_of({})), None)
     assert theirs.get_offloader() is ours
 
 
-@pytest.mark.parametrize("method", [host._init_device, host._load_model])
+@pytest.mark.parametrize("is_loading", [False, True])
 @pytest.mark.parametrize("settings", [{}, asked(device_budgt=1), asked(device_budget="1GiB")])
-def test_an_engine_that_does_not_start_leaves_the_others_their_offloader(ours: Any, method: Any, settings: Any) -> None:
+def test_an_engine_that_does_not_start_leaves_the_others_their_offloader(
+    ours: Any, is_loading: bool, settings: Any
+) -> None:
     theirs.set_offloader(theirs.NoopOffloader())  # as its runner did when it was made
 
     def fails() -> None:
@@ -211,7 +214,7 @@ def test_an_engine_that_does_not_start_leaves_the_others_their_offloader(ours: A
     wrapper = wrapper_of(settings)
     wrapper.vllm_config.parallel_config = SimpleNamespace(enable_eplb=True)
     with pytest.raises((ConfigError, UnsupportedError)):
-        host._standing_by(ours, method, fails, wrapper)
+        host._standing_by(ours, partial(host._load_model, ours, fails, wrapper) if is_loading else fails, wrapper)
     assert theirs.get_offloader() is ours
 
 

@@ -60,8 +60,9 @@ def register() -> None:
         return
     setattr(WorkerWrapperBase, KEY, None)  # the engine, in workers that have one
     ours = Offloader()
-    for name, method in (("init_device", _init_device), ("load_model", _load_model)):
-        _around(WorkerWrapperBase, name, partial(_standing_by, ours, method))
+    _around(WorkerWrapperBase, "load_model", partial(_load_model, ours))
+    for name in ("init_device", "load_model"):
+        _around(WorkerWrapperBase, name, partial(_standing_by, ours))
     _around(WorkerWrapperBase, "sleep", _sleep)
     _around(WorkerWrapperBase, "discard", _discard)
     _around(WorkerWrapperBase, "shutdown", partial(_shutdown, ours))
@@ -182,17 +183,13 @@ _REFUSED = MappingProxyType(
 )
 
 
-def _standing_by(ours: Offloader, method: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any) -> Any:
+def _standing_by(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     """An engine that fails to start may have set another offloader by then."""
     try:
-        return method(ours, inner, *args, **kwargs)
+        return inner(*args, **kwargs)
     except BaseException:
         ours.stand_by()
         raise
-
-
-def _init_device(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    return inner(*args, **kwargs)
 
 
 def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from weightstream.errors import PlanError
@@ -49,6 +50,10 @@ class Prospect:
         """The same with another device budget."""
         config = self.planners[0].config.within(budget)
         return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
+
+    def keeping(self, aliases: Collection[str]) -> Prospect:
+        """The same with these alias groups on the device for good."""
+        return replace(self, grains=tuple(grain.keeping(aliases) for grain in self.grains))
 
     def plan_at(self, budget: int) -> Plan | None:
         """The plan at another device budget, None where none fits."""

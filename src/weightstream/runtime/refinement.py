@@ -73,8 +73,7 @@ class Refinement:
 
     def rebudget(self, device_budget: int) -> Plan:
         """The plan of another budget, which holds from now on. Raises `PlanError` where it cannot work."""
-        found = self.prospect.within(device_budget)
-        found = replace(found, grains=tuple(grain.keeping(self.kept) for grain in found.grains))
+        found = self.prospect.within(device_budget).keeping(self.kept)
         plan = found.plan()[1]
         prove(plan)
         self.prospect, self._left = found, None
@@ -99,7 +98,7 @@ class Refinement:
         if found is None:
             return None
         # what one kind of calls keeps stays for all
-        self.prospect = found = replace(found, grains=tuple(grain.keeping(self.kept) for grain in found.grains))
+        self.prospect = found = found.keeping(self.kept)
         index = found.grain_of(plan.manifest)
         planner, grain = found.planners[index], found.grains[index]
         same = planner.priced(plan.reordered(grain.order))

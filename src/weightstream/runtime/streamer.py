@@ -51,10 +51,11 @@ class Streamer:
         units = grains[refinement.prospect.grain_of(plan.manifest)]
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit)
         self._compiled = Compiled(model, blocks)
-        made = Installation(self._modules, self._compiled, homes, backend, refinement, grains, on_close)
-        self._installed, self._learning = made, Learning(made)
-        self._gate, self._graphs, self._homes, self._backend = made.gate, made.graphs, homes, backend
-        made.start(plan)
+        self._installed = Installation(self._modules, self._compiled, homes, backend, refinement, grains, on_close)
+        self._learning = Learning(self._installed)
+        self._gate, self._graphs = self._installed.gate, self._installed.graphs
+        self._homes, self._backend = homes, backend
+        self._installed.start(plan)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
 
