@@ -627,9 +627,9 @@ def test_an_idle_thread_holds_nothing(num_threads: int, without_gc: None) -> Non
 
 
 def test_an_interpreter_exits_with_work_pending() -> None:
-    """A read that never ends, a reading that nobody takes, a buffer that never drains, and nothing is closed."""
+    """A read that never ends, one that is in torch, a reading that nobody takes, a buffer that never drains."""
     code = """
-import threading, torch
+import threading, time, torch
 from weightstream.store.staging import MemorySource, Staging
 
 class Stuck:
@@ -637,16 +637,26 @@ class Stuck:
         begun.set()
         threading.Event().wait()
 
-begun = threading.Event()
+class Slow:
+    def read(self, begin, end, memory):
+        slow.set()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            view = memory[: end - begin]  # drops the GIL; a thread that finds Python gone there aborts the process
+        return view
+
+begun, slow = threading.Event(), threading.Event()
 def ring(): return [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
 source = MemorySource(torch.zeros(1 << 20, dtype=torch.uint8))
-stagings = [Staging(ring(), num_threads=2) for _ in range(3)]
-readings = [stagings[0].start(Stuck(), 0, 1 << 20), *(s.start(source, 0, 1 << 20) for s in stagings[1:])]
-filled = [piece for reading in readings[1:] for piece in list(reading._pieces)[:2]]
+stagings = [Staging(ring(), num_threads=2) for _ in range(4)]
+readings = [stagings[0].start(Stuck(), 0, 1 << 20), *(s.start(source, 0, 1 << 20) for s in stagings[1:3])]
+readings.append(stagings[3].start(Slow(), 0, 4096))
+filled = [piece for reading in readings[1:3] for piece in list(reading._pieces)[:2]]
 next(iter(readings[2])).release(threading.Event().wait)
 assert begun.wait(20)
-assert all(piece.done.wait(20) for piece in filled)  # a thread that is in torch when Python ends would abort
-assert sum(thread.name.startswith("weightstream-read") for thread in threading.enumerate()) == 6
+assert all(piece.done.wait(20) for piece in filled)
+assert sum(thread.name.startswith("weightstream-read") for thread in threading.enumerate()) == 8
+assert slow.wait(20)
 print("end")
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(weightstream.__file__).parents[1])}

@@ -8,8 +8,10 @@ into a SimpleQueue, which allows it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,8 @@ from weightstream.errors import InvariantError, StoreError
 
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
 _Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end
+
+_PATIENCE_S = 2.0  # that a process which ends waits for reads under way, all of them together
 
 
 class Source(Protocol):
@@ -165,6 +169,19 @@ class _Desk:
         return True
 
 
+_readers: weakref.WeakKeyDictionary[threading.Thread, _Desk] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_readers() -> None:
+    """Ends all threads: one that is inside of torch when Python ends aborts the process. One that hangs is left."""
+    for desk in set(_readers.values()):
+        desk.close()
+    end = time.monotonic() + _PATIENCE_S
+    for thread in list(_readers):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
 class Staging:
     """Reads ahead into `buffers`: flat uint8, page-aligned, of one size; never more at once than fit them."""
 
@@ -187,6 +204,7 @@ class Staging:
             while len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._desk.run, name="weightstream-read", daemon=True)
                 thread.start()
+                _readers[thread] = self._desk
                 self._threads.append(thread)
             for piece in pieces:
                 self._desk.pieces.put(piece)
