@@ -8,7 +8,6 @@ into a SimpleQueue, which allows it.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import threading
 import time
@@ -27,7 +26,7 @@ from weightstream.errors import InvariantError, StoreError
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
 _Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end
 
-_PATIENCE_S = 2.0  # that a process which ends waits for reads under way, all of them together
+_PATIENCE_S = 1.0  # that a process which ends waits for reads under way
 
 
 class Source(Protocol):
@@ -169,16 +168,13 @@ class _Desk:
         return True
 
 
-_readers: weakref.WeakKeyDictionary[threading.Thread, _Desk] = weakref.WeakKeyDictionary()
-
-
-@atexit.register
-def _end_readers() -> None:
-    """Ends all threads: one that is inside of torch when Python ends aborts the process. One that hangs is left."""
-    for desk in set(_readers.values()):
-        desk.close()
+def _end(desk: _Desk, threads: list[threading.Thread]) -> None:
+    """Nobody reads any more, or the process ends, and a thread in torch would abort it then. One that hangs is left."""
+    desk.close()
+    if threading.main_thread().is_alive():
+        return  # a finalizer may run anywhere, so it waits for nobody
     end = time.monotonic() + _PATIENCE_S
-    for thread in list(_readers):
+    for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -191,7 +187,7 @@ class Staging:
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._close = weakref.finalize(self, self._desk.close)
+        self._close = weakref.finalize(self, _end, self._desk, self._threads)
 
     def start(self, source: Source, begin: int, end: int) -> Reading:
         """Begins to read bytes [begin, end) of `source` and returns at once. Consume readings in this order."""
@@ -204,7 +200,6 @@ class Staging:
             while len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._desk.run, name="weightstream-read", daemon=True)
                 thread.start()
-                _readers[thread] = self._desk
                 self._threads.append(thread)
             for piece in pieces:
                 self._desk.pieces.put(piece)
@@ -214,6 +209,7 @@ class Staging:
         """Ends the threads, waiting for the requests under way; readings that are not done raise `StoreError`."""
         with self._lock:
             self._close()
-            threads, self._threads = self._threads, []
+            threads = list(self._threads)
+            self._threads.clear()
         for thread in threads:
             thread.join()
