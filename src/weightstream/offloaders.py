@@ -142,7 +142,8 @@ class StreamingOffloader(BaseOffloader):
 
         def watched() -> None:
             nonlocal room
-            room = step()
+            told = step()
+            room = None if told is None else max(1, told)
 
         try:
             with self._attached(self.config, grains, in_graphs) as streamer:

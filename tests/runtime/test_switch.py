@@ -234,6 +234,30 @@ def test_what_streams_for_the_first_time_is_watched_before_compiled_code_reads_i
         assert "7.weight" in streamer.plan.resident
 
 
+@pytest.mark.usefixtures("nothing_foreseen")
+def test_fixed_addresses_wait_where_a_change_that_nobody_asked_for_opens_something() -> None:
+    """A view outlives its forward; its unit takes the place of a weight that is read outside of its module."""
+    model, plain = (Peeking(*linears()) for _ in range(2))
+    for each in (model, plain):
+        keeping = Keeping([], lambda weight: weight[0]).bfloat16()
+        keeping.linear.weight.data = each[2].weight.data  # type: ignore[union-attr, assignment]
+        each[2] = keeping.eval().requires_grad_(False)
+    with weightstream.offload(model, device="cpu", device_budget=64 * UNIT_NBYTES, codec="none") as streamer:
+        assert torch.equal(model(rows(0)), plain(rows(0)))
+        streamer.rebudget(3 * UNIT_NBYTES)
+        streamer.switch(with_residents(streamer.plan, {"7.weight"}))
+        assert streamer.why_not_fixed() is None  # whoever changes the plan vouches for it
+        assert torch.equal(model(rows(1)), plain(rows(1)))
+        assert streamer.plan.resident == {"2.linear.weight"}
+        with pytest.raises(OffloadError, match="call the model once first"), streamer.step():
+            pass
+        for seed in range(3):
+            assert torch.equal(model(rows(seed)), plain(rows(seed)))
+        assert "7.weight" in streamer.plan.resident
+        with streamer.step():
+            assert torch.equal(model(rows(3)), plain(rows(3)))
+
+
 def keeping(take: str, views: list[torch.Tensor]) -> nn.Sequential:
     torch.manual_seed(8)
     blocks: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]

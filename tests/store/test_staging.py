@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import pytest
@@ -626,8 +627,29 @@ def test_an_idle_thread_holds_nothing(num_threads: int, without_gc: None) -> Non
         assert len(threads()) == num_threads
 
 
+def test_a_reading_that_starts_as_the_process_ends_fails() -> None:
+    staging = Staging(buffers(2), num_threads=1)
+    desk = staging._desk
+
+    class Ending(SimpleQueue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            if not desk.is_closed:
+                desk.close()
+            super().put(item)
+
+    desk.pieces = Ending()
+    reading = staging.start(Pages(), 0, 4 * PAGE)
+    with pytest.raises(StoreError, match="cancelled"):
+        finishes(list, reading)
+    with pytest.raises(InvariantError, match="was closed"):
+        staging.start(Pages(), 0, PAGE)
+
+
 def test_an_interpreter_exits_with_work_pending() -> None:
-    """A read that never ends, one that is in torch, a reading that nobody takes, a buffer that never drains."""
+    """A read that never ends, one that is in torch, a reading that nobody takes, a buffer that never drains.
+
+    The ring of one that is in torch is gone already.
+    """
     code = """
 import threading, time, torch
 from weightstream.store.staging import MemorySource, Staging
@@ -650,13 +672,14 @@ def ring(): return [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
 source = MemorySource(torch.zeros(1 << 20, dtype=torch.uint8))
 stagings = [Staging(ring(), num_threads=2) for _ in range(4)]
 readings = [stagings[0].start(Stuck(), 0, 1 << 20), *(s.start(source, 0, 1 << 20) for s in stagings[1:3])]
-readings.append(stagings[3].start(Slow(), 0, 4096))
+late = stagings[3].start(Slow(), 0, 4096)
 filled = [piece for reading in readings[1:3] for piece in list(reading._pieces)[:2]]
 next(iter(readings[2])).release(threading.Event().wait)
 assert begun.wait(20)
 assert all(piece.done.wait(20) for piece in filled)
 assert sum(thread.name.startswith("weightstream-read") for thread in threading.enumerate()) == 8
 assert slow.wait(20)
+del late, stagings[3]
 print("end")
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(weightstream.__file__).parents[1])}

@@ -254,10 +254,12 @@ class Learning:
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
         """Switch, if that can be; else the plan in force stays. Returns why it did.
 
+        Nobody vouches for what opens first then, so addresses are not fixed before a step has shown its reads.
         `any_error`: whatever the error, a call is to go on for which the change was only better.
         """
         try:
             self.switch(plan)
+            self.watching |= self.watches
         except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
             if self._installed.gate.mode is Mode.REMOVED:
                 raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -139,10 +138,10 @@ class _Desk:
         for buffer in buffers:
             self.free.put((buffer, None))
         self._turn = threading.Lock()
-        self._closed = False
+        self.is_closed = False
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self.free.put(None)
         self.pieces.put(None)
 
@@ -160,7 +159,7 @@ class _Desk:
             if piece.dropped:
                 return True
             lent = self.free.get()
-        if lent is None or self._closed:
+        if lent is None or self.is_closed:
             self.free.put(lent)
             piece.drop("ended early: its staging ring was closed")
         else:
@@ -168,14 +167,11 @@ class _Desk:
         return True
 
 
-def _end(desk: _Desk, threads: list[threading.Thread]) -> None:
-    """Nobody reads any more, or the process ends, and a thread in torch would abort it then. One that hangs is left."""
+def _end(desk: _Desk, reader: weakref.ref[threading.Thread]) -> None:
+    """The process ends, and a thread in torch would abort it: waits for what it reads. A read that hangs is left."""
     desk.close()
-    if threading.main_thread().is_alive():
-        return  # a finalizer may run anywhere, so it waits for nobody
-    end = time.monotonic() + _PATIENCE_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    if (thread := reader()) is not None:
+        thread.join(_PATIENCE_S)
 
 
 class Staging:
@@ -187,7 +183,7 @@ class Staging:
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._close = weakref.finalize(self, _end, self._desk, self._threads)
+        self._close = weakref.finalize(self, self._desk.close)
 
     def start(self, source: Source, begin: int, end: int) -> Reading:
         """Begins to read bytes [begin, end) of `source` and returns at once. Consume readings in this order."""
@@ -195,21 +191,24 @@ class Staging:
         ranges = pairwise(cuts) if begin < end else ()
         pieces = [Piece(source, begin, first, last, self._desk.free) for first, last in ranges]
         with self._lock:
-            if not self._close.alive:
+            if self._desk.is_closed:
                 raise InvariantError(f"bytes [{begin}, {end}) are asked of a staging ring that was closed")
             while len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._desk.run, name="weightstream-read", daemon=True)
                 thread.start()
+                weakref.finalize(thread, _end, self._desk, weakref.ref(thread))  # it lives as long as it runs
                 self._threads.append(thread)
             for piece in pieces:
                 self._desk.pieces.put(piece)
-        return Reading(pieces, self)
+        reading = Reading(pieces, self)
+        if self._desk.is_closed:  # since: the process ends, and no thread may have seen these pieces
+            reading.cancel()
+        return reading
 
     def close(self) -> None:
         """Ends the threads, waiting for the requests under way; readings that are not done raise `StoreError`."""
         with self._lock:
             self._close()
-            threads = list(self._threads)
-            self._threads.clear()
+            threads, self._threads = self._threads, []
         for thread in threads:
             thread.join()
