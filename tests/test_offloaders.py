@@ -46,8 +46,8 @@ def layers(num: int = NUM_LAYERS) -> Iterator[nn.Module]:
         yield randomise(Layer(), index)
 
 
-def run(modules: list[nn.Module], seed: int) -> torch.Tensor:
-    x = floats(seed, 3, 32)
+def run(modules: list[nn.Module], seed: int, width: int = 32, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x = floats(seed, 3, width).to(dtype)
     with torch.no_grad():
         for module in modules:
             x = module(x)
@@ -526,10 +526,25 @@ def partial(num: int = NUM_LAYERS) -> Iterator[nn.Module]:
         yield randomise(Partial(), index)
 
 
+Profile = Callable[..., None]
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """Runs layers as a profiling step does."""
+
+    def profile(modules: list[nn.Module], *given: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Partial, "is_profiling", True)
+            run(modules, 0, *given)
+
+    return profile
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
 def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_reader(
-    is_compiled: bool, share: float, monkeypatch: pytest.MonkeyPatch
+    is_compiled: bool, share: float, profile: Profile
 ) -> None:
     plain = list(partial())
     assert isinstance(plain[0], Partial)
@@ -538,12 +553,7 @@ def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_rea
         offloader = BudgetOffloader(budget, codec="none")
         modules = offloader.wrap_modules(partial())
 
-        def step(modules: list[nn.Module] = modules) -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(Partial, "is_profiling", True)
-                run(modules, 0)
-
-        offloader.post_init(step, is_compiled=is_compiled)
+        offloader.post_init(lambda modules=modules: profile(modules), is_compiled=is_compiled)
         assert_steps_equal(modules, plain)
         assert not any(name.endswith("conv") for name in names(offloader))
 
@@ -552,7 +562,7 @@ def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_rea
 @pytest.mark.parametrize("kind", [peeking, partial])
 @pytest.mark.parametrize("first", [0.5, 0.8, 2.0])
 def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
-    first: float, kind: Callable[[], Iterator[nn.Module]], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    first: float, kind: Callable[[], Iterator[nn.Module]], is_compiled: bool, profile: Profile
 ) -> None:
     plain, chosen = list(kind()), []
     for share in (0.25, 0.4, 0.6, 0.7, 0.8):
@@ -561,9 +571,7 @@ def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
         room = int(share * nbytes(plain))
 
         def step(modules: list[nn.Module] = modules, room: int = room) -> int:
-            with monkeypatch.context() as patch:
-                patch.setattr(Partial, "is_profiling", True)
-                run(modules, 0)
+            profile(modules)
             return room
 
         offloader.post_init(step, is_compiled=is_compiled)
@@ -575,9 +583,7 @@ def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
 
 
 @pytest.mark.parametrize("share", [0.7, 0.95, 1.2])
-def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(share: float, profile: Profile) -> None:
     """Even those that stay: their bytes are decoded where the module that owns them runs, and only then."""
 
     def wide() -> Iterator[nn.Module]:
@@ -587,29 +593,17 @@ def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(
                 parameter.data = 0.02 * floats(8 * index + seed, *parameter.shape)
             yield layer.bfloat16()
 
-    def run(modules: list[nn.Module], seed: int) -> torch.Tensor:
-        x = floats(seed, 3, 64).bfloat16()
-        with torch.no_grad():
-            for module in modules:
-                x = module(x)
-        return x.clone()
-
+    like = 64, torch.bfloat16
     plain = list(wide())
     offloader = BudgetOffloader(int(share * nbytes(plain)), codec="4bit")
     modules = offloader.wrap_modules(wide())
-
-    def step() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Partial, "is_profiling", True)
-            run(modules, 0)
-
-    offloader.post_init(step, is_compiled=True)
+    offloader.post_init(lambda: profile(modules, *like), is_compiled=True)
     assert offloader.streamer is not None
     codes = offloader.streamer.plan.manifest.codes
     assert codes
     assert not any("conv" in alias for alias in codes)
     for seed in range(4):
-        assert torch.equal(run(modules, seed), run(plain, seed))
+        assert torch.equal(run(modules, seed, *like), run(plain, seed, *like))
 
 
 def test_what_another_tensor_of_the_layer_shows_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

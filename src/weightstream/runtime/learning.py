@@ -259,7 +259,7 @@ class Learning:
         """
         try:
             self.switch(plan)
-            self.watching |= self.watches
+            self.watching = self.watches
         except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
             if self._installed.gate.mode is Mode.REMOVED:
                 raise
