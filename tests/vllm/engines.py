@@ -27,6 +27,7 @@ def asked(**settings: Any) -> dict[str, Any]:
 def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **settings: Any) -> Iterator[Any]:
     """`is_last`: no other engine of this process is alive when it ends."""
     from vllm import LLM
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     given: dict[str, Any] = {
@@ -41,10 +42,11 @@ def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **sett
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
+        set_cudagraph_capturing_enabled(True)  # vLLM 0.24's V1 runner leaves it off, its V2 runner never turns it on
         given |= {"kv_cache_memory_bytes": 128 << 20, "gpu_memory_utilization": 0.3}
-        if compiled:  # which kernels Inductor combines depends on what is timed, and on operators between them
-            apart = {"combo_kernels": False, "benchmark_combo_kernel": False}
-            given["compilation_config"] = {"inductor_compile_config": apart}
+        if compiled:  # what Inductor chooses by what it times has other bits; what it combines depends on operators between
+            fixed = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+            given["compilation_config"] = {"inductor_compile_config": fixed}
     elif compiled:  # the default on a GPU
         given["compilation_config"] = {"mode": 3}
     llm = LLM(**given | settings)

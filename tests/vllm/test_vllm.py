@@ -59,7 +59,10 @@ def test_tokens_are_those_without_offload(folder: Folder, plain: Any, settings: 
     with engine(folder("llama"), **asked(**settings)) as llm:
         assert tokens(llm) == wanted
         found = streamer()
-        assert_streams(found)  # the CPU reads nothing in place for these flags
+        if "cpu_offload_gb" in settings and torch.cuda.is_available():
+            assert found.stats().held_nbytes["host"] >= LAYERS_NBYTES // 2  # and it is read in place
+        else:
+            assert_streams(found)
         if "device_budget" in settings:
             assert found.stats().held_nbytes["device"] <= settings["device_budget"]
         if settings.get("codec"):
@@ -143,10 +146,10 @@ def test_nothing_changes_without_the_key(folder: Folder, plain: Any) -> None:
 
 
 def test_an_engine_of_its_own_process(folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = plain()
+    wanted = plain(max_num_seqs=1)  # requests arrive while it runs: larger batches would be others each time
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    with engine(folder("llama"), **asked(**group(2))) as llm:
+    with engine(folder("llama"), max_num_seqs=1, **asked(**group(2))) as llm:
         assert tokens(llm) == wanted
         stats = llm.collective_rpc(_stats)[0]
     assert stats["fills"] > 0
@@ -266,7 +269,7 @@ def test_each_rank_streams_what_it_holds(folder: Folder, ranks: str, monkeypatch
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     found = []
     for options in ({}, asked(device_budget=LAYER_NBYTES, codec="none")):
-        with engine(folder("llama"), **{ranks: 2}, **options) as llm:
+        with engine(folder("llama"), max_num_seqs=1, **{ranks: 2}, **options) as llm:
             found.append(tokens(llm))
             stats = llm.collective_rpc(_stats) if options else []
     assert found[0] == found[1]
