@@ -2,6 +2,7 @@
 
     python benchmarks/vllm/run.py make --model 8b
     python benchmarks/vllm/run.py all --model 8b --cases a,b,d,f --together 4 [--limit 170] [--total 560]
+    python benchmarks/vllm/run.py all --cases a,f:default+v2+own               a case with a mode of its own
     python benchmarks/vllm/run.py one --model 8b --case d --mode default       what `all` starts for each
     python benchmarks/vllm/run.py serve --model 1b --seconds 60                 the OpenAI server, 32 requests at once
 
@@ -387,7 +388,7 @@ def run_all(args: argparse.Namespace) -> None:
     (TEMPORARY / "vtokens").mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-c", PROFILE], check=True)  # while nothing else runs
     end, common = time.time() + args.total, rows.environment() | {"vllm": rows._version("vllm")}
-    wanted = [(case, mode) for mode in args.modes.split(",") for case in args.cases.split(",")]
+    wanted = [(*case.split(":"), mode)[:2] for mode in args.modes.split(",") for case in args.cases.split(",")]
     for first in range(0, len(wanted), args.together):
         if end - time.time() < 40:
             print(f"not started: {wanted[first:]}", flush=True)
