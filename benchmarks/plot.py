@@ -190,8 +190,9 @@ def coded(rows: list[Row], folder: Path) -> None:
 
 def vllm(rows: list[Row], folder: Path) -> None:
     """A decode step inside of vLLM as bars, with the device memory of the whole model."""
-    shown = [row for row in rows if row["model"] == "8b" and row["mode"] == "default" and "ms" in row][::-1]
+    shown = [row for row in rows if row["model"] == "8b" and row["mode"] == "default" and "ms" in row]
     shown = [row for row in shown if row["tp"] == row["pp"] == 1 and not row["quantization"]]
+    shown = list({row["system"]: row for row in shown}.values())[::-1]  # the latest
     figure, axes = plt.subplots(figsize=(8.6, 0.3 * len(shown) + 1.1), layout="constrained")
     bars = axes.barh(_names(shown), [row["ms"]["p50"] for row in shown], color=_colors(shown))
     labels = [f"{row['ms']['p50']:.1f} ms, {row['device_gib']:.1f} GiB" for row in shown]
