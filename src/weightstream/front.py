@@ -18,6 +18,7 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters import device_map
 from weightstream.adapters.module import Grain, find_blocks
+from weightstream.adapters.unpacking import unpack_late
 from weightstream.config import OffloadConfig, unmatched_patterns
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.measure.profile import doubt, prepare, read_profile
@@ -148,6 +149,7 @@ def from_pretrained(
             progress=progress,
             verify_checksums=config.verify_checksums,
             decode=lambda: not prospects.can_decode(backend, config, progress),
+            device=backend.device,
             **kwargs,
         )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
@@ -264,6 +266,27 @@ def _offload(
     hosted: prospects.Hosted | None = None,
 ) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
+    closing = ExitStack()
+    try:
+        closing.callback(unpack_late(model, backend.device))
+        return _attached(model, backend, config, mappings, folder, closing, example, layers, hosted)
+    except BaseException:
+        closing.close()
+        raise
+
+
+def _attached(
+    model: nn.Module,
+    backend: Backend,
+    config: OffloadConfig,
+    mappings: Sequence[Memory],
+    folder: OffloadFolder | None,
+    closing: ExitStack,
+    example: prospects.Example | None,
+    layers: Sequence[nn.Module],
+    hosted: prospects.Hosted | None,
+) -> Streamer:
+    """What `closing` is given is closed once the model is plain again."""
     by_alias = _weights(model)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
@@ -285,7 +308,6 @@ def _offload(
         return found and prospects.with_facts(found, homes, backend, mappings)
 
     refinement = Refinement(prospect, foresee, partial(doubt, backend.device))
-    closing = ExitStack()
     for owned in (folder, spill):
         if owned is not None:
             closing.callback(owned.close)

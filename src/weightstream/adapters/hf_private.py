@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
 LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
 GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
 WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions that it has seen
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
+FP8_LINEAR = ("transformers.integrations.finegrained_fp8", "FP8Linear")
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -97,6 +99,90 @@ def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[A
         place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
     return found, transforms
+
+
+@contextlib.contextmanager
+def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
+    """Inside, float8 is loaded as it is, kernels or not, and torchao finds what the header of a file says of its
+    tensors: transformers reads that from files alone."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    validate = FineGrainedFP8HfQuantizer.validate_environment
+    FineGrainedFP8HfQuantizer.validate_environment = lambda self, *args, **kwargs: None
+    TorchAoHfQuantizer.metadata = dict(metadata)
+    try:
+        yield
+    finally:
+        FineGrainedFP8HfQuantizer.validate_environment = validate
+        del TorchAoHfQuantizer.metadata
+
+
+@contextlib.contextmanager
+def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Inside, what transformers quantises is on this device meanwhile; `then` is called with each module."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    class There(ConversionOps):  # type: ignore[misc]
+        def __init__(self, op: Any) -> None:
+            self.op = op
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            made: dict[str, Any] = self.op.convert(
+                tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), input_dict), **kwargs
+            )
+            if not made:  # it is set already
+                then(get_module_from_name(kwargs["model"], kwargs["full_layer_name"])[0])
+            return made
+
+        @property
+        def reverse_op(self) -> Any:
+            return self.op.reverse_op
+
+    def get(kind: Any, given: Any) -> Callable[[Any], Any]:
+        return lambda quantizer: There(given(quantizer))
+
+    kinds = {
+        kind: kind.__dict__["get_quantize_ops"]
+        for kind in AUTO_QUANTIZER_MAPPING.values()
+        if "get_quantize_ops" in kind.__dict__
+    }
+    for kind, given in kinds.items():
+        kind.get_quantize_ops = get(kind, given)
+    try:
+        yield
+    finally:
+        for kind, given in kinds.items():
+            kind.get_quantize_ops = given
+
+
+def needs_fp8_kernels(module: torch.nn.Module) -> bool:
+    """Whether it is a linear layer of fine-grained float8."""
+    kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
+    return FP8_LINEAR in kinds and module.weight.element_size() == 1  # type: ignore[operator]
+
+
+def has_fp8_kernels(device: torch.device) -> bool:
+    """Whether transformers finds what computes with it on a device; it may ask the hub."""
+    from transformers.integrations.finegrained_fp8 import load_finegrained_fp8_kernel
+
+    if device.type != "cuda" or torch.get_device_module(device).get_device_capability(device) < (8, 9):
+        return False
+    try:
+        load_finegrained_fp8_kernel()
+    except ImportError:
+        return False
+    return True
+
+
+def fp8_unpacked(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as transformers would have unpacked it."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    found: torch.Tensor = Fp8Dequantize(None)._dequantize_one(module.weight, module.weight_scale_inv, dtype)
+    return found
 
 
 def unused_names(model: Any, names: Iterable[str]) -> list[str]:

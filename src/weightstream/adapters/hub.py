@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,19 @@ def local_path(name: str | Path, remote_code: bool, *, weights: bool = True, **h
     return Path(found), Path(found)
 
 
-def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple[Any, Any]:
-    """The config of a folder and the class of the model that it describes; raises as `load_pretrained`."""
-    config = _read_config(folder, remote_code)
+def config_and_class(
+    folder: Path, model_class: Any, remote_code: bool, quantised: Collection[str] = ()
+) -> tuple[Any, Any]:
+    """The config of a folder and the class of the model that it describes; `quantised` are methods that may be.
+
+    Raises as `load_pretrained`.
+    """
+    config = _read_config(folder, remote_code, quantised)
     cls = _class_of(config, model_class, remote_code)
     return config if isinstance(config, cls.config_class or object) else config.get_text_config(), cls
 
 
-def _read_config(folder: Path, remote_code: bool) -> Any:
+def _read_config(folder: Path, remote_code: bool, quantised: Collection[str]) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -73,7 +78,9 @@ def _read_config(folder: Path, remote_code: bool) -> Any:
     quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if quantization is not None:
         facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        method = facts.get("quant_method", "unknown")
+        method = str(facts.get("quant_method", "unknown").removeprefix("QuantizationMethod."))
+        if method in quantised:
+            return config
         raise UnsupportedError(f"{folder}: quantised with {method}, which is not supported; use the unquantised model")
     return config
 

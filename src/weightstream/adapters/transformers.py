@@ -28,6 +28,7 @@ from weightstream.adapters import hf_private
 from weightstream.adapters.hub import build, check_dtype, config_and_class, local_path, refused_as_checkpoint
 from weightstream.adapters.ranges import gather
 from weightstream.errors import CheckpointError, ConfigError
+from weightstream.runtime.leaves import Role, Shell, behind
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
@@ -36,8 +37,13 @@ from weightstream.store.mapping import FileMapping
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
+_CPU = torch.device("cpu")
 _TRIM_NBYTES = 32 << 20
-_OURS = ("config", "state_dict", "device_map", "max_memory", "quantization_config", "gguf_file", "tp_plan", "tp_size")
+_QUANTISED = frozenset(
+    ("bitsandbytes", "compressed-tensors", "fp8", "torchao")
+)  # methods whose weights stream as they are
+_SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
+_OURS = ("config", "state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +70,16 @@ def load_pretrained(
     progress: bool | None = None,
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
+    device: torch.device = _CPU,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
-    are those that the file holds coded, if there are any and `decode` says so. Other keywords go to the hub or to
-    transformers. Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
+    are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
+    quantises, one by one on `device`. Other keywords go to the hub or to transformers.
+
+    Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
     check_dtype(dtype)
     if refused := sorted(kwargs.keys() & set(_OURS)):
@@ -82,10 +91,10 @@ def load_pretrained(
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code)
+        config, cls = config_and_class(folder, model_class, trust_remote_code, _QUANTISED)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options).run(decode)
+            model = _Load(checkpoint, offload, cls, options).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -104,8 +113,14 @@ class _Load:
         self._thread = threading.get_ident()
         self._freed_nbytes = 0
 
-    def run(self, wants_plain: Callable[[], bool]) -> Any:
+    def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
+        given = (
+            getattr(self._options["config"], "quantization_config", None),
+            self._options.get("quantization_config"),
+        )
+        if any(config is not None for config in given):
+            return self._quantised(device)
         decode = bool(self._coded) and wants_plain()
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
@@ -130,6 +145,29 @@ class _Load:
                 "transformers converted %d tensors: %d bytes written to %s for this process only; "
                 "`weightstream pack` keeps what it converts, in the dtype of config.json",
                 *(num, self._folder.nbytes, self._folder.path),
+            )
+        return model
+
+    def _quantised(self, device: torch.device) -> Any:
+        """The model of a quantised checkpoint: its library makes tensors of those in the file, which these view.
+
+        Of one that is not, the library quantises each weight on the device.
+        """
+        if self._coded:
+            raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
+        self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
+        # by name, as transformers goes through them: without a dtype in the config the first one's is taken
+        sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries)}
+        with (
+            register_module_parameter_registration_hook(self._on_parameter),
+            hf_private.keeping_quantised(self._checkpoint.metadata),
+            hf_private.quantising_on(device, self._take_all_home),
+        ):
+            model = self._build(sources)
+        if self._written:
+            _LOGGER.warning(
+                "%d tensors were quantised: %d bytes written to %s for this process only; save_pretrained keeps them",
+                *(len(self._written), self._folder.nbytes, self._folder.path),
             )
         return model
 
@@ -189,15 +227,26 @@ class _Load:
             )
         return model
 
-    def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
+    def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         if param is None or param.is_meta or threading.get_ident() != self._thread or not hf_private.is_loaded(param):
-            return None
-        home = self._home(name, param.detach())
-        if home.data_ptr() == param.data_ptr():
-            return None
-        homed = torch.nn.Parameter(home, requires_grad=param.requires_grad)
-        homed.__dict__.update(param.__dict__)
-        return homed
+            return
+        self._take_home(name, param)
+
+    def _take_all_home(self, module: torch.nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            self._take_home(name, param)
+
+    def _take_home(self, name: str, param: torch.Tensor) -> None:
+        """Have a parameter, and what else is behind it, view files."""
+        homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
+        for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
+            is_small, place = path != name and tensor.nbytes <= _SMALL_NBYTES, (tensor.data_ptr(), tensor.shape)
+            if place not in homes:
+                homes[place] = tensor.detach().cpu() if is_small else self._home(path, tensor.detach())
+            if homes[place].data_ptr() != tensor.data_ptr():
+                tensor.data = homes[place]
+            for shell in shells:
+                Shell(shell).follow()
 
     def _home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns `tensor` where it views a file or lazy memory already, else an equal one in a file of the folder."""

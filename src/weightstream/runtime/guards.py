@@ -201,14 +201,22 @@ def refuse_backward(unit: str) -> AbstractContextManager[None]:
 
 
 def refuse_foreign(modules: dict[str, nn.Module]) -> None:
-    """Raise `OffloadError` if another library offloads one of these modules, or weightstream does already."""
+    """Raise `OffloadError` if another library offloads one of these modules."""
     for name, module in modules.items():
-        for attribute, owner in (("_hf_hook", "accelerate"), ("_diffusers_hook", "diffusers")):
-            if attribute in module.__dict__ and getattr(module, attribute) is not None:
-                raise OffloadError(
-                    f"{name or type(module).__name__} is already managed by {owner} ({attribute}): remove its hooks "
-                    "first. Two kinds of offloading on one model cannot both know where a weight is."
-                )
+        if owner := _owner(module.__dict__):
+            raise OffloadError(
+                f"{name or type(module).__name__} is already managed by {owner}: remove its hooks first. Two kinds of "
+                "offloading on one model cannot both know where a weight is."
+            )
+
+
+def _owner(attributes: dict[str, Any]) -> str:
+    if attributes.get("_hf_hook") is not None:
+        return "accelerate (_hf_hook)"
+    registry = attributes.get("_diffusers_hook")  # of hooks of any purpose
+    if registry is not None and any("offload" in name for name in registry.hooks):
+        return "diffusers (_diffusers_hook)"
+    return ""
 
 
 def refuse_twice(model: nn.Module) -> None:

@@ -71,7 +71,7 @@ def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:
     for role, named in ((Role.PARAMETER, module._parameters), (Role.BUFFER, module._buffers)):
         for key, tensor in named.items():
             if tensor is not None:
-                yield from _behind(prefix + key, tensor, role)
+                yield from behind(prefix + key, tensor, role)
     for key, value in tuple(module.__dict__.items()):
         if key not in _SKIPPED and type(value) not in _FACTS and not key.startswith(_OURS):
             yield from _held(prefix + key, value, Role.ATTRIBUTE, _DEPTH)
@@ -108,12 +108,13 @@ def _inside(shell: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, inner) for name, inner in found if isinstance(inner, torch.Tensor))
 
 
-def _behind(path: str, tensor: torch.Tensor, role: Role, shells: tuple[torch.Tensor, ...] = ()) -> Iterator[Leaf]:
+def behind(path: str, tensor: torch.Tensor, role: Role, shells: tuple[torch.Tensor, ...] = ()) -> Iterator[Leaf]:
+    """The leaves of one tensor: itself, or what is inside of it, and what its attributes hold."""
     if type(tensor) not in (nn.Parameter, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
         for name, inner in _inside(tensor):
             if inner is not getattr(tensor, name):
                 raise UnsupportedError(f"{path}.{name} is another tensor whenever it is asked for: it cannot be moved")
-            yield from _behind(f"{path}.{name}", inner, role, (tensor, *shells))
+            yield from behind(f"{path}.{name}", inner, role, (tensor, *shells))
         return  # its other attributes describe it: what it consists of is in the list
     yield Leaf(path, tensor, shells, role)
     for name, value in tuple(tensor.__dict__.items()):
@@ -125,7 +126,7 @@ def _held(path: str, value: object, role: Role, depth: int) -> Iterator[Leaf]:
     """The leaves of any value that an attribute may have."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, torch.Tensor):
-        yield from _behind(path, value, role)
+        yield from behind(path, value, role)
     elif isinstance(value, torch.ScriptObject):
         raise UnsupportedError(f"{path} is a {value._type()}: what it packs cannot be moved")
     elif depth and isinstance(value, dict):

@@ -207,13 +207,16 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     """
     handles = {alias: group.home.untyped_storage() for alias, group in by_alias.items()}
     showing = Counter({handle._cdata: 1 for handle in handles.values()})  # a handle is an owner too
+    bases: dict[int, torch.Tensor] = {}  # of members that are views: they keep them
     for alias, group in by_alias.items():
-        showing[handles[alias]._cdata] += 1 + len(group.members)
+        bases |= (views := {id(m.tensor._base): m.tensor._base for m in group.members if m.tensor._base is not None})
+        showing[handles[alias]._cdata] += 1 + len(group.members) + len(views)
     suspects = {storage for storage, num in showing.items() if torch._C._storage_Use_Count(storage) > num}
     if not suspects:
         return []  # to look at all objects takes up to a second
     gc.collect()  # what a cycle of objects holds is nobody's any more
     own = {id(tensor) for group in by_alias.values() for tensor in (group.home, *(m.tensor for m in group.members))}
+    own |= bases.keys()
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
     suspects &= {_memory_of(tensor) for tensor in tensors}
     return [m.names[0] for alias, group in by_alias.items() if handles[alias]._cdata in suspects for m in group.members]

@@ -1,0 +1,185 @@
+"""Quantised weights that their library would unpack where they are: each module unpacks its own while it runs.
+
+compressed-tensors unpacks a whole model at its first forward, transformers unpacks float8 as it loads where no kernel
+is there, and diffusers' layerwise casting gives a module other weights around each of its forwards. Here the packed
+tensors stay the parameters, and so what is held and moved; beside them, from the begin of a forward to its end, are
+those that the library's own functions make of them. Knows no plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.adapters import hf_private
+from weightstream.runtime.values import tensors_in
+
+Undo = Callable[[], None]
+_CASTING = "layerwise_casting"  # a hook of diffusers
+_UNPACKS = "_weightstream_unpacks"  # of a forward
+
+
+def unpack_late(model: nn.Module, device: torch.device) -> Undo:
+    """Have every module of the model unpack its own weights, on the device that it is going to compute on.
+
+    Returns what undoes it.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            _without_kernels(module, device)
+            for found in (_whole_model(module), _compressed(module), _cast(module), _packed_for_cpu(module, device)):
+                if found is not None:
+                    undo.callback(found)
+        return undo.pop_all().close
+
+
+@contextmanager
+def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, these are the module's, before what it has under the same names."""
+    module.__dict__.update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            del module.__dict__[name]
+
+
+# -- compressed-tensors ------------------------------------------------------------------------------------------------
+
+
+def _whole_model(module: nn.Module) -> Undo | None:
+    """Keep the library from unpacking all modules below this one."""
+    handle = module.__dict__.get("ct_decompress_hook")
+    hooks = module._forward_pre_hooks
+    if handle is None or handle.id not in hooks:
+        return None
+    hook = hooks.pop(handle.id)
+    return lambda: hooks.update({handle.id: hook})
+
+
+def _compressed(module: nn.Module) -> Undo | None:
+    status = module.__dict__.get("quantization_status")
+    if status is None or status.name != "COMPRESSED":
+        return None
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.utils import get_direct_state_dict
+
+    scheme: Any = module.quantization_scheme
+    decompress = BaseCompressor.get_value_from_registry(scheme.format.value).decompress
+    # The host asks for the shape: on a GPU it would wait for it, which a graph cannot.
+    shape = {name: p.data.clone().cpu() for name, p in module.named_parameters(recurse=False) if name == "weight_shape"}
+    return _unpacking(module, lambda self, _: decompress(get_direct_state_dict(self) | shape, scheme)["weight"])
+
+
+def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Undo:
+    """Have `unpacked(module, input)` make its weight in each of its forwards."""
+    given = module.__dict__.get("forward")
+    function = type(module).forward if given is None else given.__func__
+
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _showing(self, {"weight": unpacked(self, next(tensors_in((args, kwargs))))}):
+            return function(self, *args, **kwargs)
+
+    setattr(forward, _UNPACKS, True)
+    module.forward = MethodType(forward, module)
+    return functools.partial(_give_back, module, "forward", given)
+
+
+def _give_back(module: nn.Module, name: str, given: Any) -> None:
+    """The attribute of the instance as it was; None: it had none."""
+    del module.__dict__[name]
+    if given is not None:
+        module.__dict__[name] = given
+
+
+# -- fine-grained float8 of transformers -------------------------------------------------------------------------------
+
+
+def _without_kernels(module: nn.Module, device: torch.device) -> None:
+    """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
+    packed, so this is not undone."""
+    is_done = hasattr(module.__dict__.get("forward"), _UNPACKS)
+    if hf_private.needs_fp8_kernels(module) and not is_done and not hf_private.has_fp8_kernels(device):
+        _unpacking(module, lambda self, x: hf_private.fp8_unpacked(self, x.dtype))
+
+
+# -- layerwise casting of diffusers ------------------------------------------------------------------------------------
+
+
+def _cast(module: nn.Module) -> Undo | None:
+    registry = module.__dict__.get("_diffusers_hook")
+    hook = None if registry is None else registry.get_hook(_CASTING)
+    if hook is None:
+        return None
+    shown = ExitStack()
+
+    def before(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        shown.close()  # of a forward that failed
+        for part in module.modules():
+            named = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            cast = {name: tensor.to(hook.compute_dtype) for name, tensor in named if tensor.is_floating_point()}
+            shown.enter_context(_showing(part, cast))
+        return args, kwargs
+
+    def after(module: nn.Module, output: Any) -> Any:
+        shown.close()
+        return output
+
+    functions = hook.fn_ref
+    given = functions.pre_forward, functions.post_forward
+    functions.pre_forward, functions.post_forward = before, after
+
+    def undo() -> None:
+        shown.close()
+        functions.pre_forward, functions.post_forward = given
+
+    return undo
+
+
+# -- bitsandbytes ------------------------------------------------------------------------------------------------------
+
+
+def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
+    """Bring 4-bit weights in the order in which CPUs with AVX-512 read them, as the first forward there does; on any
+    other device they would be read wrong."""
+    if not getattr(module, "support_avx512bf16_for_cpu", False) or module.weight.quant_state is None:
+        return None
+    from bitsandbytes import functional
+
+    weight, is_on_cpu = module.weight, device.type == "cpu"
+    if not is_on_cpu and _is_packed(weight):
+        weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu_inverse(
+            weight.data, weight.quant_state
+        )
+    if not is_on_cpu or module.training:
+        return None
+    if not _is_packed(weight):
+        weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+    kind = type(module)
+
+    def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The library puts the weight back in order to save it: here a copy."""
+        weight = self._parameters["weight"]
+        ordered = torch.Tensor._make_subclass(type(weight), weight.data, False)
+        ordered.__dict__.update(weight.__dict__)
+        ordered.quant_state = copy.copy(weight.quant_state)
+        self._parameters["weight"] = ordered
+        try:
+            kind._save_to_state_dict(self, destination, prefix, keep_vars)
+        finally:
+            self._parameters["weight"] = weight
+
+    module._save_to_state_dict = MethodType(save, module)
+    return functools.partial(_give_back, module, "_save_to_state_dict", None)
+
+
+def _is_packed(weight: Any) -> bool:
+    return bool(getattr(weight.quant_state, "packing_format_for_cpu", False))

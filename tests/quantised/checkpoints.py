@@ -1,0 +1,107 @@
+"""Checkpoints of a tiny Llama in the formats that transformers loads quantised, made by their libraries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from formats import FP8, INT4, INT8, TOKEN, compress
+
+Make = Callable[[Path], None]
+
+
+def llama() -> Any:
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def _bnb(settings: dict[str, Any], folder: Path) -> None:
+    import transformers
+
+    quantised(folder, transformers.BitsAndBytesConfig(**settings)).save_pretrained(folder)
+
+
+def _torchao(name: str, settings: dict[str, Any], folder: Path) -> None:
+    import transformers
+    from torchao import quantization
+
+    config = transformers.TorchAoConfig(getattr(quantization, name)(**settings))
+    quantised(folder, config).save_pretrained(folder)
+
+
+def quantised(folder: Path, config: Any) -> Any:
+    """The tiny Llama, quantised by transformers on the CPU."""
+    import transformers
+
+    plain = folder / "plain"
+    llama().save_pretrained(plain)
+    return transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=config, device_map={"": "cpu"})
+
+
+def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kind: str, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = llama()
+    compressor = compress(model, weights, activations, kind, ignore=["lm_head"])
+    save_file(
+        {name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+def _float8(folder: Path) -> None:
+    """As DeepSeek's: float8 with a scale for each block of 64 x 64."""
+    from safetensors.torch import save_file
+
+    model, tensors = llama(), {}
+    for name, tensor in model.state_dict().items():
+        if "_proj." in name:
+            rows, columns = tensor.shape
+            blocks = tensor.float().reshape(rows // 64, 64, columns // 64, 64)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            tensors[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+            tensor = (blocks / scale).reshape(rows, columns).to(torch.float8_e4m3fn)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.quantization_config = {
+        "quant_method": "fp8",
+        "weight_block_size": [64, 64],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    model.config.save_pretrained(folder)
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+CHECKPOINTS: dict[str, tuple[str, Make]] = {
+    "bnb nf4": ("bitsandbytes", functools.partial(_bnb, NF4)),
+    "bnb nf4 double": ("bitsandbytes", functools.partial(_bnb, NF4 | {"bnb_4bit_use_double_quant": True})),
+    "bnb int8": ("bitsandbytes", functools.partial(_bnb, {"load_in_8bit": True})),
+    "torchao int8": ("torchao", functools.partial(_torchao, "Int8WeightOnlyConfig", {"version": 2})),
+    "torchao float8": ("torchao", functools.partial(_torchao, "Float8WeightOnlyConfig", {})),
+    "fp8": ("transformers", _float8),
+    "compressed w4a16": (
+        "compressed_tensors",
+        functools.partial(_compressed, INT4 | {"symmetric": True}, None, "pack-quantized"),
+    ),
+    "compressed w8a8": ("compressed_tensors", functools.partial(_compressed, INT8, INT8 | TOKEN, "int-quantized")),
+    "compressed fp8": ("compressed_tensors", functools.partial(_compressed, FP8, FP8 | TOKEN, "float-quantized")),
+}

@@ -1,0 +1,104 @@
+"""A quantised checkpoint streams from its file: the bits of the model that transformers loads, and nothing unpacked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CHECKPOINTS
+from safetensors import safe_open
+
+import weightstream
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
+SHARES = (0.35, 0.5, 0.7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def found(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("checkpoint")
+            CHECKPOINTS[name][1](made[name])
+        return made[name]
+
+    return found
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def name(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(CHECKPOINTS[request.param][0])
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def loaded(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"})
+
+
+def budget(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size // 3
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_streams_from_the_file(folder: Any, name: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder(name)
+    plain = loaded(path)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        in_file = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    names = set(in_file if name == "fp8" else plain.state_dict())  # transformers has unpacked it
+    nbytes = sum(tensor.nbytes for tensor in in_file.values())
+    wanted = [plain(IDS[:, : 7 + i]).logits for i in range(3)]
+    with caplog.at_level(logging.WARNING, "weightstream"):
+        model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
+    assert not [record for record in caplog.records if record.name == "weightstream"]
+    for i, logits in enumerate(wanted):
+        assert torch.equal(model(IDS[:, : 7 + i]).logits, logits)
+    streamer = model.weightstream
+    stats = streamer.stats()
+    assert stats.filled_nbytes > 0.3 * stats.steps * stats.model_nbytes
+    assert stats.model_nbytes <= 1.01 * nbytes
+    assert set(model.state_dict()) == names
+    if not name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order
+        in_files = sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
+        assert in_files > 0.99 * stats.model_nbytes
+    streamer.remove()
+    assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
+
+
+def test_generates_the_same(folder: Any, name: str) -> None:
+    path = folder(name)
+    wanted = loaded(path).generate(IDS, max_new_tokens=6, do_sample=False)
+    model = weightstream.from_pretrained(path, device="cpu", device_budget=budget(path))
+    assert torch.equal(weightstream.generate(model, IDS, max_new_tokens=6, do_sample=False), wanted)
+    model.weightstream.remove()
+
+
+def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> None:
+    """What an offloaded model saves, transformers loads."""
+    path = folder(name)
+    model = weightstream.from_pretrained(path, device="cpu", device_budget=budget(path))
+    wanted = model(IDS).logits
+    as_loaded = name.startswith("compressed")  # what it makes of the others while it loads transformers cannot undo
+    model.save_pretrained(tmp_path / "ours", save_original_format=as_loaded)
+    assert torch.equal(model(IDS).logits, wanted)
+    if name.startswith("bnb nf4"):  # a first forward rounds its scales, on CPUs with AVX-512
+        plain = loaded(path)
+        plain(IDS)
+        plain.save_pretrained(tmp_path / "plain", save_original_format=as_loaded)
+        wanted = loaded(tmp_path / "plain")(IDS).logits
+    assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)

@@ -1,0 +1,106 @@
+"""A small net of each format streams as it is: the same bits, the quantised bytes, and the same module afterwards."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from formats import NETS, WIDTH
+from torch import nn
+
+import weightstream
+from weightstream.runtime.leaves import leaves_of, plain_tensors
+
+SHARES = (0.2, 0.4, 0.7)
+_UNCOPIED = ("gguf q8_0", "gguf q4_0", "layerwise casting")  # a copy of a plain one fails, or computes with the first's
+
+
+@pytest.fixture(params=NETS)
+def name(request: pytest.FixtureRequest) -> str:
+    library = NETS[request.param][0]
+    if library is not None:
+        pytest.importorskip(library)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def inputs(model: nn.Module, num: int = 3) -> list[torch.Tensor]:
+    dtype = next(t.dtype for t in model.parameters() if t.is_floating_point() and t.dtype.itemsize > 1)
+    return [torch.randn(2 + i, WIDTH, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(num)]
+
+
+def held_nbytes(model: nn.Module) -> int:
+    """Of all memory behind a model."""
+    storages = [leaf.tensor.untyped_storage() for leaf in leaves_of(model)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert list(state) == list(wanted)
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            found = zip(plain_tensors([state[key]]), plain_tensors([value]), strict=True)
+            assert all(torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) for a, b in found), key
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_streams_as_it_is(name: str, share: float) -> None:
+    plain, model = NETS[name][1](), NETS[name][1]()
+    xs = inputs(model)
+    wanted = [plain(x) for x in xs]
+    nbytes = held_nbytes(model)
+    # a first forward on a CPU with AVX-512 rounds the scales of bitsandbytes; one of compressed-tensors unpacks all
+    state = dict((plain if name.startswith("bnb") else NETS[name][1]()).state_dict())
+    streamer = weightstream.offload(model, device="cpu", device_budget=int(share * nbytes), codec="none")
+    for x, y in zip(xs, wanted, strict=True):
+        assert torch.equal(model(x), y)
+    stats = streamer.stats()
+    assert stats.model_nbytes <= 1.02 * nbytes
+    assert 0.2 * len(xs) * nbytes < stats.filled_nbytes < (len(xs) + 1) * nbytes  # the next step's are on their way
+    assert stats.unplanned_fills == 0
+    assert_equal_states(model.state_dict(), state)
+    assert torch.equal(model(xs[0]), wanted[0])
+    streamer.remove()
+    assert torch.equal(model(xs[1]), wanted[1])
+
+
+def test_is_as_it_was_afterwards(name: str) -> None:
+    model = NETS[name][1]()
+    names = [leaf.path for leaf in leaves_of(model)]
+    attributes = {key: set(module.__dict__) for key, module in model.named_modules()}
+    weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))).remove()
+    assert [leaf.path for leaf in leaves_of(model)] == names or name.startswith("bnb")  # packed as by a first forward
+    assert {key: set(module.__dict__) for key, module in model.named_modules()} == attributes
+
+
+def test_is_saved_and_copied(name: str) -> None:
+    """What an offloaded model saves, another takes; and its copy is a plain one, where that of a plain one works."""
+    plain, model = NETS[name][1](), NETS[name][1]()
+    (x,) = inputs(model, 1)
+    wanted, nbytes = plain(x), held_nbytes(model)
+    with weightstream.offload(model, device="cpu", device_budget=int(0.4 * nbytes)):
+        assert torch.equal(model(x), wanted)
+        saved = io.BytesIO()
+        state = model.state_dict()
+        if name.startswith("gguf"):  # diffusers' own cannot be pickled
+            state = {key: tensor.as_subclass(torch.Tensor) for key, tensor in state.items()}
+        torch.save(state, saved)
+        if name not in _UNCOPIED:
+            assert torch.equal(copy.deepcopy(model)(x), wanted)
+    if name.startswith("bnb"):
+        return  # what it saves is not for load_state_dict
+    saved.seek(0)
+    other = NETS[name][1]()
+    for tensor in plain_tensors(other.parameters()):
+        tensor.data.zero_()
+    other.load_state_dict(torch.load(saved, weights_only=False))
+    assert torch.equal(other(x), wanted)
