@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, NF4, llama
 from safetensors import safe_open
 
 import weightstream
@@ -54,8 +55,7 @@ def budget(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size // 3
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_streams_from_the_file(folder: Any, name: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(name)
     plain = loaded(path)
     with safe_open(path / "model.safetensors", "pt") as file:
@@ -63,21 +63,63 @@ def test_streams_from_the_file(folder: Any, name: str, share: float, caplog: pyt
     names = set(in_file if name == "fp8" else plain.state_dict())  # transformers has unpacked it
     nbytes = sum(tensor.nbytes for tensor in in_file.values())
     wanted = [plain(IDS[:, : 7 + i]).logits for i in range(3)]
-    with caplog.at_level(logging.WARNING, "weightstream"):
-        model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
-    assert not [record for record in caplog.records if record.name == "weightstream"]
-    for i, logits in enumerate(wanted):
-        assert torch.equal(model(IDS[:, : 7 + i]).logits, logits)
+    for share in SHARES:
+        with caplog.at_level(logging.WARNING, "weightstream"):
+            model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
+        assert not [record for record in caplog.records if record.name == "weightstream"]
+        for i, logits in enumerate(wanted):
+            assert torch.equal(model(IDS[:, : 7 + i]).logits, logits)
+        streamer = model.weightstream
+        stats = streamer.stats()
+        assert stats.filled_nbytes > 0.3 * stats.steps * stats.model_nbytes
+        assert stats.model_nbytes <= 1.01 * nbytes
+        assert set(model.state_dict()) == names
+        if not name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order
+            in_files = sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
+            assert in_files > 0.99 * stats.model_nbytes
+        streamer.remove()
+        assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
+
+
+def _on_the_fly() -> dict[str, Callable[[], Any]]:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    return {
+        "bnb nf4": lambda: transformers.BitsAndBytesConfig(**NF4),
+        "bnb int8": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
+        "torchao int8": lambda: transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2)),
+        "torchao float8": lambda: transformers.TorchAoConfig(Float8WeightOnlyConfig()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8", "torchao float8"])
+def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
+    """One weight at a time, into the offload folder: nothing of it stays in memory."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("torchao")
+    llama().save_pretrained(tmp_path)
+    config = _on_the_fly()[kind]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map={"": "cpu"}, quantization_config=config()
+    )
+    wanted = plain(IDS).logits
+    model = weightstream.from_pretrained(tmp_path, device="cpu", device_budget="150KiB", quantization_config=config())
+    for _ in range(3):
+        assert torch.equal(model(IDS).logits, wanted)
     streamer = model.weightstream
     stats = streamer.stats()
-    assert stats.filled_nbytes > 0.3 * stats.steps * stats.model_nbytes
-    assert stats.model_nbytes <= 1.01 * nbytes
-    assert set(model.state_dict()) == names
-    if not name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order
+    assert stats.model_nbytes < 0.75 * (tmp_path / "model.safetensors").stat().st_size
+    if kind != "bnb nf4":
         in_files = sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
-        assert in_files > 0.99 * stats.model_nbytes
-    streamer.remove()
-    assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
+        assert in_files > 0.95 * stats.model_nbytes
+
+
+def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "aqlm"}}))
+    with pytest.raises(weightstream.UnsupportedError, match="quantised with aqlm, which is not supported"):
+        weightstream.from_pretrained(tmp_path, device="cpu")
 
 
 def test_generates_the_same(folder: Any, name: str) -> None:
