@@ -14,6 +14,7 @@ from checkpoints import CHECKPOINTS, NF4, llama
 from safetensors import safe_open
 
 import weightstream
+from weightstream.adapters.packing import pack
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -114,6 +115,14 @@ def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
         assert in_files > 0.95 * stats.model_nbytes
 
 
+def test_packs_and_plans_of_quantised_checkpoints_are_refused(folder: Any, tmp_path: Path) -> None:
+    path = folder("compressed w8a8")
+    with pytest.raises(weightstream.UnsupportedError, match="quantised with compressed-tensors"):
+        pack(path, tmp_path / "pack")
+    with pytest.raises(weightstream.UnsupportedError, match="quantised with compressed-tensors"):
+        weightstream.plan_model(path, device="cpu", device_budget="1MiB")
+
+
 def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -144,3 +153,27 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
         plain.save_pretrained(tmp_path / "plain", save_original_format=as_loaded)
         wanted = loaded(tmp_path / "plain")(IDS).logits
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8"])
+def test_adapters_of_a_quantised_model(folder: Any, kind: str) -> None:
+    """LoRA over quantised weights: the adapters stream with their layers, or stay."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip(CHECKPOINTS[kind][0])
+
+    def adapted() -> Any:
+        settings, model = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), loaded(folder(kind))
+        made = peft.get_peft_model(model, settings).eval()
+        generator = torch.Generator().manual_seed(8)
+        for key, parameter in made.named_parameters():
+            if "lora_" in key:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return made
+
+    wanted, model = adapted()(IDS).logits, adapted()
+    with weightstream.offload(model, device="cpu", device_budget=budget(folder(kind))) as streamer:
+        for _ in range(3):
+            assert torch.equal(model(IDS).logits, wanted)
+        assert streamer.stats().fills > 0
+    assert torch.equal(model(IDS).logits, wanted)

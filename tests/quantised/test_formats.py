@@ -108,3 +108,35 @@ def test_is_saved_and_copied(name: str) -> None:
         tensor.data.zero_()
     other.load_state_dict(torch.load(saved, weights_only=False))
     assert torch.equal(other(x), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
+def test_compiled_by_block(name: str) -> None:
+    """What a compiler cannot look into, or may not as it unpacks weights, runs as it is."""
+    plain, model = NETS[name][1](), NETS[name][1]()
+    xs = inputs(model, 2)
+    wanted = [plain(x) for x in xs]
+    with weightstream.offload(
+        model, device="cpu", device_budget=int(0.4 * held_nbytes(model)), codec="none"
+    ) as streamer:
+        model(xs[0])
+        # of functionalised operators diffusers' class for GGUF would make parameters of its own kind, and fail
+        streamer.compile(scope="blocks", backend="eager" if name.startswith("gguf") else "aot_eager")
+        for x, y in zip(xs, wanted, strict=True):
+            assert torch.equal(model(x), y)
+        assert streamer.stats().unplanned_fills == 0
+    torch.compiler.reset()
+
+
+def test_hooks_that_do_not_offload_are_no_reason_to_refuse() -> None:
+    """A pipeline's call leaves an empty registry behind; a part that diffusers offloads is refused by name."""
+    hooks = pytest.importorskip("diffusers.hooks")
+    model = NETS["fp8 scaled"][1]()
+    hooks.HookRegistry.check_if_exists_or_initialize(model)
+    (x,) = inputs(model, 1)
+    wanted = model(x)
+    with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
+        assert torch.equal(model(x), wanted)
+    hooks.HookRegistry.check_if_exists_or_initialize(model[0]).hooks["group_offloading"] = object()
+    with pytest.raises(weightstream.OffloadError, match=r"0 is already managed by diffusers \(_diffusers_hook\)"):
+        weightstream.offload(model, device="cpu", device_budget="1MiB")

@@ -29,8 +29,10 @@ __all__ = ["code_all"]
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("codec", "dtype"), [("3bit", torch.bfloat16), ("4bit", torch.float16)])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "name"),
+    [("3bit", torch.bfloat16, name) for name in NAMES] + [("4bit", torch.float16, name) for name in NAMES[::3]],
+)
 @pytest.mark.usefixtures("code_all")
 def test_steps_of_a_fixture_are_equal_and_it_comes_back_as_it_was(name: str, codec: str, dtype: torch.dtype) -> None:
     model, plain = built(name, dtype), built(name, dtype)

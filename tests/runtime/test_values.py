@@ -41,8 +41,11 @@ def assert_streamed(stats: weightstream.Stats, before: weightstream.Stats, strea
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("share", BUDGETS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "share"),
+    # where all fits nothing streams: a part of the models will do
+    [(name, share) for i, name in enumerate(MODELS) for share in BUDGETS if share != "whole" or i % 4 == 0],
+)
 def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
     reference = plain(name, device)
     expected = [run(reference, device, seed) for seed in range(NUM_STEPS)]

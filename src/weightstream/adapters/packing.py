@@ -41,7 +41,11 @@ def pack(
     source, folder = local_path(path_or_repo_id, trust_remote_code)
     with store.growing(_place(out.expanduser(), folder)) as partial_folder:
         loaded = load_pretrained(
-            source, offload_folder=partial_folder, trust_remote_code=trust_remote_code, progress=progress
+            source,
+            offload_folder=partial_folder,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+            quantised=False,
         )
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}

@@ -71,13 +71,15 @@ def load_pretrained(
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
     device: torch.device = _CPU,
+    quantised: bool = True,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
-    quantises, one by one on `device`. Other keywords go to the hub or to transformers.
+    quantises, one by one on `device`. Without `quantised` a checkpoint that is so already is refused. Other keywords go
+    to the hub or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -91,7 +93,7 @@ def load_pretrained(
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code, _QUANTISED)
+        config, cls = config_and_class(folder, model_class, trust_remote_code, _QUANTISED if quantised else ())
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options).run(decode, device)

@@ -48,7 +48,7 @@ def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator
         yield
     finally:
         for name in tensors:
-            del module.__dict__[name]
+            module.__dict__.pop(name, None)  # another thread may have been faster
 
 
 # -- compressed-tensors ------------------------------------------------------------------------------------------------
