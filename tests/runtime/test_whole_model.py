@@ -179,9 +179,12 @@ UPDATES = (
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("warm", WARM_STEPS)
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
-@pytest.mark.parametrize("name", ["Stack", "TiedLinears", "StridedParameters", "llama-bf16"])
+@pytest.mark.parametrize(
+    ("name", "warm"),
+    [(name, warm) for name in ("Stack", "TiedLinears", "StridedParameters") for warm in WARM_STEPS]
+    + [("llama-bf16", WARM_STEPS[-1])],
+)
 def test_updates_in_place_reach_the_next_steps(
     name: str, update: Callable[[nn.Parameter], None], warm: int, device: str
 ) -> None:
