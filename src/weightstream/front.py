@@ -266,6 +266,9 @@ def _offload(
     hosted: prospects.Hosted | None = None,
 ) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
+    guards.refuse_twice(model)
+    guards.refuse_foreign(dict(model.named_modules()))
+    weights.leave_inference(model)
     closing = ExitStack()
     try:
         closing.callback(unpack_late(model, backend.device))
@@ -321,9 +324,6 @@ def _attached(
 
 def _weights(model: nn.Module) -> dict[str, weights.Group]:
     """The weights of a model that can be offloaded, by alias group."""
-    guards.refuse_twice(model)
-    guards.refuse_foreign(dict(model.named_modules()))
-    weights.leave_inference(model)
     by_alias = weights.groups(model)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")

@@ -569,3 +569,17 @@ def test_what_does_not_hold_memory_is_not_warned_of(name: str, caplog: pytest.Lo
         del held
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("views", [2, 1])
+def test_a_view_outside_of_the_model_of_what_several_buffers_show_is_told(
+    views: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = torch.randn(2 * WIDTH, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for index in range(views):
+        model[index].register_buffer("part", base[index * WIDTH : (index + 1) * WIDTH])
+    outside = base[:3]
+    with caplog.at_level(logging.WARNING, "weightstream"), weightstream.offload(model, device="cpu"):
+        assert "0.part" in caplog.text
+    assert outside.shape[0] == 3

@@ -22,7 +22,7 @@ LOADED = "_is_hf_initialized"  # of a parameter that has its values from the fil
 GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
 WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions that it has seen
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
-FP8_LINEAR = ("transformers.integrations.finegrained_fp8", "FP8Linear")
+FP8 = "transformers.integrations.finegrained_fp8"
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -158,10 +158,10 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
             kind.get_quantize_ops = given
 
 
-def needs_fp8_kernels(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer of fine-grained float8."""
-    kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
-    return FP8_LINEAR in kinds and module.weight.element_size() == 1  # type: ignore[operator]
+def needs_fp8_kernels(module: Any) -> tuple[bool, bool]:
+    """Whether it is a linear layer of fine-grained float8, and whether it is experts of that."""
+    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
+    return "FP8Linear" in kinds and module.weight.element_size() == 1, "FP8Experts" in kinds
 
 
 def has_fp8_kernels(device: torch.device) -> bool:

@@ -67,7 +67,12 @@ def config_and_class(
     """
     config = _read_config(folder, remote_code, quantised)
     cls = _class_of(config, model_class, remote_code)
-    return config if isinstance(config, cls.config_class or object) else config.get_text_config(), cls
+    if isinstance(config, cls.config_class or object):
+        return config, cls
+    text = config.get_text_config()
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantization  # as transformers' Auto classes hand it on
+    return text, cls
 
 
 def _read_config(folder: Path, remote_code: bool, quantised: Collection[str]) -> Any:
@@ -77,12 +82,18 @@ def _read_config(folder: Path, remote_code: bool, quantised: Collection[str]) ->
         raise CheckpointError(f"{folder}: cannot read config.json: {error}") from error
     quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if quantization is not None:
-        facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        method = str(facts.get("quant_method", "unknown").removeprefix("QuantizationMethod."))
-        if method in quantised:
-            return config
-        raise UnsupportedError(f"{folder}: quantised with {method}, which is not supported; use the unquantised model")
+        config.quantization_config = quantization
+        refuse_quantised(folder, quantization, quantised)
     return config
+
+
+def refuse_quantised(what: object, quantization: Any, supported: Collection[str]) -> None:
+    """Raise `UnsupportedError` unless its method is one of these."""
+    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    found = facts.get("quant_method", "unknown")
+    method = str(getattr(found, "value", found))
+    if method not in supported:
+        raise UnsupportedError(f"{what}: quantised with {method}, which is not supported; use the unquantised model")
 
 
 def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:

@@ -25,7 +25,14 @@ import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
-from weightstream.adapters.hub import build, check_dtype, config_and_class, local_path, refused_as_checkpoint
+from weightstream.adapters.hub import (
+    build,
+    check_dtype,
+    config_and_class,
+    local_path,
+    refuse_quantised,
+    refused_as_checkpoint,
+)
 from weightstream.adapters.ranges import gather
 from weightstream.errors import CheckpointError, ConfigError
 from weightstream.runtime.leaves import Role, Shell, behind
@@ -42,6 +49,7 @@ _TRIM_NBYTES = 32 << 20
 _QUANTISED = frozenset(
     ("bitsandbytes", "compressed-tensors", "fp8", "torchao")
 )  # methods whose weights stream as they are
+_ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
 _SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
 _OURS = ("config", "state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size")
 
@@ -86,6 +94,8 @@ def load_pretrained(
     check_dtype(dtype)
     if refused := sorted(kwargs.keys() & set(_OURS)):
         raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
+    if (given := kwargs.get("quantization_config")) is not None:
+        refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     path, folder = local_path(path_or_repo_id, trust_remote_code, **hub)
     checkpoint = Checkpoint.open(path)
@@ -235,6 +245,8 @@ class _Load:
         self._take_home(name, param)
 
     def _take_all_home(self, module: torch.nn.Module) -> None:
+        if threading.get_ident() != self._thread:
+            return
         for name, param in module.named_parameters(recurse=False):
             self._take_home(name, param)
 

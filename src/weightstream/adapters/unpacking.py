@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters import hf_private
+from weightstream.errors import UnsupportedError
 from weightstream.runtime.values import tensors_in
 
 Undo = Callable[[], None]
@@ -81,23 +83,30 @@ def _compressed(module: nn.Module) -> Undo | None:
 def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Undo:
     """Have `unpacked(module, input)` make its weight in each of its forwards."""
     given = module.__dict__.get("forward")
-    function = type(module).forward if given is None else given.__func__
+    function: Any = type(module).forward if given is None else getattr(given, "__func__", None)
+    lock = threading.RLock()  # what it shows is for one forward
 
-    @functools.wraps(function)
+    @functools.wraps(given or type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _showing(self, {"weight": unpacked(self, next(tensors_in((args, kwargs))))}):
-            return function(self, *args, **kwargs)
+        with lock, _showing(self, {"weight": unpacked(self, next(tensors_in((args, kwargs))))}):
+            return function(self, *args, **kwargs) if function is not None else given(*args, **kwargs)  # type: ignore[misc]
 
-    setattr(forward, _UNPACKS, True)
-    module.forward = MethodType(forward, module)
-    return functools.partial(_give_back, module, "forward", given)
+    forward.__name__ = _UNPACKS  # by which a pickle would find it: one cannot be loaded, as one of the library cannot
+    return _put(module, "forward", forward)
 
 
-def _give_back(module: nn.Module, name: str, given: Any) -> None:
-    """The attribute of the instance as it was; None: it had none."""
-    del module.__dict__[name]
-    if given is not None:
-        module.__dict__[name] = given
+def _put(module: nn.Module, name: str, function: Callable[..., Any]) -> Undo:
+    """Make it a method of this instance; returns what undoes that, where nobody has put another in its place since."""
+    given, put = module.__dict__.get(name), MethodType(function, module)
+    module.__dict__[name] = put
+
+    def undo() -> None:
+        if module.__dict__.get(name) is put:
+            del module.__dict__[name]
+            if given is not None:
+                module.__dict__[name] = given
+
+    return undo
 
 
 # -- fine-grained float8 of transformers -------------------------------------------------------------------------------
@@ -106,9 +115,16 @@ def _give_back(module: nn.Module, name: str, given: Any) -> None:
 def _without_kernels(module: nn.Module, device: torch.device) -> None:
     """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
     packed, so this is not undone."""
-    is_done = hasattr(module.__dict__.get("forward"), _UNPACKS)
-    if hf_private.needs_fp8_kernels(module) and not is_done and not hf_private.has_fp8_kernels(device):
-        _unpacking(module, lambda self, x: hf_private.fp8_unpacked(self, x.dtype))
+    is_done = getattr(module.__dict__.get("forward"), "__name__", "") == _UNPACKS
+    is_linear, are_experts = hf_private.needs_fp8_kernels(module)
+    if is_done or not (is_linear or are_experts) or hf_private.has_fp8_kernels(device):
+        return
+    if are_experts:
+        raise UnsupportedError(
+            f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "
+            "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
+        )
+    _unpacking(module, lambda self, x: hf_private.fp8_unpacked(self, x.dtype))
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------
@@ -150,7 +166,8 @@ def _cast(module: nn.Module) -> Undo | None:
 def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
     """Bring 4-bit weights in the order in which CPUs with AVX-512 read them, as the first forward there does; on any
     other device they would be read wrong."""
-    if not getattr(module, "support_avx512bf16_for_cpu", False) or module.weight.quant_state is None:
+    is_read_so = getattr(module, "support_avx512bf16_for_cpu", False)
+    if not is_read_so or getattr(module.weight, "quant_state", None) is None:
         return None
     from bitsandbytes import functional
 
@@ -159,8 +176,11 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu_inverse(
             weight.data, weight.quant_state
         )
-    if not is_on_cpu or module.training:
+    if not is_on_cpu:
         return None
+    if module.training:  # packs once it does not train
+        module.support_avx512bf16_for_cpu = False
+        return lambda: setattr(module, "support_avx512bf16_for_cpu", True)
     if not _is_packed(weight):
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
     kind = type(module)
@@ -177,8 +197,8 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
         finally:
             self._parameters["weight"] = weight
 
-    module._save_to_state_dict = MethodType(save, module)
-    return functools.partial(_give_back, module, "_save_to_state_dict", None)
+    save.__name__ = "_save_to_state_dict"  # by which a pickle finds that of the class
+    return _put(module, "_save_to_state_dict", save)
 
 
 def _is_packed(weight: Any) -> bool:

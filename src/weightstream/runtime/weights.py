@@ -209,8 +209,10 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     showing = Counter({handle._cdata: 1 for handle in handles.values()})  # a handle is an owner too
     bases: dict[int, torch.Tensor] = {}  # of members that are views: they keep them
     for alias, group in by_alias.items():
-        bases |= (views := {id(m.tensor._base): m.tensor._base for m in group.members if m.tensor._base is not None})
-        showing[handles[alias]._cdata] += 1 + len(group.members) + len(views)
+        bases |= {id(m.tensor._base): m.tensor._base for m in group.members if m.tensor._base is not None}
+        showing[handles[alias]._cdata] += 1 + len(group.members)
+    members = {id(member.tensor) for group in by_alias.values() for member in group.members}
+    showing.update(base.untyped_storage()._cdata for key, base in bases.items() if key not in members)
     suspects = {storage for storage, num in showing.items() if torch._C._storage_Use_Count(storage) > num}
     if not suspects:
         return []  # to look at all objects takes up to a second

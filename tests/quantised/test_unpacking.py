@@ -1,0 +1,117 @@
+"""What modules that unpack their own weight must bear: others' forwards, errors, threads, a second offload()."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CHECKPOINTS
+from formats import NETS
+from test_formats import held_nbytes, inputs
+from torch import nn
+
+import weightstream
+from weightstream.adapters.unpacking import unpack_late
+from weightstream.errors import OffloadError, UnsupportedError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def made(name: str) -> nn.Module:
+    pytest.importorskip(NETS[name][0] or "torch")
+    return NETS[name][1]()
+
+
+@pytest.mark.parametrize("name", ["bnb nf4", "compressed w8a8", "layerwise casting"])
+def test_a_second_offload_is_refused_and_harms_nothing(name: str) -> None:
+    plain, model = made(name), made(name)
+    (x,) = inputs(model, 1)
+    wanted = plain(x)
+    streamer = weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model)))
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        with pytest.raises(OffloadError, match="already offloaded"):
+            weightstream.offload(model, device=device, device_budget="1MiB")
+    model.state_dict()
+    assert torch.equal(model(x), wanted)
+    streamer.remove()
+    assert torch.equal(model(x), wanted)
+
+
+def test_a_budget_that_is_too_small_leaves_a_model_that_can_be_offloaded() -> None:
+    plain, model = made("compressed w4a16"), made("compressed w4a16")
+    (x,) = inputs(model, 1)
+    wanted = plain(x)
+    with pytest.raises(weightstream.PlanError):
+        weightstream.offload(model, device="cpu", device_budget=100)
+    with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
+        assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), wanted)
+
+
+def test_a_model_in_training_mode_is_not_packed_for_the_cpu() -> None:
+    """bitsandbytes packs where a module does not train: one that did as it was offloaded stays as it was."""
+    plain, model = made("bnb nf4").train(), made("bnb nf4").train()
+    (x,) = inputs(model, 1)
+    wanted = plain(x)
+    with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
+        assert torch.equal(model(x), wanted)
+        model.eval()
+        assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), plain.eval()(x))
+
+
+@pytest.mark.parametrize("name", ["compressed w8a8", "fp8 scaled"])
+def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
+    plain, model = made(name), made(name)
+    (x,) = inputs(model, 1)
+    wanted, calls = plain(x), []
+    streamer = weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model)))
+    inner = model[0].up.forward
+    model[0].up.forward = wrapper = lambda *args: (calls.append(1), inner(*args))[1]
+    assert torch.equal(model(x), wanted)
+    assert calls
+    streamer.remove()
+    assert model[0].up.forward is wrapper
+
+
+def test_a_forward_that_is_no_method_is_called_as_it_is() -> None:
+    plain, model = made("compressed w8a8"), made("compressed w8a8")
+    (x,) = inputs(model, 1)
+    wanted = plain(x)
+    model[0].up.forward = functools.partial(model[0].up.forward)
+    with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
+        assert torch.equal(model(x), wanted)
+
+
+def test_float8_without_kernels_runs_in_several_threads_once_it_is_plain_again(tmp_path: Path) -> None:
+    CHECKPOINTS["fp8"][1](tmp_path)
+    model: Any = weightstream.from_pretrained(tmp_path, device="cpu", device_budget="300KiB")
+    batches = [torch.arange(3 + i, 12 + i)[None] for i in range(2)]
+    wanted = [model(ids).logits for ids in batches]
+    model.weightstream.remove()
+
+    def run(index: int) -> bool:
+        with torch.no_grad():
+            return all(torch.equal(model(batches[index]).logits, wanted[index]) for _ in range(15))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(run, range(2)))
+
+
+def test_experts_of_float8_are_refused_without_kernels() -> None:
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    experts = finegrained.FP8Experts.__new__(finegrained.FP8Experts)
+    nn.Module.__init__(experts)
+    with pytest.raises(UnsupportedError, match="FP8Experts: experts in float8 need"):
+        unpack_late(nn.Sequential(experts), CPU)
