@@ -277,7 +277,11 @@ def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | Non
     assert values(model) == values(reference)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt2", "t5", "mamba", "clip", "mixtral", "albert"])
+@pytest.mark.parametrize(
+    "name",
+    ["mistral", "gpt2", "t5", "mamba", "clip", "mixtral", "albert"]
+    + [pytest.param(name, marks=pytest.mark.stress) for name in ("gemma2", "bart-bf16", "opt")],
+)
 @pytest.mark.usefixtures("code_all")
 def test_an_architecture_offloaded_in_place(name: str) -> None:
     model, reference = built(name), built(name)

@@ -54,40 +54,40 @@ def quantised(folder: Path, config: Any) -> Any:
 
 
 def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kind: str, folder: Path) -> None:
-    from safetensors.torch import save_file
-
     model = llama()
     compressor = compress(model, weights, activations, kind, ignore=["lm_head"])
-    save_file(
-        {name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    _save(model, model.state_dict(), folder)
+    compressor.update_config(folder)
+
+
+def _save(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """These tensors with the config of a model."""
+    from safetensors.torch import save_file
+
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(folder)
-    compressor.update_config(folder)
 
 
 def _float8(folder: Path) -> None:
     """As DeepSeek's: float8 with a scale for each block of 64 x 64."""
-    from safetensors.torch import save_file
-
     model, tensors = llama(), {}
     for name, tensor in model.state_dict().items():
         if "_proj." in name:
             rows, columns = tensor.shape
             blocks = tensor.float().reshape(rows // 64, 64, columns // 64, 64)
             scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-            tensors[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+            tensors[f"{name}_scale_inv"] = scale[:, 0, :, 0]
             tensor = (blocks / scale).reshape(rows, columns).to(torch.float8_e4m3fn)
-        tensors[name] = tensor.contiguous()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    model.config.architectures = ["LlamaForCausalLM"]
+        tensors[name] = tensor
     model.config.quantization_config = {
         "quant_method": "fp8",
         "weight_block_size": [64, 64],
         "activation_scheme": "dynamic",
         "modules_to_not_convert": ["lm_head"],
     }
-    model.config.save_pretrained(folder)
+    _save(model, tensors, folder)
 
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}

@@ -1,12 +1,16 @@
-"""What the libraries bring along is imported first, and stays: no collection of garbage looks at it again."""
+"""Nothing here needs gradients. What the libraries bring along is imported first, and stays: no collection of garbage
+looks at it again.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import torch
 
 _LIBRARIES = (
     "transformers.models.llama.modeling_llama",
@@ -16,6 +20,12 @@ _LIBRARIES = (
     "diffusers.hooks",
     "torchao.quantization",
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

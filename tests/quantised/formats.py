@@ -11,24 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from stack import Block
+
 WIDTH, DEPTH = 64, 6
 Build = Callable[[], nn.Module]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(*(Block() for _ in range(DEPTH))).to(dtype).eval()
+    return nn.Sequential(*(Block(WIDTH) for _ in range(DEPTH))).to(dtype).eval()
 
 
 def _replaced(model: nn.Module, replace: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -105,7 +96,6 @@ def compress(
     args = quantization.QuantizationArgs(**weights)
     inputs = activations and quantization.QuantizationArgs(**activations)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs, format=kind)
-    status = quantization.QuantizationStatus.COMPRESSED
     config = quantization.QuantizationConfig(config_groups={"all": scheme}, format=kind, ignore=list(ignore))
     quantization.apply_quantization_config(model, config)
     for name, module in model.named_modules():
@@ -116,7 +106,7 @@ def compress(
             module.weight_zero_point.data.copy_(zero.reshape(module.weight_zero_point.shape))
     compressor = ModelCompressor(quantization_config=config)
     compressor.compress_model(model)
-    config.quantization_status = status
+    config.quantization_status = quantization.QuantizationStatus.COMPRESSED
     return compressor
 
 

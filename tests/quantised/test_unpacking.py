@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,6 @@ from weightstream.adapters.unpacking import unpack_late
 from weightstream.errors import OffloadError, UnsupportedError
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def made(name: str) -> nn.Module:

@@ -183,6 +183,7 @@ UPDATES = (
 @pytest.mark.parametrize(
     ("name", "warm"),
     [(name, warm) for name in ("Stack", "TiedLinears", "StridedParameters") for warm in WARM_STEPS]
+    + [pytest.param("llama-bf16", warm, marks=pytest.mark.stress) for warm in WARM_STEPS[:-1]]
     + [("llama-bf16", WARM_STEPS[-1])],
 )
 def test_updates_in_place_reach_the_next_steps(

@@ -141,7 +141,7 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
         def reverse_op(self) -> Any:
             return self.op.reverse_op
 
-    def get(kind: Any, given: Any) -> Callable[[Any], Any]:
+    def get(given: Any) -> Callable[[Any], Any]:
         return lambda quantizer: There(given(quantizer))
 
     kinds = {
@@ -150,7 +150,7 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
         if "get_quantize_ops" in kind.__dict__
     }
     for kind, given in kinds.items():
-        kind.get_quantize_ops = get(kind, given)
+        kind.get_quantize_ops = get(given)
     try:
         yield
     finally:

@@ -46,9 +46,7 @@ _LOADING = threading.Lock()  # the hook, and what transformers is told for a loa
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _CPU = torch.device("cpu")
 _TRIM_NBYTES = 32 << 20
-_QUANTISED = frozenset(
-    ("bitsandbytes", "compressed-tensors", "fp8", "torchao")
-)  # methods whose weights stream as they are
+_QUANTISED = frozenset(("bitsandbytes", "compressed-tensors", "fp8", "torchao"))  # weights stream as they are
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
 _SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
 _OURS = ("config", "state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size")
@@ -127,11 +125,7 @@ class _Load:
 
     def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
-        given = (
-            getattr(self._options["config"], "quantization_config", None),
-            self._options.get("quantization_config"),
-        )
-        if any(config is not None for config in given):
+        if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
             return self._quantised(device)
         decode = bool(self._coded) and wants_plain()
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
@@ -240,18 +234,17 @@ class _Load:
         return model
 
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is None or param.is_meta or threading.get_ident() != self._thread or not hf_private.is_loaded(param):
-            return
-        self._take_home(name, param)
+        if param is not None and not param.is_meta and hf_private.is_loaded(param):
+            self._take_home(name, param)
 
     def _take_all_home(self, module: torch.nn.Module) -> None:
-        if threading.get_ident() != self._thread:
-            return
         for name, param in module.named_parameters(recurse=False):
             self._take_home(name, param)
 
     def _take_home(self, name: str, param: torch.Tensor) -> None:
         """Have a parameter, and what else is behind it, view files."""
+        if threading.get_ident() != self._thread:
+            return  # of another load
         homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
         for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
             is_small, place = path != name and tensor.nbytes <= _SMALL_NBYTES, (tensor.data_ptr(), tensor.shape)

@@ -33,9 +33,10 @@ def unpack_late(model: nn.Module, device: torch.device) -> Undo:
 
     Returns what undoes it.
     """
+    has_kernels = functools.cache(lambda: hf_private.has_fp8_kernels(device))  # it may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
-            _without_kernels(module, device)
+            _without_kernels(module, has_kernels)
             for found in (_whole_model(module), _compressed(module), _cast(module), _packed_for_cpu(module, device)):
                 if found is not None:
                     undo.callback(found)
@@ -83,13 +84,15 @@ def _compressed(module: nn.Module) -> Undo | None:
 def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Undo:
     """Have `unpacked(module, input)` make its weight in each of its forwards."""
     given = module.__dict__.get("forward")
-    function: Any = type(module).forward if given is None else getattr(given, "__func__", None)
+    function = type(module).forward
+    if given is not None:  # a bound method is bound to the copy in a copy, anything else is called as it is
+        function = getattr(given, "__func__", lambda _, *args, **kwargs: given(*args, **kwargs))
     lock = threading.RLock()  # what it shows is for one forward
 
     @functools.wraps(given or type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with lock, _showing(self, {"weight": unpacked(self, next(tensors_in((args, kwargs))))}):
-            return function(self, *args, **kwargs) if function is not None else given(*args, **kwargs)  # type: ignore[misc]
+            return function(self, *args, **kwargs)
 
     forward.__name__ = _UNPACKS  # by which a pickle would find it: one cannot be loaded, as one of the library cannot
     return _put(module, "forward", forward)
@@ -112,12 +115,12 @@ def _put(module: nn.Module, name: str, function: Callable[..., Any]) -> Undo:
 # -- fine-grained float8 of transformers -------------------------------------------------------------------------------
 
 
-def _without_kernels(module: nn.Module, device: torch.device) -> None:
+def _without_kernels(module: nn.Module, has_kernels: Callable[[], bool]) -> None:
     """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
     packed, so this is not undone."""
     is_done = getattr(module.__dict__.get("forward"), "__name__", "") == _UNPACKS
     is_linear, are_experts = hf_private.needs_fp8_kernels(module)
-    if is_done or not (is_linear or are_experts) or hf_private.has_fp8_kernels(device):
+    if is_done or not (is_linear or are_experts) or has_kernels():
         return
     if are_experts:
         raise UnsupportedError(
@@ -171,12 +174,11 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
         return None
     from bitsandbytes import functional
 
-    weight, is_on_cpu = module.weight, device.type == "cpu"
-    if not is_on_cpu and _is_packed(weight):
-        weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu_inverse(
-            weight.data, weight.quant_state
-        )
-    if not is_on_cpu:
+    weight = module.weight
+    if device.type != "cpu":
+        if _is_packed(weight):
+            found = functional._convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
+            weight.data, weight.quant_state = found
         return None
     if module.training:  # packs once it does not train
         module.support_avx512bf16_for_cpu = False

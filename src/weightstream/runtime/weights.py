@@ -217,8 +217,7 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     if not suspects:
         return []  # to look at all objects takes up to a second
     gc.collect()  # what a cycle of objects holds is nobody's any more
-    own = {id(tensor) for group in by_alias.values() for tensor in (group.home, *(m.tensor for m in group.members))}
-    own |= bases.keys()
+    own = members | bases.keys() | {id(group.home) for group in by_alias.values()}
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
     suspects &= {_memory_of(tensor) for tensor in tensors}
     return [m.names[0] for alias, group in by_alias.items() if handles[alias]._cdata in suspects for m in group.members]
