@@ -80,12 +80,14 @@ class Trials:
     """The checkpoint, what the cases have in common, and the rows of one benchmark."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.smoke, self.folder, self._out = name, args.smoke, args.folder, args.out
+        self.name = f"{name}, NF4" if args.nf4 else name
+        self.smoke, self.folder, self._out = args.smoke, args.folder, args.out
         self._started = time.perf_counter()
         self._common = environment()
         self.device = "cpu" if args.smoke else "cuda"
         command = [sys.executable, str(HERE / "checkpoint.py"), "--folder", str(self.folder)]
-        subprocess.run([*command, *(["--smoke"] if args.smoke else [])], check=True, timeout=240)
+        flags = [flag for flag, given in (("--smoke", args.smoke), ("--nf4", args.nf4)) if given]
+        subprocess.run([*command, *flags], check=True, timeout=240)
         self.files = checkpoint.files(self.folder)
         self.nbytes = checkpoint.weights_nbytes(self.folder)
         self.settings = {"device_budget": TINY_BUDGET if args.smoke else DEVICE_BUDGET}
@@ -148,9 +150,11 @@ def main(name: str, doc: str, groups: Mapping[str, Group]) -> None:
     parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; names of others are skipped")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run at all?")
     parser.add_argument("--folder", type=Path, help="of the checkpoint, made when it is not there")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.jsonl")
+    parser.add_argument("--nf4", action="store_true", help="the layers in bitsandbytes' NF4")
+    parser.add_argument("--out", type=Path, help=f"results/{name}.jsonl, or results/quantised.jsonl with --nf4")
     args = parser.parse_args()
-    args.folder = args.folder or checkpoint.default_folder(args.smoke)
+    args.folder = args.folder or checkpoint.default_folder(args.smoke, args.nf4)
+    args.out = args.out or RESULTS / f"{'quantised' if args.nf4 else name}.jsonl"
     wanted = [group for group in groups if group in args.only.split(",")]
     if not wanted:
         return

@@ -100,8 +100,12 @@ WAYS: dict[str, Callable[[Case], Any]] = {
 }
 
 
-def import_everything() -> None:
+def import_everything(folder: str) -> None:
     import transformers
+
+    if "quantization_config" in json.loads(Path(folder, "config.json").read_text()):
+        for name in ("bitsandbytes", "transformers.integrations.bitsandbytes", "transformers.quantizers.auto"):
+            importlib.import_module(name)
 
     for name in ("AutoConfig", "AutoModelForCausalLM", "GenerationConfig", "LlamaForCausalLM"):
         getattr(transformers, name)  # transformers imports what is asked for
@@ -274,7 +278,7 @@ if __name__ == "__main__":
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes to stderr
     given = Case(**json.loads(sys.argv[1]))
-    import_everything()
+    import_everything(given.folder)
     try:
         with torch.no_grad():
             figures = run(given)

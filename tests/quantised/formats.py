@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from stack import Block
+from weightstream.runtime.leaves import leaves_of
 
 WIDTH, DEPTH = 64, 6
-Build = Callable[[], nn.Module]
-
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(*(Block(WIDTH) for _ in range(DEPTH))).to(dtype).eval()
+Quantise = Callable[[nn.Module], nn.Module]
 
 
 def _replaced(model: nn.Module, replace: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -30,45 +27,42 @@ def _replaced(model: nn.Module, replace: Callable[[nn.Linear], nn.Module]) -> nn
     return model.eval()
 
 
-def _bnb4(kind: str, double: bool) -> nn.Module:
+def _bnb4(kind: str, double: bool, model: nn.Module) -> nn.Module:
     import bitsandbytes as bnb
 
     def replace(linear: nn.Linear) -> nn.Module:
         rows, columns = linear.weight.shape
-        made = bnb.nn.Linear4bit(
-            columns, rows, compute_dtype=torch.float32, compress_statistics=double, quant_type=kind
-        )
-        made.weight = bnb.nn.Params4bit(
-            linear.weight.data, requires_grad=False, compress_statistics=double, quant_type=kind, module=made
-        )
+        settings: dict[str, Any] = {"compress_statistics": double, "quant_type": kind}
+        has_bias = linear.bias is not None
+        made = bnb.nn.Linear4bit(columns, rows, has_bias, compute_dtype=linear.weight.dtype, **settings)
+        made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=made, **settings)
         made.bias = linear.bias
-        return made.to("cpu")
+        return made.to(linear.weight.device)
 
-    return _replaced(net(), replace)
+    return _replaced(model, replace)
 
 
-def _bnb8() -> nn.Module:
+def _bnb8(threshold: float, model: nn.Module) -> nn.Module:
     import bitsandbytes as bnb
 
     def replace(linear: nn.Linear) -> nn.Module:
         rows, columns = linear.weight.shape
-        made = bnb.nn.Linear8bitLt(columns, rows, has_fp16_weights=False, threshold=6.0)
-        made.weight = bnb.nn.Int8Params(linear.weight.data.half(), requires_grad=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(columns, rows, linear.bias is not None, has_fp16_weights=False, threshold=threshold)
+        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
         made.bias = linear.bias
-        return made.to("cpu")
+        return made.to(linear.weight.device)
 
-    return _replaced(net(torch.bfloat16), replace)
+    return _replaced(model, replace)
 
 
-def _torchao(name: str, **settings: Any) -> nn.Module:
+def _torchao(name: str, settings: dict[str, Any], model: nn.Module) -> nn.Module:
     from torchao import quantization
 
-    model = net(torch.bfloat16)
     quantization.quantize_(model, getattr(quantization, name)(**settings))
     return model
 
 
-def _gguf(kind: str) -> nn.Module:
+def _gguf(kind: str, model: nn.Module) -> nn.Module:
     import gguf
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
@@ -76,13 +70,25 @@ def _gguf(kind: str) -> nn.Module:
 
     def replace(linear: nn.Linear) -> nn.Module:
         rows, columns = linear.weight.shape
-        made = GGUFLinear(columns, rows, bias=True, compute_dtype=torch.float32)
-        packed = torch.from_numpy(gguf.quantize(linear.weight.detach().numpy(), number).copy())
-        made.weight = GGUFParameter(packed, quant_type=number)
+        made = GGUFLinear(columns, rows, bias=linear.bias is not None, compute_dtype=linear.weight.dtype)
+        made.weight = GGUFParameter(_blocks(rows, columns, number, linear.weight.device), quant_type=number)
         made.bias = linear.bias
         return made
 
-    return _replaced(net(), replace)
+    return _replaced(model, replace)
+
+
+def _blocks(rows: int, columns: int, kind: Any, device: torch.device) -> torch.Tensor:
+    """Any bytes behind small scales: gguf reads more kinds than it makes."""
+    import gguf
+
+    length, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    num_scales = 2 if kind is gguf.GGMLQuantizationType.Q4_K else 1
+    on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(rows)}
+    blocks = torch.randint(0, 256, (rows, columns // length, nbytes), dtype=torch.uint8, **on)
+    scales = torch.rand(*blocks.shape[:-1], num_scales, **on) * 2e-4
+    blocks[..., : 2 * num_scales] = scales.half().view(torch.uint8)
+    return blocks.flatten(-2)
 
 
 def compress(
@@ -110,16 +116,14 @@ def compress(
     return compressor
 
 
-def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kind: str) -> nn.Module:
-    model = net(torch.bfloat16)
+def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kind: str, model: nn.Module) -> nn.Module:
     compress(model, weights, activations, kind)
     return model
 
 
-def _cast() -> nn.Module:
+def _cast(model: nn.Module) -> nn.Module:
     from diffusers.hooks import apply_layerwise_casting
 
-    model = net(torch.bfloat16)
     apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=["norm"])
     return model
 
@@ -143,30 +147,70 @@ INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 TOKEN = {"strategy": "token", "dynamic": True}
 
-NETS: dict[str, tuple[str | None, Build]] = {  # the library, and what makes the net
-    "bnb nf4": ("bitsandbytes", functools.partial(_bnb4, "nf4", False)),
-    "bnb nf4 double": ("bitsandbytes", functools.partial(_bnb4, "nf4", True)),
-    "bnb fp4": ("bitsandbytes", functools.partial(_bnb4, "fp4", False)),
-    "bnb int8": ("bitsandbytes", _bnb8),
-    "torchao int8": ("torchao", functools.partial(_torchao, "Int8WeightOnlyConfig", version=2)),
-    "torchao int8 dynamic": (
-        "torchao",
-        functools.partial(_torchao, "Int8DynamicActivationInt8WeightConfig", version=2),
-    ),
-    "torchao float8": ("torchao", functools.partial(_torchao, "Float8WeightOnlyConfig")),
-    "torchao intx": ("torchao", functools.partial(_torchao, "IntxWeightOnlyConfig", weight_dtype=torch.int4)),
-    "gguf q8_0": ("gguf", functools.partial(_gguf, "Q8_0")),
-    "gguf q4_0": ("gguf", functools.partial(_gguf, "Q4_0")),
-    "compressed w4a16": (
-        "compressed_tensors",
-        functools.partial(_compressed, INT4 | {"symmetric": True}, None, "pack-quantized"),
-    ),
-    "compressed w4a16 zeros": (
-        "compressed_tensors",
-        functools.partial(_compressed, INT4 | {"symmetric": False}, None, "pack-quantized"),
-    ),
-    "compressed w8a8": ("compressed_tensors", functools.partial(_compressed, INT8, INT8 | TOKEN, "int-quantized")),
-    "compressed fp8": ("compressed_tensors", functools.partial(_compressed, FP8, FP8 | TOKEN, "float-quantized")),
-    "layerwise casting": ("diffusers", _cast),
-    "fp8 scaled": (None, lambda: _replaced(net(torch.bfloat16), ScaledLinear)),
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A library, if any, what that makes of a plain net, and the dtype of the plain one."""
+
+    library: str | None
+    quantise: Quantise
+    dtype: torch.dtype = torch.float32
+    num_columns: int = WIDTH  # that it needs at least
+
+
+def _of_torchao(name: str, **settings: Any) -> Format:
+    return Format("torchao", functools.partial(_torchao, name, settings), BF16)
+
+
+def _of_compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> Format:
+    return Format("compressed_tensors", functools.partial(_compressed, weights, activations, kind), BF16)
+
+
+FORMATS: dict[str, Format] = {
+    "bnb nf4": Format("bitsandbytes", functools.partial(_bnb4, "nf4", False)),
+    "bnb nf4 double": Format("bitsandbytes", functools.partial(_bnb4, "nf4", True), BF16),
+    "bnb fp4": Format("bitsandbytes", functools.partial(_bnb4, "fp4", False)),
+    "bnb int8": Format("bitsandbytes", functools.partial(_bnb8, 6.0), torch.float16),
+    "bnb int8 whole": Format("bitsandbytes", functools.partial(_bnb8, 0.0), torch.float16),
+    "torchao int8": _of_torchao("Int8WeightOnlyConfig", version=2),
+    "torchao int8 dynamic": _of_torchao("Int8DynamicActivationInt8WeightConfig", version=2),
+    "torchao float8": _of_torchao("Float8WeightOnlyConfig"),
+    "torchao intx": _of_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "gguf q8_0": Format("gguf", functools.partial(_gguf, "Q8_0")),
+    "gguf q4_0": Format("gguf", functools.partial(_gguf, "Q4_0")),
+    "gguf q4_k": Format("gguf", functools.partial(_gguf, "Q4_K"), num_columns=256),
+    "compressed w4a16": _of_compressed("pack-quantized", INT4 | {"symmetric": True}),
+    "compressed w4a16 zeros": _of_compressed("pack-quantized", INT4 | {"symmetric": False}),
+    "compressed w8a8": _of_compressed("int-quantized", INT8, INT8 | TOKEN),
+    "compressed fp8": _of_compressed("float-quantized", FP8, FP8 | TOKEN),
+    "layerwise casting": Format("diffusers", _cast, BF16),
+    "fp8 scaled": Format(None, lambda model: _replaced(model, ScaledLinear), BF16),
 }
+ON_GPUS: dict[str, Format] = FORMATS | {  # what CPUs have no operators for
+    "torchao float8 dynamic": _of_torchao("Float8DynamicActivationFloat8WeightConfig"),
+}
+
+
+def build(name: str, device: str = "cpu", width: int = WIDTH) -> nn.Module:
+    """The same net whenever it is called, each block a norm and linear layers of `width` and of four times that."""
+    form = ON_GPUS[name]
+    torch.manual_seed(3)
+    width = max(width, form.num_columns)
+    return form.quantise(nn.Sequential(*(Block(width) for _ in range(DEPTH))).to(device, form.dtype).eval())
+
+
+def inputs(model: nn.Module, sizes: Sequence[int] = (2, 3, 4), device: str = "cpu") -> list[torch.Tensor]:
+    """A batch of each size."""
+    norm: Any = model[0].norm  # type: ignore[index]
+    (width,) = norm.normalized_shape
+    dtype = BF16 if norm.weight.element_size() == 1 else norm.weight.dtype
+    generator = torch.Generator(device).manual_seed(len(sizes))
+    return [torch.randn(size, width, generator=generator, device=device).to(dtype) for size in sizes]
+
+
+def held_nbytes(model: nn.Module) -> int:
+    """Of all memory behind a model."""
+    storages = [leaf.tensor.untyped_storage() for leaf in leaves_of(model)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

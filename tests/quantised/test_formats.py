@@ -8,33 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from formats import NETS, WIDTH
-from torch import nn
+from formats import FORMATS, build, held_nbytes, inputs
 
 import weightstream
 from weightstream.runtime.leaves import leaves_of, plain_tensors
 
 SHARES = (0.2, 0.4, 0.7)
-_UNCOPIED = ("gguf q8_0", "gguf q4_0", "layerwise casting")  # a copy of a plain one fails, or computes with the first's
+_UNCOPIED = (
+    "gguf q8_0",
+    "gguf q4_0",
+    "gguf q4_k",
+    "layerwise casting",
+)  # a copy of a plain one fails, or computes with the first's
 
 
-@pytest.fixture(params=NETS)
+@pytest.fixture(params=FORMATS)
 def name(request: pytest.FixtureRequest) -> str:
-    library = NETS[request.param][0]
+    library = FORMATS[request.param].library
     if library is not None:
         pytest.importorskip(library)
     return str(request.param)
-
-
-def inputs(model: nn.Module, num: int = 3) -> list[torch.Tensor]:
-    dtype = next(t.dtype for t in model.parameters() if t.is_floating_point() and t.dtype.itemsize > 1)
-    return [torch.randn(2 + i, WIDTH, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(num)]
-
-
-def held_nbytes(model: nn.Module) -> int:
-    """Of all memory behind a model."""
-    storages = [leaf.tensor.untyped_storage() for leaf in leaves_of(model)]
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -46,12 +39,12 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def test_streams_as_it_is(name: str) -> None:
-    plain, model = NETS[name][1](), NETS[name][1]()
+    plain, model = build(name), build(name)
     xs = inputs(model)
     wanted = [plain(x) for x in xs]
     nbytes = held_nbytes(model)
     # a first forward on a CPU with AVX-512 rounds the scales of bitsandbytes; one of compressed-tensors unpacks all
-    state = dict((plain if name.startswith("bnb") else NETS[name][1]()).state_dict())
+    state = dict((plain if name.startswith("bnb") else build(name)).state_dict())
     for share in SHARES:
         with weightstream.offload(model, device="cpu", device_budget=int(share * nbytes), codec="none") as streamer:
             for x, y in zip(xs, wanted, strict=True):
@@ -69,7 +62,7 @@ def test_streams_as_it_is(name: str) -> None:
 
 
 def test_is_as_it_was_afterwards(name: str) -> None:
-    model = NETS[name][1]()
+    model = build(name)
     names = [leaf.path for leaf in leaves_of(model)]
     attributes = {key: set(module.__dict__) for key, module in model.named_modules()}
     weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))).remove()
@@ -79,8 +72,8 @@ def test_is_as_it_was_afterwards(name: str) -> None:
 
 def test_is_saved_and_copied(name: str) -> None:
     """What an offloaded model saves, another takes; and its copy is a plain one, where that of a plain one works."""
-    plain, model = NETS[name][1](), NETS[name][1]()
-    (x,) = inputs(model, 1)
+    plain, model = build(name), build(name)
+    (x,) = inputs(model, (2,))
     wanted, nbytes = plain(x), held_nbytes(model)
     with weightstream.offload(model, device="cpu", device_budget=int(0.4 * nbytes)):
         assert torch.equal(model(x), wanted)
@@ -94,7 +87,7 @@ def test_is_saved_and_copied(name: str) -> None:
     if name.startswith("bnb"):
         return  # what it saves is not for load_state_dict
     saved.seek(0)
-    other = NETS[name][1]()
+    other = build(name)
     for tensor in plain_tensors(other.parameters()):
         tensor.data.zero_()
     other.load_state_dict(torch.load(saved, weights_only=False))
@@ -104,8 +97,8 @@ def test_is_saved_and_copied(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 def test_compiled_by_block(name: str) -> None:
     """What a compiler cannot look into, or may not as it unpacks weights, runs as it is."""
-    plain, model = NETS[name][1](), NETS[name][1]()
-    xs = inputs(model, 2)
+    plain, model = build(name), build(name)
+    xs = inputs(model, (2, 3))
     wanted = [plain(x) for x in xs]
     with weightstream.offload(
         model, device="cpu", device_budget=int(0.4 * held_nbytes(model)), codec="none"
@@ -122,9 +115,9 @@ def test_compiled_by_block(name: str) -> None:
 def test_hooks_that_do_not_offload_are_no_reason_to_refuse() -> None:
     """A pipeline's call leaves an empty registry behind; a part that diffusers offloads is refused by name."""
     hooks = pytest.importorskip("diffusers.hooks")
-    model = NETS["fp8 scaled"][1]()
+    model = build("fp8 scaled")
     hooks.HookRegistry.check_if_exists_or_initialize(model)
-    (x,) = inputs(model, 1)
+    (x,) = inputs(model, (2,))
     wanted = model(x)
     with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
         assert torch.equal(model(x), wanted)

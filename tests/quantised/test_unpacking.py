@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CHECKPOINTS
-from formats import NETS
-from test_formats import held_nbytes, inputs
+from formats import FORMATS, build, held_nbytes, inputs
 from torch import nn
 
 import weightstream
@@ -22,14 +21,14 @@ CPU = torch.device("cpu")
 
 
 def made(name: str) -> nn.Module:
-    pytest.importorskip(NETS[name][0] or "torch")
-    return NETS[name][1]()
+    pytest.importorskip(FORMATS[name].library or "torch")
+    return build(name)
 
 
 @pytest.mark.parametrize("name", ["bnb nf4", "compressed w8a8", "layerwise casting"])
 def test_a_second_offload_is_refused_and_harms_nothing(name: str) -> None:
     plain, model = made(name), made(name)
-    (x,) = inputs(model, 1)
+    (x,) = inputs(model, (2,))
     wanted = plain(x)
     streamer = weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model)))
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -43,7 +42,7 @@ def test_a_second_offload_is_refused_and_harms_nothing(name: str) -> None:
 
 def test_a_budget_that_is_too_small_leaves_a_model_that_can_be_offloaded() -> None:
     plain, model = made("compressed w4a16"), made("compressed w4a16")
-    (x,) = inputs(model, 1)
+    (x,) = inputs(model, (2,))
     wanted = plain(x)
     with pytest.raises(weightstream.PlanError):
         weightstream.offload(model, device="cpu", device_budget=100)
@@ -55,7 +54,7 @@ def test_a_budget_that_is_too_small_leaves_a_model_that_can_be_offloaded() -> No
 def test_a_model_in_training_mode_is_not_packed_for_the_cpu() -> None:
     """bitsandbytes packs where a module does not train: one that did as it was offloaded stays as it was."""
     plain, model = made("bnb nf4").train(), made("bnb nf4").train()
-    (x,) = inputs(model, 1)
+    (x,) = inputs(model, (2,))
     wanted = plain(x)
     with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
         assert torch.equal(model(x), wanted)
@@ -67,7 +66,7 @@ def test_a_model_in_training_mode_is_not_packed_for_the_cpu() -> None:
 @pytest.mark.parametrize("name", ["compressed w8a8", "fp8 scaled"])
 def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
     plain, model = made(name), made(name)
-    (x,) = inputs(model, 1)
+    (x,) = inputs(model, (2,))
     wanted, calls = plain(x), []
     streamer = weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model)))
     inner = model[0].up.forward
@@ -80,7 +79,7 @@ def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
 
 def test_a_forward_that_is_no_method_is_called_as_it_is() -> None:
     plain, model = made("compressed w8a8"), made("compressed w8a8")
-    (x,) = inputs(model, 1)
+    (x,) = inputs(model, (2,))
     wanted = plain(x)
     model[0].up.forward = functools.partial(model[0].up.forward)
     with weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))):
