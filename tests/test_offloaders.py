@@ -251,7 +251,7 @@ def test_sync_before_each_step_changes_nothing() -> None:
 
 
 def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightstream.front.CpuBackend", lambda: Limit(CpuBackend(), 4096))
+    monkeypatch.setattr("weightstream.runtime.devices.CpuBackend", lambda: Limit(CpuBackend(), 4096))
     offloader = PrefetchOffloader(1, 1, 2)
     modules = offloader.wrap_modules(layers())
     before = [(p, p.data_ptr()) for module in modules for p in module.parameters()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,15 +27,13 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
 from weightstream.runtime import cuda, guards, weights
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.devices import backend_of, opened, pinned
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
-from weightstream.store.arena import Arena
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
-from weightstream.store.pages import PageCache
 
 logger = logging.getLogger("weightstream")
 
@@ -79,7 +77,7 @@ def offload(
         True
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
-    with _opened(config.device_for(device), config) as backend, torch.no_grad():
+    with opened(config.device_for(device), config) as backend, torch.no_grad():
         return _offload(model, backend, config, example=_example(model, example_inputs))
 
 
@@ -140,18 +138,19 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
     # the device first: a wrong one is told before gigabytes are read
-    with _opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
+    with opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
-        loaded = load_pretrained(
-            path_or_repo_id,
-            dtype=dtype,
-            offload_folder=config.offload_folder,
-            progress=progress,
-            verify_checksums=config.verify_checksums,
-            decode=lambda: not prospects.can_decode(backend, config, progress),
-            device=backend.device,
-            **kwargs,
-        )
+        with cuda.libraries(backend.device):
+            loaded = load_pretrained(
+                path_or_repo_id,
+                dtype=dtype,
+                offload_folder=config.offload_folder,
+                progress=progress,
+                verify_checksums=config.verify_checksums,
+                decode=lambda: not prospects.can_decode(backend, config, progress),
+                device=backend.device,
+                **kwargs,
+            )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
             prospects.can_decode(backend, config, progress)
         if loaded.folder is not None:
@@ -210,7 +209,7 @@ def prospect(
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
-        with closing(_backend(device, config)) as backend:
+        with closing(backend_of(device, config)) as backend:
             can_decode = prospects.can_decode(backend, config)
             machine = replace(prospects.machine_of(backend, config), can_decode=can_decode)
     else:
@@ -250,7 +249,7 @@ def offload_layers(
         parent.add_module(last, layer)
     kept = _shared_or_buffers(list(layers.values()), root)
     hosted = prospects.Hosted(kept=kept, grains=tuple(grains), in_graphs=in_graphs)
-    with _opened(device, config) as backend, torch.no_grad():
+    with opened(device, config) as backend, torch.no_grad():
         return _offload(root, backend, config, hosted=hosted, layers=list(layers.values()))
 
 
@@ -293,7 +292,7 @@ def _attached(
     by_alias = _weights(model)
     # of its own: another model may have weights of the same names
     spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
-    arena, pages = _pinned(backend, config)
+    arena, pages = pinned(backend, config)
     pages = pages if mappings else None  # nothing else is in files
     empty, by_row = weights.empty_tensors(model), prospects.tables_of(model, by_alias)
     homes = Homes(
@@ -334,38 +333,6 @@ def _weights(model: nn.Module) -> dict[str, weights.Group]:
             ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
         )
     return by_alias
-
-
-@contextmanager
-def _opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator[Backend]:
-    """A backend, outside of inference mode; closed where the block fails."""
-    with ExitStack() as on_failure, torch.inference_mode(False):
-        backend = _backend(device, config)
-        on_failure.callback(backend.close)
-        yield backend
-        on_failure.pop_all()
-
-
-def _backend(device: torch.device | str | None, config: OffloadConfig) -> Backend:
-    try:
-        device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r}: {error}") from error
-    if device.type == "cpu":
-        return CpuBackend()
-    if device.type == "cuda":
-        return cuda.CudaBackend(device, pin_memory=config.pin_memory)
-    raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
-
-
-def _pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:
-    """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
-    nothing is pinned, read ahead."""
-    if backend.device.type != "cuda" or not config.pin_memory:
-        return None, PageCache()
-    pin = partial(cuda.register, device=backend.device)
-    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if cuda.reads_pages(backend.device) else None
-    return Arena(pin, cuda.unregister), pages
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:

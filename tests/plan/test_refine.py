@@ -16,7 +16,7 @@ from test_planner import DECODE, HEAD, PREFILL, SMALL, TABLE, WIDE, decoder, pro
 from torch import nn
 
 import weightstream
-from weightstream import front, prospects
+from weightstream import prospects
 from weightstream.plan import cost
 from weightstream.plan import refine as refinement
 from weightstream.plan.manifest import Manifest, Profile, Workload
@@ -25,6 +25,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner, Refusal, Way
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.refine import Refined, Times, refine, unit_s
+from weightstream.runtime import devices
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
 from weightstream.runtime.refinement import Refinement
@@ -386,7 +387,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[
         module: nn.Module, backend: Any = None, profile: Profile = CPU_PROFILE, **given: Any
     ) -> weightstream.Streamer:
         monkeypatch.setattr(prospects, "profile_for", lambda _: profile)
-        monkeypatch.setattr(front, "CpuBackend", lambda: backend or CpuBackend())
+        monkeypatch.setattr(devices, "CpuBackend", lambda: backend or CpuBackend())
         streamers.append(weightstream.offload(module, device="cpu", **{"device_budget": BUDGET, **given}))
         return streamers[-1]
 

@@ -34,7 +34,7 @@ def _bnb4(kind: str, double: bool, model: nn.Module) -> nn.Module:
         rows, columns = linear.weight.shape
         settings: dict[str, Any] = {"compress_statistics": double, "quant_type": kind}
         has_bias = linear.bias is not None
-        made = bnb.nn.Linear4bit(columns, rows, has_bias, compute_dtype=linear.weight.dtype, **settings)
+        made = bnb.nn.Linear4bit(columns, rows, has_bias, linear.weight.dtype, device="meta", **settings)
         made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=made, **settings)
         made.bias = linear.bias
         return made.to(linear.weight.device)
@@ -47,8 +47,10 @@ def _bnb8(threshold: float, model: nn.Module) -> nn.Module:
 
     def replace(linear: nn.Linear) -> nn.Module:
         rows, columns = linear.weight.shape
-        made = bnb.nn.Linear8bitLt(columns, rows, linear.bias is not None, has_fp16_weights=False, threshold=threshold)
-        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(
+            columns, rows, linear.bias is not None, has_fp16_weights=False, threshold=threshold, device="meta"
+        )
+        made.weight = bnb.nn.Int8Params(linear.weight.data.cpu(), requires_grad=False, has_fp16_weights=False)
         made.bias = linear.bias
         return made.to(linear.weight.device)
 
@@ -70,7 +72,7 @@ def _gguf(kind: str, model: nn.Module) -> nn.Module:
 
     def replace(linear: nn.Linear) -> nn.Module:
         rows, columns = linear.weight.shape
-        made = GGUFLinear(columns, rows, bias=linear.bias is not None, compute_dtype=linear.weight.dtype)
+        made = GGUFLinear(columns, rows, linear.bias is not None, linear.weight.dtype, device="meta")
         made.weight = GGUFParameter(_blocks(rows, columns, number, linear.weight.device), quant_type=number)
         made.bias = linear.bias
         return made

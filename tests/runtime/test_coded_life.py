@@ -20,10 +20,11 @@ from torch import nn
 import weightstream
 from coded_rig import PLACES, Block, Chain, budgets, exact, offload, random_model, rows
 from models import assert_same, step, weights
-from weightstream import front, prospects
+from weightstream import prospects
 from weightstream.codec import estimate
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
+from weightstream.runtime import devices
 from weightstream.runtime import moves as moves_module
 from weightstream.runtime.cpu import CpuBackend
 from wrapped import Fault, Limit
@@ -53,7 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
         made.append(Counted())
         return made[-1]
 
-    monkeypatch.setattr(front, "CpuBackend", make)
+    monkeypatch.setattr(devices, "CpuBackend", make)
     return made
 
 
@@ -282,7 +283,7 @@ def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
     budget, needed = streamer.plan.budget, allocated_nbytes(streamer.plan)
     streamer.remove()
     device = Limit(CpuBackend(), max(0, needed - less))
-    monkeypatch.setattr(front, "CpuBackend", lambda: device)
+    monkeypatch.setattr(devices, "CpuBackend", lambda: device)
     with pytest.raises(torch.OutOfMemoryError):
         weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit")
     gc.collect()
@@ -332,7 +333,7 @@ def test_a_copy_that_fails_is_told_and_the_next_step_is_right(monkeypatch: pytes
         num[0] += 1
         return num[0] in failing
 
-    monkeypatch.setattr(front, "CpuBackend", lambda: Fault(CpuBackend(), fail))
+    monkeypatch.setattr(devices, "CpuBackend", lambda: Fault(CpuBackend(), fail))
     told = 0
     with weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit"):
         for seed in range(6):

@@ -17,10 +17,10 @@ from coded_rig import PLACES, budgets, random_model, rows
 from graph_rig import PLANS, GraphRig, take_turns
 from models import step
 from rig import mutated
-from weightstream import front
 from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime import binding as binding_module
+from weightstream.runtime import devices
 from weightstream.runtime import graphs as graphs_module
 from weightstream.runtime import installation as installation_module
 from weightstream.runtime.binding import Binding
@@ -74,7 +74,7 @@ class Watch:
         self.num_kernels = 0
         for index, block in enumerate(self.model.blocks):
             block.check = lambda block, index=index: self._queue(index, block)
-        monkeypatch.setattr(front, "CpuBackend", lambda: self.clock)
+        monkeypatch.setattr(devices, "CpuBackend", lambda: self.clock)
         self.streamer = weightstream.offload(self.model, device="cpu", device_budget=budget, codec="3bit")
 
     def _queue(self, index: int, block: Checks) -> None:

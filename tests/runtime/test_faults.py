@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-import weightstream.front
+import weightstream.runtime.devices
 from models import TEXT
 from weightstream.errors import OffloadError, PlanError, StoreError, UnsupportedError
 from weightstream.runtime.backend import Copy
@@ -109,7 +109,7 @@ def places(net: nn.Module) -> dict[str, tuple[int, type]]:
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
-    monkeypatch.setattr(weightstream.front, "CpuBackend", make)
+    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", make)
 
 
 # -- copies and memory that fail ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from safetensors.torch import save_file
 from torch import nn
 
-import weightstream.front
+import weightstream.runtime.devices
 from rig import KIB
 from weightstream.adapters.module import find_units
 from weightstream.errors import PlanError, StoreError
@@ -401,7 +401,7 @@ def test_remove_leaves_no_thread_file_or_folder(tmp_path: Path, monkeypatch: pyt
 
 def test_remove_frees_the_ring_while_the_streamer_is_still_held(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = Limit(CpuBackend(), 1 << 20)
-    monkeypatch.setattr(weightstream.front, "CpuBackend", lambda: limited)
+    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda: limited)
     model = linears(6)
     streamer = weightstream.offload(model, device="cpu", device_budget=48 * KIB)
     model(torch.ones(1, WIDTH))

@@ -52,7 +52,7 @@ def test_an_update_before_the_pages_arrive_is_in_the_first_step(
         parameter.data = checkpoint.tensor(name)
     config = weightstream.OffloadConfig(device_budget=3 * WEIGHT_NBYTES)
     monkeypatch.setattr(
-        weightstream.front, "_pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
+        weightstream.front, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
     )
     streamer = weightstream.front._offload(model, CpuBackend(), config, checkpoint.mappings)
     try:

@@ -319,7 +319,7 @@ def model() -> nn.Sequential:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, backend: Any, module: nn.Module, **settings: Any) -> weightstream.Streamer:
-    monkeypatch.setattr("weightstream.front.CpuBackend", lambda *_: backend)
+    monkeypatch.setattr("weightstream.runtime.devices.CpuBackend", lambda *_: backend)
     return weightstream.offload(module, device="cpu", **{"device_budget": BUDGET} | settings)
 
 

@@ -39,7 +39,7 @@ from test_pages import (
 )
 from torch import nn
 
-import weightstream.front
+import weightstream.runtime.devices
 from cgroups import limited
 from models import MODELS, Model, llama_tensors, model_nbytes, weights
 from rig import Rig, equal_plan
@@ -662,7 +662,7 @@ def test_slow_reads_change_no_bit_and_race_with_nobody(
     seed: int, model: Model, reference: Model, checkpoint: Checkpoint, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ClockBackend(Poison(Delay(CpuBackend(), seed, 0.001)))
-    monkeypatch.setattr(weightstream.front, "CpuBackend", lambda: clock)
+    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda: clock)
     slow(disk, seed)
     for module in model.module.modules():
         module.__class__ = Watched if isinstance(module, nn.Linear) else type(module)

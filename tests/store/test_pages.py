@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weightstream.front
+import weightstream.runtime.devices
 from fixtures_structure import Block
 from models import MODELS, Model, floats, model_nbytes, randomise, weights
 from streaming import assert_steps_equal, plain, run
@@ -654,7 +655,7 @@ def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: 
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Models of a checkpoint are copied from pinned pages of it, as on a GPU."""
     device = Device()
-    monkeypatch.setattr(weightstream.front, "_pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
+    monkeypatch.setattr(weightstream.front, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
     yield device
     assert sorted(device.unpinned) == sorted(device.pinned), "each once"
     assert device.pinned
@@ -692,7 +693,7 @@ def stream_file(model: Model, checkpoint: Checkpoint, least: int = 1, **options:
     def open_at(budget: int) -> Streamer:
         config = OffloadConfig().merged(device_budget=budget, **options).resolved()
         with contextlib.ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
-            backend = weightstream.front.CpuBackend()
+            backend = weightstream.runtime.devices.CpuBackend()
             on_failure.callback(backend.close)
             opened = weightstream.front._offload(model.module, backend, config, checkpoint.mappings)
             on_failure.pop_all()

@@ -76,6 +76,12 @@ def _is_shared(value: Any, made: Any) -> bool:
     return made is value and makes_none and not isinstance(value, Enum)
 
 
+def clear(made: Copied) -> None:
+    """Nothing of a copy is needed any more: cycles in it are broken, so that its tensors go now."""
+    for module in list(made.model.modules()):
+        vars(module).clear()
+
+
 def kept(storages: Callable[[], Collection[int]]) -> bool:
     """Whether somebody still holds tensors of these storages, given by `_cdata`."""
     return bool(storages()) and bool((gc.collect(), storages())[1])

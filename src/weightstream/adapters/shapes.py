@@ -184,7 +184,10 @@ def _followed(
             made = meta.copied(model, *values)
             with torch.inference_mode():
                 start = partial(_Forward, made.model, made.weights, until_s, alive)
-                return _footprint(steps(start, made.model, *made.values), made)
+                try:
+                    return _footprint(steps(start, made.model, *made.values), made)
+                finally:
+                    meta.clear(made)
 
     found, failed = None, ""
     try:

@@ -85,6 +85,7 @@ def _state_of(model: nn.Module) -> Iterator[Callable[[], None]]:
 def _modules_of(model: nn.Module) -> set[str]:
     """The Python modules that the code of a model is from, and those of the same packages that they import from."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    names.update(name for module in model.modules() for name in _forwards_of(module))
     packages = {name.partition(".")[0] for name in names} - _NEVER
 
     def loaded(names: Iterable[str]) -> set[str]:
@@ -95,6 +96,15 @@ def _modules_of(model: nn.Module) -> set[str]:
         values = [value for name in found for value in tuple(vars(sys.modules[name]).values())]
         found |= loaded(str(value.__module__) for value in values if isinstance(value, type | FunctionType))
     return found
+
+
+def _forwards_of(module: nn.Module) -> Iterator[str]:
+    """Where a forward of its own is from, and those that it wraps."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        yield getattr(function, "__globals__", {}).get("__name__", "")
+        forward = getattr(function, "__wrapped__", None)
 
 
 def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:

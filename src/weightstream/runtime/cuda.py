@@ -6,6 +6,7 @@ import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -59,6 +60,21 @@ def memory(device: torch.device) -> tuple[int, int]:
     """Bytes of device memory that are free, and all."""
     free, total = torch.cuda.mem_get_info(device)
     return free, total
+
+
+@contextmanager
+def libraries(device: torch.device) -> Iterator[None]:
+    """Meanwhile a thread loads what the first product would wait a third of a second for."""
+
+    def multiply() -> None:
+        with suppress(RuntimeError):  # no memory is left, for one: the first product will tell
+            matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+            torch.mm(matrix, matrix)
+
+    with ThreadPoolExecutor(1, "weightstream-libraries") as pool:
+        if device.type == "cuda":
+            pool.submit(multiply)
+        yield
 
 
 def new_graph() -> Any:

@@ -1,0 +1,67 @@
+"""A device by its name: its backend, and the host memory that it copies from. What is loaded is loaded in here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from weightstream.config import OffloadConfig
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime import cuda
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.cpu import CpuBackend
+from weightstream.store.arena import Arena
+from weightstream.store.pages import PageCache
+
+
+@contextmanager
+def opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator[Backend]:
+    """A backend, outside of inference mode; closed where the block fails."""
+    with _uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
+        backend = backend_of(device, config)
+        on_failure.callback(backend.close)
+        yield backend
+        on_failure.pop_all()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
+    second. What was made counts as old then, so that none of the next looks is at it."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+
+
+def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
+    try:
+        device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r}: {error}") from error
+    if device.type == "cpu":
+        return CpuBackend()
+    if device.type == "cuda":
+        return cuda.CudaBackend(device, pin_memory=config.pin_memory)
+    raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
+
+
+def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:
+    """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
+    nothing is pinned, read ahead."""
+    if backend.device.type != "cuda" or not config.pin_memory:
+        return None, PageCache()
+    pin = partial(cuda.register, device=backend.device)
+    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if cuda.reads_pages(backend.device) else None
+    return Arena(pin, cuda.unregister), pages
