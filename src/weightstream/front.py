@@ -174,7 +174,7 @@ def plan_model(
 ) -> Plan:
     """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
 
-    Needs config.json, and the headers of the shards if there are any.
+    Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread.
 
     Args:
         path_or_repo_id, device, device_budget, dtype, config: as for `from_pretrained`; its other settings may be given

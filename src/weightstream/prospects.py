@@ -234,13 +234,14 @@ def with_work(
 
 
 def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Machine, **options: Any) -> Prospect:
-    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone.
+    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone; of a quantised one
+    its library makes a model of files that nobody reads.
 
     `options` are the `dtype` and `trust_remote_code` of a load.
     """
-    from weightstream.adapters.hub import skeleton
+    from weightstream.adapters.transformers import described
 
-    model, checkpoint = skeleton(path, **options)
+    model, checkpoint = described(path, **options)
     by_alias = groups(model, allow_meta=True)
     entries = checkpoint.entries if checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}

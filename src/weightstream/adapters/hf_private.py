@@ -158,6 +158,11 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
             kind.get_quantize_ops = given
 
 
+def is_quantised(model: Any) -> bool:
+    """Whether transformers has loaded it so."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
 def needs_fp8_kernels(module: Any) -> tuple[bool, bool]:
     """Whether it is a linear layer of fine-grained float8, and whether it is experts of that."""
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}

@@ -28,6 +28,7 @@ from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
+QUANTISED = frozenset(("bitsandbytes", "compressed-tensors", "fp8", "torchao"))  # weights stream as they are
 _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 
 
@@ -73,6 +74,14 @@ def config_and_class(
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantization  # as transformers' Auto classes hand it on
     return text, cls
+
+
+def is_quantised(folder: Path) -> bool:
+    """Whether config.json says so."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # who reads it next says what is wrong
+        facts = json.loads((folder / "config.json").read_bytes())
+        return bool(facts.get("quantization_config") or facts.get("compression_config"))
+    return False
 
 
 def _read_config(folder: Path, remote_code: bool, quantised: Collection[str]) -> Any:
@@ -132,7 +141,7 @@ def skeleton(
     """
     check_dtype(dtype)
     path, folder = local_path(path_or_repo_id, trust_remote_code, weights=False)
-    checkpoint = _weights(path)
+    checkpoint = weights_in(path)
     with refused_as_checkpoint(path_or_repo_id, "build"):
         config, cls = config_and_class(folder, None, trust_remote_code)
         model = build(cls, config, dtype, checkpoint)
@@ -142,7 +151,8 @@ def skeleton(
     return model.eval(), checkpoint
 
 
-def _weights(path: Path) -> Checkpoint | None:
+def weights_in(path: Path) -> Checkpoint | None:
+    """The checkpoint of a folder or file; None where its weights are not all there."""
     names = os.listdir(path) if path.is_dir() else [path.name]
     if path.is_dir() and _INDEX in names and "model.safetensors" not in names:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong

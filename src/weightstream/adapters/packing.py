@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from weightstream.adapters.hf_private import unused_names
+from weightstream.adapters import hf_private
 from weightstream.adapters.hub import local_path
 from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
-from weightstream.errors import ConfigError
+from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.placement import always_resident
 from weightstream.runtime.weights import groups, manifest, merge_tied
 from weightstream.store import pack as store
@@ -45,8 +45,9 @@ def pack(
             offload_folder=partial_folder,
             trust_remote_code=trust_remote_code,
             progress=progress,
-            quantised=False,
         )
+        if codec != "none" and hf_private.is_quantised(loaded.model):
+            raise UnsupportedError(f"{folder}: quantised weights are packed as they are: leave out codec={codec!r}")
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
         nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
@@ -85,10 +86,11 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
     """The weights by unit, in the ring's order; last, together, what is too small to stream and what is not used.
 
     A tensor that views the checkpoint keeps its name there; one that transformers made has the model's, the first of
-    tied ones.
+    tied ones. A quantised checkpoint is kept tensor by tensor, whatever its library makes of them.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
-    state = model.state_dict()
+    is_quantised = hf_private.is_quantised(model)
+    state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if is_quantised else model.state_dict()
     names = _names(checkpoint, state)
     left = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}
     by_alias = groups(model)
@@ -99,7 +101,8 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
         members = (member for alias in unit.aliases() if alias in streamed for member in by_alias[alias].members)
         found = (names.get(_key(member.tensor), "") for member in members)
         units.append({name: left.pop(name) for name in found if name in left})
-    unused = {name: checkpoint.tensor(name) for name in unused_names(model, checkpoint.entries)}
+    names_unused = [] if is_quantised else hf_private.unused_names(model, checkpoint.entries)
+    unused = {name: checkpoint.tensor(name) for name in names_unused}
     return [*units, left | unused]
 
 

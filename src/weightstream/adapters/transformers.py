@@ -26,15 +26,20 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
 from weightstream.adapters.hub import (
+    QUANTISED,
     build,
     check_dtype,
     config_and_class,
+    is_quantised,
     local_path,
     refuse_quantised,
     refused_as_checkpoint,
+    skeleton,
+    weights_in,
 )
 from weightstream.adapters.ranges import gather
-from weightstream.errors import CheckpointError, ConfigError
+from weightstream.adapters.unpacking import unpack_late
+from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
 from weightstream.runtime.leaves import Role, Shell, behind
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
@@ -46,7 +51,6 @@ _LOADING = threading.Lock()  # the hook, and what transformers is told for a loa
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _CPU = torch.device("cpu")
 _TRIM_NBYTES = 32 << 20
-_QUANTISED = frozenset(("bitsandbytes", "compressed-tensors", "fp8", "torchao"))  # weights stream as they are
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
 _SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
 _OURS = ("config", "state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size")
@@ -77,15 +81,13 @@ def load_pretrained(
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
     device: torch.device = _CPU,
-    quantised: bool = True,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
-    quantises, one by one on `device`. Without `quantised` a checkpoint that is so already is refused. Other keywords go
-    to the hub or to transformers.
+    quantises, one by one on `device`. Other keywords go to the hub or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -101,7 +103,7 @@ def load_pretrained(
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code, _QUANTISED if quantised else ())
+        config, cls = config_and_class(folder, model_class, trust_remote_code, QUANTISED)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options).run(decode, device)
@@ -111,6 +113,25 @@ def load_pretrained(
     if kept is None:
         offload.close()
     return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, folder=kept)
+
+
+def described(
+    path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+) -> tuple[Any, Checkpoint | None]:
+    """What `hub.skeleton` gives; of a quantised checkpoint the model itself, whose tensors view files that nobody has
+    read: what is made of its tensors its library alone knows.
+
+    Raises what both of them do, and `UnsupportedError` where a quantised one is not on this machine.
+    """
+    path, folder = local_path(path_or_repo_id, trust_remote_code, weights=False)
+    if not is_quantised(folder):
+        return skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    if weights_in(path) is None:
+        raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "verify_checksums": False, "progress": False}
+    model = load_pretrained(path, **options).model  # type: ignore[arg-type]
+    unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
+    return model, None
 
 
 class _Load:
