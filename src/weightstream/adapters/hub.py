@@ -102,7 +102,11 @@ def refuse_quantised(what: object, quantization: Any, supported: Collection[str]
     found = facts.get("quant_method", "unknown")
     method = str(getattr(found, "value", found))
     if method not in supported:
-        raise UnsupportedError(f"{what}: quantised with {method}, which is not supported; use the unquantised model")
+        can = f"{', '.join(sorted(supported))} are" if supported else "none is"
+        raise UnsupportedError(
+            f"{what}: quantised with {method}, which is not supported ({can}); use the unquantised model, or load it "
+            "with its library and give it to offload()"
+        )
 
 
 def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:

@@ -57,6 +57,15 @@ _OPTIONAL = MappingProxyType(
         "matplotlib": "for figures",
     }
 )
+_QUANTISING = MappingProxyType(  # a library, and what it is needed for
+    {
+        "bitsandbytes": "NF4, FP4, int8",
+        "torchao": "int8, float8, int4",
+        "compressed-tensors": "checkpoints of LLM Compressor",
+        "gguf": "GGUF in diffusers",
+        "kernels": "float8 of transformers as it is, where each module unpacks its own otherwise",
+    }
+)
 _OF_A_GPU = frozenset({"triton", _NVML})
 _GOOD_SHARE = 0.75  # of the link's rate
 _FILE_NBYTES = 256 << 20
@@ -255,6 +264,11 @@ def _software(*, on_gpu: bool) -> Iterator[Finding]:
     for name, purpose in _OPTIONAL.items():
         if found[name] is None and (on_gpu or name not in _OF_A_GPU):
             yield Finding(name, purpose, "missing", f"pip install {name}")
+    libraries = {name: _version(name) for name in _QUANTISING}
+    has = ", ".join(f"{name} {version}" for name, version in libraries.items() if version) or "no library of theirs"
+    lacks = [f"{name} ({_QUANTISING[name]})" for name, version in libraries.items() if not version]
+    remedy = f"Where checkpoints need it, pip install {', '.join(lacks)}" if lacks else ""
+    yield Finding("quantised weights", has, "note" if lacks else "ok", remedy, libraries)
 
 
 def _version(package: str) -> str | None:
