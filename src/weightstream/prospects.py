@@ -35,6 +35,7 @@ from weightstream.plan.schedule import aligned
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.homes import Homes
+from weightstream.runtime.leaves import Role
 from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
 from weightstream.store.limits import available_nbytes
 from weightstream.store.mapping import Memory
@@ -320,9 +321,7 @@ def _sizes(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | 
     dtype = group.members[0].spec.dtype
     if layout is not None:
         return {layout.bits: layout.nbytes}
-    if dtype not in ELEMENTS or any(
-        m.spec.dtype != dtype or not issubclass(m.kind, nn.Parameter) for m in group.members
-    ):
+    if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.role is not Role.PARAMETER for m in group.members):
         return {}
     if not group.home.is_meta:
         return estimates(parts or [group.home], dtype)

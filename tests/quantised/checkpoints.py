@@ -66,7 +66,7 @@ def _save(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
-    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
 
 
@@ -90,6 +90,43 @@ def _float8(folder: Path) -> None:
     _save(model, tensors, folder)
 
 
+def _mxfp4(folder: Path) -> None:
+    """As gpt-oss: two numbers in a byte, an exponent for 32 of them; any bytes will do."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.GptOssConfig(
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    model, tensors = transformers.GptOssForCausalLM(config).to(torch.bfloat16).eval(), {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(119, 122, (experts, rows, columns // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = tensor
+    model.config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    _save(model, tensors, folder)
+
+
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 CHECKPOINTS: dict[str, tuple[str, Make]] = {
     "bnb nf4": ("bitsandbytes", functools.partial(_bnb, NF4)),
@@ -98,6 +135,7 @@ CHECKPOINTS: dict[str, tuple[str, Make]] = {
     "torchao int8": ("torchao", functools.partial(_torchao, "Int8WeightOnlyConfig", {"version": 2})),
     "torchao float8": ("torchao", functools.partial(_torchao, "Float8WeightOnlyConfig", {})),
     "fp8": ("transformers", _float8),
+    "mxfp4": ("transformers", _mxfp4),
     "compressed w4a16": (
         "compressed_tensors",
         functools.partial(_compressed, INT4 | {"symmetric": True}, None, "pack-quantized"),

@@ -115,6 +115,20 @@ def test_compiled_by_block(name: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("kind", ["torchao float8", "compressed fp8", "layerwise casting", "fp8 scaled"])
+def test_float8_is_coded_on_top(kind: str) -> None:
+    pytest.importorskip(FORMATS[kind].library or "torch")
+    plain, model = build(kind), build(kind)
+    xs = inputs(model)
+    settings: dict[str, Any] = {"device_budget": int(0.5 * held_nbytes(model)), "codec": "3bit"}
+    with weightstream.offload(model, device="cpu", **settings) as streamer:
+        for x in (*xs, *xs):
+            assert torch.equal(model(x), plain(x))
+        coded = streamer.plan.manifest
+        assert len(coded.codes) == 12
+        assert coded.nbytes < 0.93 * coded.decoded_nbytes
+
+
 def test_hooks_that_do_not_offload_are_no_reason_to_refuse() -> None:
     """A pipeline's call leaves an empty registry behind; a part that diffusers offloads is refused by name."""
     hooks = pytest.importorskip("diffusers.hooks")

@@ -172,7 +172,7 @@ RUN = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_memory_of_the_process_is_that_of_the_coded_form() -> None:
     budgets = 30 << 20, 1 << 30
     exact_heap = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # the C library keeps nothing for later

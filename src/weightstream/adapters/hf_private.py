@@ -23,6 +23,7 @@ GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
 WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions that it has seen
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
+_MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -103,19 +104,79 @@ def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[A
 
 @contextlib.contextmanager
 def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
-    """Inside, float8 is loaded as it is, kernels or not, and torchao finds what the header of a file says of its
-    tensors: transformers reads that from files alone."""
+    """Inside, float8 and mxfp4 are loaded as they are, kernels or not, and torchao finds what the header of a file says
+    of its tensors: transformers reads that from files alone."""
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    validate = FineGrainedFP8HfQuantizer.validate_environment
-    FineGrainedFP8HfQuantizer.validate_environment = lambda self, *args, **kwargs: None
-    TorchAoHfQuantizer.metadata = dict(metadata)
+    def without_kernels(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.quantization_config.dequantize = True  # as modules of the plain model are wanted
+
+    def packed(self: Any, model: Any, **kwargs: Any) -> Any:
+        self.quantization_config.dequantize = False
+        return super(Mxfp4HfQuantizer, self).postprocess_model(model, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for kind, name, value in (
+            (TorchAoHfQuantizer, "metadata", dict(metadata)),
+            (FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None),
+            (Mxfp4HfQuantizer, "validate_environment", without_kernels),
+            (Mxfp4HfQuantizer, "postprocess_model", packed),
+            (Mxfp4Dequantize, "convert", _keep_mxfp4),
+        ):
+            stack.enter_context(_set(kind, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def _set(kind: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class has this attribute."""
+    before = {key: found for key, found in vars(kind).items() if key == name}
+    setattr(kind, name, value)
     try:
         yield
     finally:
-        FineGrainedFP8HfQuantizer.validate_environment = validate
-        del TorchAoHfQuantizer.metadata
+        delattr(kind, name)
+        for found in before.values():
+            setattr(kind, name, found)
+
+
+def _keep_mxfp4(
+    op: Any, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **kwargs: Any
+) -> dict[str, Any]:
+    """In place of what unpacks experts: their module gets the packed tensors, under their names in the file."""
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    module, name = get_module_from_name(model, full_layer_name)
+    module.__dict__.setdefault(_MXFP4, {})[name] = module._parameters.pop(name).dtype
+    for part in ("blocks", "scales"):
+        found = input_dict[f"{name}_{part}"]
+        packed = torch.nn.Parameter(found[0] if isinstance(found, list) else found, requires_grad=False)
+        setattr(packed, LOADED, True)
+        module.register_parameter(f"{name}_{part}", packed)
+    setattr(module, LOADED, True)
+    if kwargs.get("missing_keys") is not None:
+        kwargs["missing_keys"].discard(full_layer_name)
+    return {}
+
+
+def has_mxfp4(module: torch.nn.Module) -> bool:
+    """Whether they are experts that were loaded packed."""
+    return _MXFP4 in module.__dict__
+
+
+def mxfp4_unpacked(module: Any) -> dict[str, torch.Tensor]:
+    """Their weights as transformers would have unpacked them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return {
+        name: convert_moe_packed_tensors(
+            getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"), dtype=dtype
+        )
+        for name, dtype in module.__dict__[_MXFP4].items()
+    }
 
 
 @contextlib.contextmanager

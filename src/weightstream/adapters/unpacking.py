@@ -78,11 +78,13 @@ def _compressed(module: nn.Module) -> Undo | None:
     decompress = BaseCompressor.get_value_from_registry(scheme.format.value).decompress
     # The host asks for the shape: on a GPU it would wait for it, which a graph cannot.
     shape = {name: p.data.clone().cpu() for name, p in module.named_parameters(recurse=False) if name == "weight_shape"}
-    return _unpacking(module, lambda self, _: decompress(get_direct_state_dict(self) | shape, scheme)["weight"])
+    return _unpacking(
+        module, lambda self, _: {"weight": decompress(get_direct_state_dict(self) | shape, scheme)["weight"]}
+    )
 
 
-def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Undo:
-    """Have `unpacked(module, input)` make its weight in each of its forwards."""
+def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], Mapping[str, torch.Tensor]]) -> Undo:
+    """Have `unpacked(module, input)` make its weights, by name, in each of its forwards."""
     given = module.__dict__.get("forward")
     function = type(module).forward
     if given is not None:  # a bound method is bound to the copy in a copy, anything else is called as it is
@@ -91,7 +93,7 @@ def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], 
 
     @functools.wraps(given or type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with lock, _showing(self, {"weight": unpacked(self, next(tensors_in((args, kwargs))))}):
+        with lock, _showing(self, unpacked(self, next(tensors_in((args, kwargs))))):
             return function(self, *args, **kwargs)
 
     forward.__name__ = _UNPACKS  # by which a pickle would find it: one cannot be loaded, as one of the library cannot
@@ -112,13 +114,16 @@ def _put(module: nn.Module, name: str, function: Callable[..., Any]) -> Undo:
     return undo
 
 
-# -- fine-grained float8 of transformers -------------------------------------------------------------------------------
+# -- fine-grained float8 and mxfp4 of transformers ---------------------------------------------------------------------
 
 
 def _without_kernels(module: nn.Module, has_kernels: Callable[[], bool]) -> None:
     """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
     packed, so this is not undone."""
     is_done = getattr(module.__dict__.get("forward"), "__name__", "") == _UNPACKS
+    if hf_private.has_mxfp4(module) and not is_done:
+        _unpacking(module, lambda self, _: hf_private.mxfp4_unpacked(self))
+        return
     is_linear, are_experts = hf_private.needs_fp8_kernels(module)
     if is_done or not (is_linear or are_experts) or has_kernels():
         return
@@ -127,7 +132,7 @@ def _without_kernels(module: nn.Module, has_kernels: Callable[[], bool]) -> None
             f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "
             "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
         )
-    _unpacking(module, lambda self, x: hf_private.fp8_unpacked(self, x.dtype))
+    _unpacking(module, lambda self, x: {"weight": hf_private.fp8_unpacked(self, x.dtype)})
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------
