@@ -1,0 +1,56 @@
+"""What opening a device leaves behind in the process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from weightstream.config import OffloadConfig
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.devices import opened
+
+CONFIG = OffloadConfig().resolved()
+
+
+@pytest.fixture(autouse=True)
+def _enabled() -> Iterator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_nobody_looks_for_garbage_meanwhile() -> None:
+    with opened("cpu", CONFIG) as backend:
+        assert not gc.isenabled()
+        with opened("cpu", CONFIG) as other:
+            other.close()
+        assert not gc.isenabled()
+        backend.close()
+    assert gc.isenabled()
+
+
+def test_who_has_disabled_collection_finds_it_disabled() -> None:
+    gc.disable()
+    with opened("cpu", CONFIG) as backend:
+        backend.close()
+    assert not gc.isenabled()
+
+
+def test_an_error_enables_it_again() -> None:
+    with pytest.raises(ZeroDivisionError), opened("cpu", CONFIG):
+        _ = 1 / 0
+    assert gc.isenabled()
+    for device, error in (("nonsense", ConfigError), ("meta", UnsupportedError)):
+        with pytest.raises(error), opened(device, CONFIG):
+            pass
+        assert gc.isenabled()
+
+
+def test_what_was_frozen_stays_frozen() -> None:
+    gc.freeze()
+    num = gc.get_freeze_count()
+    with opened("cpu", CONFIG) as backend:
+        backend.close()
+    assert abs(gc.get_freeze_count() - num) < num / 2
