@@ -59,8 +59,10 @@ IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "SimpleNamespace", "count", "cycle"}
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
-# (file, name): what pydantic asks for by name, and the session table of the operators; nothing else.
+# (file, name): what pydantic asks for by name, the session table of the operators, and what may have become garbage,
+# which is of the process; nothing else.
 ALLOWED_STATE = {("config.py", "_Settings.model_config"), ("runtime/ops.py", "_UNITS"), ("runtime/ops.py", "_HANDLES")}
+ALLOWED_STATE |= {("runtime/devices.py", "_LEFT")}
 
 
 @cache

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import threading
 import time
 import weakref
 from threading import Thread
+from types import MethodType
 from typing import Any
 from weakref import finalize
 
@@ -402,3 +404,49 @@ def test_torch_defaults_are_put_back() -> None:
     with pytest.raises(UnsupportedError):
         follow(Calls(sets), (torch.randn(2, WIDTH),))
     assert torch.get_default_dtype() is torch.float32
+
+
+@functools.cache
+def shared() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Attaching(nn.Module):
+    """Its forward makes a module of others its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "other"):
+            self.other = shared()
+        return self.inner(x) + self.other.bias.to(x.device)
+
+
+def test_what_a_forward_attaches_stays_whole() -> None:
+    model = Attaching()
+    before = dict(vars(shared()))
+    follow(model, (torch.ones(1, WIDTH),))
+    assert vars(shared()) == before
+    assert not hasattr(model, "other")
+
+
+def test_a_method_of_its_own_keeps_no_copy_alive(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.forward = MethodType(nn.Linear.forward, model)  # type: ignore[method-assign]
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("nothing is left to be collected"))
+    follow(model, (torch.ones(1, WIDTH),))
+
+
+def test_a_forward_that_wraps_itself() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+
+    def fast(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    fast.__wrapped__ = fast  # type: ignore[attr-defined]
+    model.forward = MethodType(fast, model)  # type: ignore[method-assign]
+    assert follow(model, (torch.ones(1, WIDTH),)).ops

@@ -234,7 +234,7 @@ def test_json_is_whole_and_raw(disk: Path) -> None:
     assert 0 < values["host", "memory"] <= psutil.virtual_memory().total
     assert 1e6 < values["disk", "reads"] < math.inf
     assert values["software", "installed"]["torch"] == torch.__version__
-    assert values["software", "quantised weights"].keys() >= {"bitsandbytes", "torchao", "compressed-tensors"}
+    assert values["software", "quantised"].keys() >= {"bitsandbytes", "torchao", "compressed-tensors"}
     assert {section for section, _ in values} == {"GPU", "host", "speed", "disk", "software"}
     keys = {"section", "label", "text", "mark", "remedy", "value"}
     assert all(set(finding) == keys for finding in found["findings"])

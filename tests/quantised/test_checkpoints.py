@@ -150,6 +150,8 @@ def test_a_coded_pack_and_a_plan_without_files_are_refused(folder: Any, tmp_path
     path = folder("compressed w8a8")
     with pytest.raises(weightstream.UnsupportedError, match="packed as they are: leave out codec='auto'"):
         pack(str(path), tmp_path / "pack", codec="auto")
+    with pytest.raises(weightstream.UnsupportedError, match="would write them; load it"):
+        weightstream.plan_model(folder("compressed w4a16"), device="cpu", device_budget="1MiB", dtype="float32")
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     with pytest.raises(weightstream.UnsupportedError, match="needs its files"):
         weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")
@@ -161,7 +163,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "aqlm"}}))
     with pytest.raises(
         weightstream.UnsupportedError,
-        match=r"with aqlm, which is not supported \(bitsandbytes, compressed-tensors, fp8, torchao are\)",
+        match=r"with aqlm, which is not supported \(bitsandbytes, compressed-tensors, fp8, mxfp4, torchao are\)",
     ):
         weightstream.from_pretrained(tmp_path, device="cpu")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
+import weightstream
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.runtime.devices import opened
 
 CONFIG = OffloadConfig().resolved()
@@ -54,3 +57,25 @@ def test_what_was_frozen_stays_frozen() -> None:
     with opened("cpu", CONFIG) as backend:
         backend.close()
     assert abs(gc.get_freeze_count() - num) < num / 2
+
+
+def test_a_model_that_was_let_go_of_goes_with_the_next_load() -> None:
+    """It is a cycle with its streamer: without a look for garbage every one of them would stay."""
+    left: list[weakref.ref[nn.Module]] = []
+    for _ in range(4):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        weightstream.offload(model, device="cpu", device_budget="40KiB")
+        left.append(weakref.ref(model))
+        del model
+    assert sum(reference() is not None for reference in left) <= 1
+
+
+def test_a_load_that_fails_leaves_nothing_for_long() -> None:
+    left: list[weakref.ref[nn.Module]] = []
+    for _ in range(4):
+        model = nn.Sequential(nn.Linear(64, 64))
+        with pytest.raises(PlanError):
+            weightstream.offload(model, device="cpu", device_budget="1KiB")
+        left.append(weakref.ref(model))
+        del model
+    assert sum(reference() is not None for reference in left) <= 1

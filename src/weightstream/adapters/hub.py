@@ -59,14 +59,12 @@ def local_path(name: str | Path, remote_code: bool, *, weights: bool = True, **h
     return Path(found), Path(found)
 
 
-def config_and_class(
-    folder: Path, model_class: Any, remote_code: bool, quantised: Collection[str] = ()
-) -> tuple[Any, Any]:
-    """The config of a folder and the class of the model that it describes; `quantised` are methods that may be.
+def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple[Any, Any]:
+    """The config of a folder and the class of the model that it describes.
 
     Raises as `load_pretrained`.
     """
-    config = _read_config(folder, remote_code, quantised)
+    config = _read_config(folder, remote_code)
     cls = _class_of(config, model_class, remote_code)
     if isinstance(config, cls.config_class or object):
         return config, cls
@@ -84,15 +82,15 @@ def is_quantised(folder: Path) -> bool:
     return False
 
 
-def _read_config(folder: Path, remote_code: bool, quantised: Collection[str]) -> Any:
+def _read_config(folder: Path, remote_code: bool) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}: cannot read config.json: {error}") from error
     quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
-    if quantization is not None:
+    if quantization:
         config.quantization_config = quantization
-        refuse_quantised(folder, quantization, quantised)
+        refuse_quantised(folder, quantization, QUANTISED)
     return config
 
 
@@ -102,10 +100,9 @@ def refuse_quantised(what: object, quantization: Any, supported: Collection[str]
     found = facts.get("quant_method", "unknown")
     method = str(getattr(found, "value", found))
     if method not in supported:
-        can = f"{', '.join(sorted(supported))} are" if supported else "none is"
         raise UnsupportedError(
-            f"{what}: quantised with {method}, which is not supported ({can}); use the unquantised model, or load it "
-            "with its library and give it to offload()"
+            f"{what}: quantised with {method}, which is not supported ({', '.join(sorted(supported))} are); use the "
+            "unquantised model, or load it with its library and give it to offload()"
         )
 
 

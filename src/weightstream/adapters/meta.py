@@ -76,10 +76,13 @@ def _is_shared(value: Any, made: Any) -> bool:
     return made is value and makes_none and not isinstance(value, Enum)
 
 
-def clear(made: Copied) -> None:
-    """Nothing of a copy is needed any more: cycles in it are broken, so that its tensors go now."""
+def untie(made: Copied) -> None:
+    """Nothing of a copy is needed any more: methods of a module that it holds itself are cycles, and are broken."""
     for module in list(made.model.modules()):
-        vars(module).clear()
+        if id(module) in made.originals:  # others are not ours: a forward may have brought them
+            own = vars(module)
+            for name in [name for name, value in own.items() if getattr(value, "__self__", None) is module]:
+                del own[name]
 
 
 def kept(storages: Callable[[], Collection[int]]) -> bool:

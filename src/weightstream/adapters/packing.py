@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from weightstream.adapters import hf_private
-from weightstream.adapters.hub import local_path
+from weightstream.adapters.hub import is_quantised, local_path
 from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
@@ -20,6 +20,7 @@ from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.mapping import Memory
 
+_SMALL_NBYTES = 4096  # of what is beside quantised weights: a unit of whole pages needs no file of its own
 _Key = tuple[int, tuple[int, ...]]
 
 
@@ -39,15 +40,16 @@ def pack(
     `store.growing` do.
     """
     source, folder = local_path(path_or_repo_id, trust_remote_code)
+    if is_quantised(folder) and codec != "none":
+        raise UnsupportedError(f"{folder}: quantised weights are packed as they are: leave out codec={codec!r}")
     with store.growing(_place(out.expanduser(), folder)) as partial_folder:
         loaded = load_pretrained(
             source,
             offload_folder=partial_folder,
             trust_remote_code=trust_remote_code,
             progress=progress,
+            may_write=not is_quantised(folder),
         )
-        if codec != "none" and hf_private.is_quantised(loaded.model):
-            raise UnsupportedError(f"{folder}: quantised weights are packed as they are: leave out codec={codec!r}")
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
         nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
@@ -89,8 +91,8 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
     tied ones. A quantised checkpoint is kept tensor by tensor, whatever its library makes of them.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
-    is_quantised = hf_private.is_quantised(model)
-    state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if is_quantised else model.state_dict()
+    as_it_is = hf_private.is_quantised(model)
+    state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if as_it_is else model.state_dict()
     names = _names(checkpoint, state)
     left = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}
     by_alias = groups(model)
@@ -99,9 +101,9 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
     units: list[dict[str, torch.Tensor]] = []
     for unit in plan.units:
         members = (member for alias in unit.aliases() if alias in streamed for member in by_alias[alias].members)
-        found = (names.get(_key(member.tensor), "") for member in members)
+        found = (names.get(_key(m.tensor), "") for m in members if m.tensor.nbytes >= _SMALL_NBYTES or not as_it_is)
         units.append({name: left.pop(name) for name in found if name in left})
-    names_unused = [] if is_quantised else hf_private.unused_names(model, checkpoint.entries)
+    names_unused = [] if as_it_is else hf_private.unused_names(model, checkpoint.entries)
     unused = {name: checkpoint.tensor(name) for name in names_unused}
     return [*units, left | unused]
 

@@ -187,7 +187,7 @@ def _followed(
                 try:
                     return _footprint(steps(start, made.model, *made.values), made)
                 finally:
-                    meta.clear(made)
+                    meta.untie(made)
 
     found, failed = None, ""
     try:

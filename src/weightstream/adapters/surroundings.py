@@ -100,10 +100,12 @@ def _modules_of(model: nn.Module) -> set[str]:
 
 def _forwards_of(module: nn.Module) -> Iterator[str]:
     """Where a forward of its own is from, and those that it wraps."""
-    forward = vars(module).get("forward")
-    while forward is not None:
+    forward, seen = vars(module).get("forward"), set[int]()
+    while forward is not None and id(forward) not in seen:
+        seen.add(id(forward))
         function = getattr(forward, "__func__", forward)
-        yield getattr(function, "__globals__", {}).get("__name__", "")
+        if isinstance(function, FunctionType):
+            yield str(function.__globals__.get("__name__", ""))
         forward = getattr(function, "__wrapped__", None)
 
 

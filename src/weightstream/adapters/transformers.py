@@ -26,7 +26,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
 from weightstream.adapters.hub import (
-    QUANTISED,
     build,
     check_dtype,
     config_and_class,
@@ -81,13 +80,15 @@ def load_pretrained(
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
     device: torch.device = _CPU,
+    may_write: bool = True,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
-    quantises, one by one on `device`. Other keywords go to the hub or to transformers.
+    quantises, one by one on `device`. Without `may_write` a model that needs that is refused. Other keywords go to the
+    hub or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -103,10 +104,10 @@ def load_pretrained(
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code, QUANTISED)
+        config, cls = config_and_class(folder, model_class, trust_remote_code)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options).run(decode, device)
+            model = _Load(checkpoint, offload, cls, options, may_write).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -128,8 +129,8 @@ def described(
         return skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
     if weights_in(path) is None:
         raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "verify_checksums": False, "progress": False}
-    model = load_pretrained(path, **options).model  # type: ignore[arg-type]
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "progress": False}
+    model = load_pretrained(path, **options, verify_checksums=False, may_write=False).model
     unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
     return model, None
 
@@ -137,7 +138,11 @@ def described(
 class _Load:
     """One load: what transformers makes goes to the folder."""
 
-    def __init__(self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any], may_write: bool
+    ) -> None:
+        self._may_write = may_write
+        self._refused: UnsupportedError | None = None
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._written: set[int] = set()  # addresses in the folder
@@ -237,6 +242,8 @@ class _Load:
             try:
                 model, info = self._cls.from_pretrained(None, state_dict=dict(tensors), **options)
             except RuntimeError as error:
+                if self._refused is not None:
+                    raise self._refused from error
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
         if info["mismatched_keys"] and not allowed:
             shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info["mismatched_keys"])]
@@ -282,6 +289,12 @@ class _Load:
         is_homed = address in self._written or any(memory.locate(address) is not None for memory in memories)
         if not tensor.numel() or (tensor.is_contiguous() and is_homed):
             return tensor
+        if not self._may_write:
+            self._refused = UnsupportedError(
+                f"{self._where}: transformers makes {name} anew, as it joins tensors or casts them: to plan or pack "
+                "such a quantised model would write them; load it"
+            )
+            raise self._refused
         self._freed_nbytes += tensor.nbytes
         if self._freed_nbytes >= _TRIM_NBYTES:
             _trim_heap()

@@ -36,7 +36,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Undo:
     has_kernels = functools.cache(lambda: hf_private.has_fp8_kernels(device))  # it may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
-            _without_kernels(module, has_kernels)
+            _without_kernels(module, device, has_kernels)
             for found in (_whole_model(module), _compressed(module), _cast(module), _packed_for_cpu(module, device)):
                 if found is not None:
                     undo.callback(found)
@@ -117,7 +117,7 @@ def _put(module: nn.Module, name: str, function: Callable[..., Any]) -> Undo:
 # -- fine-grained float8 and mxfp4 of transformers ---------------------------------------------------------------------
 
 
-def _without_kernels(module: nn.Module, has_kernels: Callable[[], bool]) -> None:
+def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Callable[[], bool]) -> None:
     """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
     packed, so this is not undone."""
     is_done = getattr(module.__dict__.get("forward"), "__name__", "") == _UNPACKS
@@ -127,6 +127,8 @@ def _without_kernels(module: nn.Module, has_kernels: Callable[[], bool]) -> None
     is_linear, are_experts = hf_private.needs_fp8_kernels(module)
     if is_done or not (is_linear or are_experts) or has_kernels():
         return
+    if are_experts and device.type == "meta":
+        return  # nobody knows where they are going to compute
     if are_experts:
         raise UnsupportedError(
             f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "

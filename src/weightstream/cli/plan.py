@@ -81,7 +81,8 @@ def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
 def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
     num, dtype = parameters(planned)
-    size = f"{_count(num)} parameters, {human(planned.manifest.decoded_nbytes)}, {dtype}"
+    told = [f"{_count(num)} parameters"] if "float" in dtype else []  # else several are in one number
+    size = ", ".join([*told, human(planned.manifest.decoded_nbytes), dtype])
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
         "takes the numbers of another"
@@ -154,7 +155,7 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
     enough, (num, dtype) = ahead.enough(planned), parameters(planned)
     return {
-        "num_parameters": num,
+        "num_parameters": num if "float" in dtype else None,
         "dtype": dtype,
         **planned.numbers(),
         "enough_budget": enough.budget if enough else None,

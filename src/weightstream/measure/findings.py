@@ -268,7 +268,7 @@ def _software(*, on_gpu: bool) -> Iterator[Finding]:
     has = ", ".join(f"{name} {version}" for name, version in libraries.items() if version) or "no library of theirs"
     lacks = [f"{name} ({_QUANTISING[name]})" for name, version in libraries.items() if not version]
     remedy = f"Where checkpoints need it, pip install {', '.join(lacks)}" if lacks else ""
-    yield Finding("quantised weights", has, "note" if lacks else "ok", remedy, libraries)
+    yield Finding("quantised", has, "note" if lacks else "ok", remedy, libraries)
 
 
 def _version(package: str) -> str | None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,12 +18,15 @@ from weightstream.runtime.cpu import CpuBackend
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
 
+_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of models that are in use, or garbage
+
 
 @contextmanager
 def opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator[Backend]:
     """A backend, outside of inference mode; closed where the block fails."""
     with _uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
         backend = backend_of(device, config)
+        _LEFT[id(backend)] = backend
         on_failure.callback(backend.close)
         yield backend
         on_failure.pop_all()
@@ -31,7 +35,10 @@ def opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
-    second. What was made counts as old then, so that none of the next looks is at it."""
+    second. What was made counts as old then, so that none of the next looks is at it. So a model that was let go of,
+    which is a cycle, would stay: where there has been one, somebody looks first."""
+    if _LEFT:
+        gc.collect()
     if not gc.isenabled():
         yield
         return
