@@ -138,7 +138,7 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config = (config or OffloadConfig()).merged(**settings).resolved()
     # the device first: a wrong one is told before gigabytes are read
-    with opened(config.device_for(device), config) as backend, ExitStack() as on_failure:
+    with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
             loaded = load_pretrained(

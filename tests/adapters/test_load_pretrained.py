@@ -392,7 +392,10 @@ print(nbytes / 2**20, max(peak, anonymous()) - before, anonymous() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", "auto"), ("llama", "bfloat16"), ("mixtral", "auto")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [pytest.param("llama", "auto", marks=pytest.mark.stress), ("llama", "bfloat16"), ("mixtral", "auto")],
+)
 def test_memory_does_not_grow_with_the_model(kind: str, dtype: str, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000, "hidden_size": 512}
     if kind == "llama":

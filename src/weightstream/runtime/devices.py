@@ -22,8 +22,13 @@ _LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of models th
 
 
 @contextmanager
-def opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator[Backend]:
-    """A backend, outside of inference mode; closed where the block fails."""
+def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False) -> Iterator[Backend]:
+    """A backend, outside of inference mode; closed where the block fails.
+
+    `loads`: a model is loaded inside. One that was let go of, which is a cycle with its streamer, makes room first.
+    """
+    if loads and _LEFT:
+        gc.collect()
     with _uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
         backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
@@ -35,10 +40,7 @@ def opened(device: torch.device | str | None, config: OffloadConfig) -> Iterator
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
-    second. What was made counts as old then, so that none of the next looks is at it. So a model that was let go of,
-    which is a cycle, would stay: where there has been one, somebody looks first."""
-    if _LEFT:
-        gc.collect()
+    second. What was made counts as old then, so that none of the next looks is at it."""
     if not gc.isenabled():
         yield
         return
