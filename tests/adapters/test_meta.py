@@ -432,9 +432,7 @@ def test_what_a_forward_attaches_stays_whole() -> None:
     assert not hasattr(model, "other")
 
 
-def test_a_method_of_its_own_keeps_no_copy_alive(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_of_its_own_keeps_no_copy_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     model.forward = MethodType(nn.Linear.forward, model)  # type: ignore[method-assign]
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("nothing is left to be collected"))

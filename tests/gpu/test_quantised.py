@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, NF4, llama
+from checkpoints import CHECKPOINTS, llama, on_the_fly
 from formats import ON_GPUS, build, held_nbytes, inputs
 from torch import nn
 
 import weightstream
 from generating import STATIC
-from stack import captured, slow
+from stack import assert_equal, captured, slow
 from weightstream.runtime.cuda import recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -50,12 +50,6 @@ def pair(name: str, width: int = 512) -> tuple[nn.Module, nn.Module, list[torch.
     plain, model = build(name, "cuda", width), build(name, "cuda", width)
     xs = inputs(model, SIZES.get(name, (1, 4, 33)), "cuda")
     return plain, model, xs, [plain(x) for x in xs]
-
-
-def assert_equal(model: Any, xs: list[torch.Tensor], wanted: list[torch.Tensor], rounds: int = 3) -> None:
-    for _ in range(rounds):
-        found = [model(x) for x in xs]  # queued without a synchronisation in between
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_streams_as_it_is(name: str) -> None:
@@ -163,29 +157,13 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
     model.weightstream.remove()
 
 
-def _on_the_fly(kind: str) -> Any:
-    import transformers
-
-    if kind == "bnb nf4":
-        return transformers.BitsAndBytesConfig(**NF4)
-    if kind == "bnb int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    from torchao import quantization
-
-    return transformers.TorchAoConfig(
-        quantization.Int8WeightOnlyConfig(version=2)
-        if kind == "torchao int8"
-        else quantization.Float8WeightOnlyConfig()
-    )
-
-
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8", "torchao float8"])
 def test_is_quantised_on_the_gpu_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
     pytest.importorskip(kind.split()[0].replace("bnb", "bitsandbytes"))
     llama().save_pretrained(tmp_path)
-    wanted = loaded(tmp_path, quantization_config=_on_the_fly(kind))(IDS.cuda()).logits
+    wanted = loaded(tmp_path, quantization_config=on_the_fly(kind))(IDS.cuda()).logits
     model: Any = weightstream.from_pretrained(
-        tmp_path, device="cuda", device_budget="300KiB", quantization_config=_on_the_fly(kind)
+        tmp_path, device="cuda", device_budget="300KiB", quantization_config=on_the_fly(kind)
     )
     for _ in range(3):
         assert torch.equal(model(IDS.cuda()).logits, wanted)

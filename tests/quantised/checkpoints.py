@@ -128,6 +128,23 @@ def _mxfp4(folder: Path) -> None:
 
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+
+
+def on_the_fly(kind: str) -> Any:
+    """What has transformers quantise a plain checkpoint while it is loaded."""
+    import transformers
+
+    if kind == "bnb nf4":
+        return transformers.BitsAndBytesConfig(**NF4)
+    if kind == "bnb int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(
+        {"torchao int8": Int8WeightOnlyConfig(version=2), "torchao float8": Float8WeightOnlyConfig()}[kind]
+    )
+
+
 CHECKPOINTS: dict[str, tuple[str, Make]] = {
     "bnb nf4": ("bitsandbytes", functools.partial(_bnb, NF4)),
     "bnb nf4 double": ("bitsandbytes", functools.partial(_bnb, NF4 | {"bnb_4bit_use_double_quant": True})),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, NF4, llama
+from checkpoints import CHECKPOINTS, llama, on_the_fly
 from safetensors import safe_open
 
 import weightstream
@@ -80,29 +80,19 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
         assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
 
 
-def _on_the_fly() -> dict[str, Callable[[], Any]]:
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
-
-    return {
-        "bnb nf4": lambda: transformers.BitsAndBytesConfig(**NF4),
-        "bnb int8": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
-        "torchao int8": lambda: transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2)),
-        "torchao float8": lambda: transformers.TorchAoConfig(Float8WeightOnlyConfig()),
-    }
-
-
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8", "torchao float8"])
 def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
     """One weight at a time, into the offload folder: nothing of it stays in memory."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
     llama().save_pretrained(tmp_path)
-    config = _on_the_fly()[kind]
     plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map={"": "cpu"}, quantization_config=config()
+        tmp_path, device_map={"": "cpu"}, quantization_config=on_the_fly(kind)
     )
     wanted = plain(IDS).logits
-    model = weightstream.from_pretrained(tmp_path, device="cpu", device_budget="150KiB", quantization_config=config())
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget="150KiB", quantization_config=on_the_fly(kind)
+    )
     for _ in range(3):
         assert torch.equal(model(IDS).logits, wanted)
     streamer = model.weightstream

@@ -210,13 +210,10 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
         for kind in AUTO_QUANTIZER_MAPPING.values()
         if "get_quantize_ops" in kind.__dict__
     }
-    for kind, given in kinds.items():
-        kind.get_quantize_ops = get(given)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for kind, given in kinds.items():
-            kind.get_quantize_ops = given
+            stack.enter_context(_set(kind, "get_quantize_ops", get(given)))
+        yield
 
 
 def is_quantised(model: Any) -> bool:

@@ -40,7 +40,7 @@ def pack(
     `store.growing` do.
     """
     source, folder = local_path(path_or_repo_id, trust_remote_code)
-    if is_quantised(folder) and codec != "none":
+    if (as_it_is := is_quantised(folder)) and codec != "none":
         raise UnsupportedError(f"{folder}: quantised weights are packed as they are: leave out codec={codec!r}")
     with store.growing(_place(out.expanduser(), folder)) as partial_folder:
         loaded = load_pretrained(
@@ -48,7 +48,7 @@ def pack(
             offload_folder=partial_folder,
             trust_remote_code=trust_remote_code,
             progress=progress,
-            may_write=not is_quantised(folder),
+            may_write=not as_it_is,
         )
         *streamed, rest = streaming_order(loaded)
         candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
