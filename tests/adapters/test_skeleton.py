@@ -168,7 +168,7 @@ def broken(kind: str, folder: Path) -> Path:
     elif kind == "unknown type":
         config.write_text('{"model_type": "nothing"}')
     elif kind == "quantised":
-        config.write_text(json.dumps(config_of(folder) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+        config.write_text(json.dumps(config_of(folder) | {"quantization_config": {"quant_method": "aqlm"}}))
     elif kind == "no class":
         config.write_text(json.dumps(config_of(folder) | {"architectures": None}))
     elif kind == "pickle":

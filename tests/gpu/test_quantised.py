@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHARES = (0.25, 0.4, 0.7)
 SIZES = {"torchao int8 dynamic": (32, 40, 64)}  # its products want more than 16 rows
 # as they are resident: what waits for the GPU, or makes tensors of Python's numbers, cannot be captured
-UNCAPTURED = ("bnb int8", "torchao int8 dynamic", "gguf q4_0", "gguf q4_k", "compressed w8a8", "compressed fp8")
+UNCAPTURED = ("bnb int8", "torchao int8 dynamic", "gguf q4_0", "gguf q4_k", "awq", "compressed w8a8", "compressed fp8")
+EAGER = ("bnb int8", "mxfp4", "gptq", "awq", "compressed w8a8", "compressed fp8")  # checkpoints that generate so
 COMPILED = ("bnb nf4", "bnb nf4 double", "bnb int8 whole")  # others compute with weights alone, and run eager
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 
@@ -87,6 +88,21 @@ def test_captured(name: str) -> None:
         assert streamer.stats().unplanned_fills == 0
 
 
+@pytest.mark.parametrize("kind", ["torchao float8", "torchao float8 dynamic", "compressed fp8", "fp8 scaled"])
+def test_float8_is_coded_on_top(kind: str) -> None:
+    _, model, xs, wanted = pair(available(kind))
+    with weightstream.offload(
+        model, device="cuda", device_budget=int(0.5 * held_nbytes(model)), codec="3bit"
+    ) as streamer:
+        assert_equal(model, xs, wanted)
+        coded = streamer.plan.manifest
+        assert len(coded.codes) == 12
+        assert coded.nbytes < 0.93 * coded.decoded_nbytes
+        if kind not in UNCAPTURED:
+            step = captured(streamer, model, xs[0])
+            assert_equal(step, [xs[0]], [wanted[0]])
+
+
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiled_by_block(kind: str) -> None:
     """By the default compiler: as a resident model whose blocks are compiled alike."""
@@ -143,14 +159,16 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
         tmp_path, **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if kind == "fp8" else {})
     )
     wanted = [plain(ids[:, : 7 + i]).logits for i in range(3)]
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **STATIC}
-    tokens = plain.generate(ids, **options)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    tokens = plain.generate(ids, **options, **STATIC)
     nbytes = (tmp_path / "model.safetensors").stat().st_size
     model = weightstream.from_pretrained(tmp_path, device="cuda", device_budget=nbytes // 2)
     for i, logits in enumerate(wanted):
         assert torch.equal(model(ids[:, : 7 + i]).logits, logits)
+    told: list[Any] = []
     for _ in range(2):
-        assert torch.equal(weightstream.generate(model, ids, **options), tokens)
+        assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), tokens)
+    assert all((decoding.replays > 0) == (kind not in EAGER) for decoding in told), told
     stats = model.weightstream.stats()
     assert stats.filled_nbytes > 0
     assert stats.model_nbytes <= 1.01 * nbytes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from formats import FP8, INT4, INT8, TOKEN, compress
+from formats import FP8, INT4, INT8, TOKEN, compress, random_words
 
 Make = Callable[[Path], None]
 
@@ -127,6 +127,19 @@ def _mxfp4(folder: Path) -> None:
     _save(model, tensors, folder)
 
 
+def _words(method: str, settings: dict[str, Any], folder: Path) -> None:
+    """GPTQ's and AWQ's: integers of 4 bits, packed, with scales and zero points of their own."""
+    model, tensors = llama().half(), {}
+    for name, tensor in model.state_dict().items():
+        if "_proj." in name:
+            words = random_words(method, *tensor.shape)
+            tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in words.items()}
+        else:
+            tensors[name] = tensor
+    model.config.quantization_config = {"quant_method": method, "bits": 4, "group_size": 32, **settings}
+    _save(model, tensors, folder)
+
+
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 
 
@@ -153,6 +166,20 @@ CHECKPOINTS: dict[str, tuple[str, Make]] = {
     "torchao float8": ("torchao", functools.partial(_torchao, "Float8WeightOnlyConfig", {})),
     "fp8": ("transformers", _float8),
     "mxfp4": ("transformers", _mxfp4),
+    "gptq": (
+        "gptqmodel",
+        functools.partial(
+            _words, "gptq", {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "backend": "gptq_torch"}
+        ),
+    ),
+    "awq": (
+        "gptqmodel",
+        functools.partial(
+            _words,
+            "awq",
+            {"version": "gemm", "zero_point": True, "modules_to_not_convert": ["lm_head"], "backend": "torch_awq"},
+        ),
+    ),
     "compressed w4a16": (
         "compressed_tensors",
         functools.partial(_compressed, INT4 | {"symmetric": True}, None, "pack-quantized"),

@@ -19,6 +19,7 @@ _LIBRARIES = (
     "compressed_tensors.compressors",
     "diffusers.hooks",
     "torchao.quantization",
+    "gptqmodel",
 )
 
 

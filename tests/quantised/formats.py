@@ -123,6 +123,48 @@ def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kin
     return model
 
 
+def packed(values: torch.Tensor, dim: int, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Eight numbers of 4 bits in a row along `dim` as one int32, the lowest first in this order."""
+    parts = values.unflatten(dim, (-1, 8)).movedim(dim + 1, -1)[..., list(order)].to(torch.int64)
+    words = (parts << (torch.arange(8, device=values.device) * 4)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def random_words(method: str, rows: int, columns: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
+    """A weight of `rows` outputs in GPTQ or AWQ, in groups of 32: any numbers of 4 bits behind small scales."""
+    on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(rows + columns)}
+    num_groups = columns // 32
+    weight, zeros = torch.randint(0, 16, (columns, rows), **on), torch.randint(5, 10, (num_groups, rows), **on)
+    scales = (torch.rand(num_groups, rows, **on) * 0.02).half()
+    if method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": packed(weight, 1, order), "qzeros": packed(zeros, 1, order), "scales": scales}
+    index = (torch.arange(columns, device=device) // 32).to(torch.int32)
+    return {"qweight": packed(weight, 0), "qzeros": packed(zeros, 1), "scales": scales, "g_idx": index}
+
+
+def _gptqmodel(method: str, model: nn.Module) -> nn.Module:
+    """Its kernels in torch, for any device."""
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+
+    kind = {"gptq": TorchLinear, "awq": AwqTorchLinear}[method]
+
+    def replace(linear: nn.Linear) -> nn.Module:
+        rows, columns = linear.weight.shape
+        settings: dict[str, Any] = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+        made = kind(in_features=columns, out_features=rows, bias=linear.bias is not None, **settings)
+        for name, tensor in random_words(method, rows, columns, linear.weight.device).items():
+            made.register_buffer(name, tensor)
+        if linear.bias is not None:
+            made.register_buffer("bias", linear.bias.detach())
+        made.optimized = True  # else it is compiled, up to a limit of variants: bits depend on what ran before
+        made.post_init()
+        return made
+
+    return _replaced(model, replace)
+
+
 def _cast(model: nn.Module) -> nn.Module:
     from diffusers.hooks import apply_layerwise_casting
 
@@ -187,6 +229,8 @@ FORMATS: dict[str, Format] = {
     "compressed w4a16 zeros": _of_compressed("pack-quantized", INT4 | {"symmetric": False}),
     "compressed w8a8": _of_compressed("int-quantized", INT8, INT8 | TOKEN),
     "compressed fp8": _of_compressed("float-quantized", FP8, FP8 | TOKEN),
+    "gptq": Format("gptqmodel", functools.partial(_gptqmodel, "gptq"), torch.float16),
+    "awq": Format("gptqmodel", functools.partial(_gptqmodel, "awq"), torch.float16),
     "layerwise casting": Format("diffusers", _cast, BF16),
     "fp8 scaled": Format(None, lambda model: _replaced(model, ScaledLinear), BF16),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # optimum asks for all
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 SHARES = (0.35, 0.5, 0.7)
@@ -38,9 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(params=CHECKPOINTS)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
     pytest.importorskip(CHECKPOINTS[request.param][0])
-    return str(request.param)
+    # gptqmodel compiles what unpacks, up to a limit of variants: bits depend on what ran before
+    with torch.compiler.set_stance("force_eager"):
+        yield request.param
 
 
 def loaded(folder: Path) -> Any:
@@ -75,7 +78,8 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
         assert stats.model_nbytes <= 1.01 * nbytes
         assert set(model.state_dict()) == names
         if not name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order
-            assert in_files_nbytes(streamer) > 0.99 * stats.model_nbytes
+            least = 0.97 if name == "gptq" else 0.99  # its zero points are not as in the file
+            assert in_files_nbytes(streamer) > least * stats.model_nbytes
         streamer.remove()
         assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
 
@@ -151,10 +155,8 @@ def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "aqlm"}}))
-    with pytest.raises(
-        weightstream.UnsupportedError,
-        match=r"with aqlm, which is not supported \(bitsandbytes, compressed-tensors, fp8, mxfp4, torchao are\)",
-    ):
+    supported = "awq, bitsandbytes, compressed-tensors, fp8, gptq, mxfp4, torchao"
+    with pytest.raises(weightstream.UnsupportedError, match=rf"with aqlm, which is not supported \({supported} are\)"):
         weightstream.from_pretrained(tmp_path, device="cpu")
 
 
@@ -174,9 +176,10 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
     as_loaded = name.startswith("compressed")  # what it makes of the others while it loads transformers cannot undo
     model.save_pretrained(tmp_path / "ours", save_original_format=as_loaded)
     assert torch.equal(model(IDS).logits, wanted)
-    if name.startswith("bnb nf4"):  # a first forward rounds its scales, on CPUs with AVX-512
+    if name.startswith(("bnb nf4", "gptq")):  # a first forward rounds scales, on CPUs with AVX-512; GPTQ is saved wrong
         plain = loaded(path)
         plain(IDS)
+        plain.__dict__.pop("hf_device_map", None)  # it takes one whose one place is the CPU for offloaded
         plain.save_pretrained(tmp_path / "plain", save_original_format=as_loaded)
         wanted = loaded(tmp_path / "plain")(IDS).logits
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)

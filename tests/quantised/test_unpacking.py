@@ -77,6 +77,22 @@ def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
     assert model[0].up.forward is wrapper
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_nothing_that_was_unpacked_is_kept(name: str) -> None:
+    """gptqmodel keeps zero points and indices of rows unpacked, beside the weights."""
+    plain, model = made(name), made(name)
+    (x,) = inputs(model, (2,))
+    wanted, nbytes = plain(x), held_nbytes(model)
+    if name == "gptq":
+        assert held_nbytes(plain) > nbytes
+    with weightstream.offload(model, device="cpu", device_budget=int(0.4 * nbytes)):
+        assert torch.equal(model(x), wanted)
+        assert held_nbytes(model) <= nbytes
+    assert torch.equal(model(x), wanted)
+    if name == "gptq":
+        assert held_nbytes(model) > nbytes
+
+
 def test_a_forward_that_is_no_method_is_called_as_it_is() -> None:
     plain, model = made("compressed w8a8"), made("compressed w8a8")
     (x,) = inputs(model, (2,))

@@ -38,7 +38,13 @@ def counters() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED.keys() | UPDATES_ITSELF])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.stress] * (i % 2))
+        for i, name in enumerate(name for name in MODELS if name not in REFUSED.keys() | UPDATES_ITSELF)
+    ],
+)
 def test_steps_inside_and_outside(name: str) -> None:
     model, reference = MODELS[name](), plain(name, "cpu")
     with open_streamer(model, "cpu") as streamer:

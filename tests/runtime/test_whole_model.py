@@ -182,9 +182,12 @@ UPDATES = (
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
 @pytest.mark.parametrize(
     ("name", "warm"),
-    [(name, warm) for name in ("Stack", "TiedLinears", "StridedParameters") for warm in WARM_STEPS]
-    + [pytest.param("llama-bf16", warm, marks=pytest.mark.stress) for warm in WARM_STEPS[:-1]]
-    + [("llama-bf16", WARM_STEPS[-1])],
+    [(name, warm) for name in ("Stack", "TiedLinears") for warm in WARM_STEPS]
+    + [
+        pytest.param(name, warm, marks=[pytest.mark.stress] * (warm != WARM_STEPS[-1]))
+        for name in ("StridedParameters", "llama-bf16")
+        for warm in WARM_STEPS
+    ],
 )
 def test_updates_in_place_reach_the_next_steps(
     name: str, update: Callable[[nn.Parameter], None], warm: int, device: str

@@ -139,8 +139,15 @@ def loaded(folder: Path, reference: Model, **options: Any) -> Model:
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
-@pytest.mark.parametrize("share", [0, 1 / 3, 1, 2])
-@pytest.mark.parametrize("name", ["llama", "llama-bf16", "t5", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [(name, share) for name in ("llama", "mixtral") for share in (0, 1 / 3, 1, 2)]
+    + [
+        pytest.param(name, share, marks=[pytest.mark.stress] * (share != 1 / 3))
+        for name in ("llama-bf16", "t5")
+        for share in (0, 1 / 3, 1, 2)
+    ],
+)
 def test_a_loaded_model_keeps_its_host_budget(name: str, share: float, tmp_path: Path, disk: Disk) -> None:
     """Nothing, a third, exactly what streams, and more than that."""
     reference = saved(name, tmp_path, **({"max_shard_size": "100KB"} if name == "t5" else {}))

@@ -216,6 +216,62 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
         yield
 
 
+def is_of_gptqmodel(module: torch.nn.Module) -> bool:
+    """Whether it computes with weights of GPTQ or AWQ."""
+    return type(module).__module__.startswith("gptqmodel.")
+
+
+@contextlib.contextmanager
+def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Inside, gptqmodel takes its kernels for this device, though the weights are loaded on the CPU. Each module whose
+    kernel wants its tensors in another order brings them into it on the device; `then` is called with it."""
+    from transformers.quantizers.quantizer_awq import AwqQuantizer
+    from transformers.quantizers.quantizer_gptq import GptqHfQuantizer
+
+    before, after = "_process_model_before_weight_loading", "_process_model_after_weight_loading"
+
+    def choosing(given: Any) -> Callable[..., Any]:
+        return lambda self, model, **kwargs: given(self, model, **kwargs | {"device_map": {"": device}})
+
+    def ordering(given: Any) -> Callable[..., Any]:
+        def process(self: Any, model: Any, **kwargs: Any) -> Any:
+            modules = [module for module in model.modules() if is_of_gptqmodel(module)]
+            loaded = {m: {name: t for name, t in m._buffers.items() if t is not None} for m in modules}
+            for module in modules:
+                if "qzeros" in loaded[module]:  # it may add to them in place, and so to pages of a file
+                    module._buffers["qzeros"] = loaded[module]["qzeros"].clone()
+            with contextlib.ExitStack() as stack:
+                for kind in {type(module) for module in modules}:
+                    there = _ordered_on(device, kind.post_init, loaded, then)
+                    stack.enter_context(_set(kind, "post_init", there))
+                return given(self, model, **kwargs)
+
+        return process
+
+    with contextlib.ExitStack() as stack:
+        for kind in (AwqQuantizer, GptqHfQuantizer):
+            stack.enter_context(_set(kind, before, choosing(getattr(kind, before))))
+            stack.enter_context(_set(kind, after, ordering(getattr(kind, after))))
+        yield
+
+
+def _ordered_on(
+    device: torch.device, given: Any, loaded: Mapping[Any, Mapping[str, Any]], then: Callable[[torch.nn.Module], None]
+) -> Callable[..., Any]:
+    """`post_init` of a module of gptqmodel, run on the device. What is equal after it is the tensor that was loaded."""
+
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.to(device)
+        given(self, *args, **kwargs)
+        for name, tensor in loaded[self].items():
+            now = self._buffers.get(name)
+            if now is not None and now.dtype == tensor.dtype and torch.equal(now, tensor.to(now.device)):
+                self._buffers[name] = tensor
+        then(self)
+
+    return post_init
+
+
 def is_quantised(model: Any) -> bool:
     """Whether transformers has loaded it so."""
     return getattr(model, "hf_quantizer", None) is not None

@@ -28,7 +28,8 @@ from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
-QUANTISED = frozenset(("bitsandbytes", "compressed-tensors", "fp8", "mxfp4", "torchao"))  # weights stream as they are
+# methods whose weights stream as they are
+QUANTISED = frozenset(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"))
 _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 
 

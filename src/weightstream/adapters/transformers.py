@@ -190,15 +190,18 @@ class _Load:
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
         # by name, as transformers goes through them: without a dtype in the config the first one's is taken
         sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries)}
+        then = self._take_all_home if self._may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
             hf_private.keeping_quantised(self._checkpoint.metadata),
-            hf_private.quantising_on(device, self._take_all_home),
+            hf_private.quantising_on(device, then),
+            hf_private.kernels_for(device, then),
         ):
             model = self._build(sources)
         if self._written:
             _LOGGER.warning(
-                "%d tensors were quantised: %d bytes written to %s for this process only; save_pretrained keeps them",
+                "%d tensors were quantised, or brought in the order of a kernel: %d bytes written to %s for this "
+                "process only; save_pretrained keeps them",
                 *(len(self._written), self._folder.nbytes, self._folder.path),
             )
         return model
@@ -266,16 +269,20 @@ class _Load:
             self._take_home(name, param)
 
     def _take_all_home(self, module: torch.nn.Module) -> None:
-        for name, param in module.named_parameters(recurse=False):
-            self._take_home(name, param)
+        for named in (module._parameters, module._buffers):
+            for name, tensor in named.items():
+                if tensor is not None:
+                    self._take_home(name, tensor)
 
     def _take_home(self, name: str, param: torch.Tensor) -> None:
         """Have a parameter, and what else is behind it, view files."""
         if threading.get_ident() != self._thread:
             return  # of another load
         homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
+        is_beside = not isinstance(param, torch.nn.Parameter)
         for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
-            is_small, place = path != name and tensor.nbytes <= _SMALL_NBYTES, (tensor.data_ptr(), tensor.shape)
+            is_small = tensor.nbytes <= _SMALL_NBYTES and (is_beside or path != name)
+            place = (tensor.data_ptr(), tensor.shape)
             if place not in homes:
                 homes[place] = tensor.detach().cpu() if is_small else self._home(path, tensor.detach())
             if homes[place].data_ptr() != tensor.data_ptr():

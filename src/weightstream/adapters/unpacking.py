@@ -37,7 +37,13 @@ def unpack_late(model: nn.Module, device: torch.device) -> Undo:
     with ExitStack() as undo:
         for module in model.modules():
             _without_kernels(module, device, has_kernels)
-            for found in (_whole_model(module), _compressed(module), _cast(module), _packed_for_cpu(module, device)):
+            for found in (
+                _whole_model(module),
+                _compressed(module),
+                _cast(module),
+                _packed_for_cpu(module, device),
+                _without_caches(module),
+            ):
                 if found is not None:
                     undo.callback(found)
         return undo.pop_all().close
@@ -135,6 +141,22 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
             "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
         )
     _unpacking(module, lambda self, x: {"weight": hf_private.fp8_unpacked(self, x.dtype)})
+
+
+# -- GPTQ and AWQ in gptqmodel ----------------------------------------------------------------------------------------
+
+
+def _without_caches(module: Any) -> Undo | None:
+    """Have it keep nothing that it has unpacked for the next forward: that would stay beside the budget."""
+    if not hf_private.is_of_gptqmodel(module) or not hasattr(module, "clear_weight_cache"):
+        return None
+    module.clear_weight_cache()
+    undo: Undo = module.register_forward_hook(_clear).remove
+    return undo
+
+
+def _clear(module: Any, args: Any, output: Any) -> None:
+    module.clear_weight_cache()
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ _QUANTISING = MappingProxyType(  # a library, and what it is needed for
         "torchao": "int8, float8, int4",
         "compressed-tensors": "checkpoints of LLM Compressor",
         "gguf": "GGUF in diffusers",
+        "gptqmodel": "checkpoints of GPTQ and AWQ; GPTQ needs optimum, too",
         "kernels": "float8 of transformers as it is, where each module unpacks its own otherwise",
     }
 )

@@ -62,18 +62,27 @@ def disk_s(plan: Plan, profile: Profile) -> float:
 
 def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
     """Seconds of a step in the steady state; without a host, launches take no time."""
-    return simulated(plan, profile, has_host=has_host)[0]
+    return _simulated(plan, profile, _times_s(plan, profile), has_host)[0]
 
 
-def simulated(plan: Plan, profile: Profile, *, has_host: bool = True) -> tuple[float, bool]:
-    """The same, and whether the host is late anywhere: if not, a step takes as long without it.
+def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
+    """The same without a host, and with one."""
+    times = _times_s(plan, profile)
+    step_s, is_late = _simulated(plan, profile, times, True)
+    return _simulated(plan, profile, times, False)[0] if is_late else step_s, step_s
+
+
+def _simulated(
+    plan: Plan, profile: Profile, unit_times: Sequence[tuple[float, float]], has_host: bool
+) -> tuple[float, bool]:
+    """Seconds of a step, and whether the host is late anywhere: if not, a step takes as long without it.
 
     Copies run in queue order, each after the release that it waits for. The host is taken to wait for nobody (it does
     for copies that a thread feeds), and no unit ends before it has launched it. What is on disk is read from when the
     copy is queued, after what was queued before.
     """
     units = plan.manifest.units
-    times = [*_times_s(plan, profile), (0.0, 0.0)]  # the last is no unit: before the first step
+    times = [*unit_times, (0.0, 0.0)]  # the last is no unit: before the first step
     computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
     after.append(0.0)
@@ -87,16 +96,19 @@ def simulated(plan: Plan, profile: Profile, *, has_host: bool = True) -> tuple[f
         started = now
         for unit, fills in positions:
             launched += hosts[unit]
-            ended = max(now, filled[unit]) + computes[unit]
+            begun = filled[unit]
+            ended = (now if now > begun else begun) + computes[unit]
             if launched > ended:
                 ended, is_late = launched, True
-            now = ended - after[unit]
-            for fill in fills:
-                copy_free = max(copy_free, now + profile.handover_s) + copies[fill]
-                if reads[fill]:
-                    disk_free = max(disk_free, now) + reads[fill]
-                    copy_free = max(copy_free, disk_free)
-                filled[fill] = copy_free
+            if fills:
+                released = ended - after[unit]
+                handed = released + profile.handover_s
+                for fill in fills:
+                    copy_free = (copy_free if copy_free > handed else handed) + copies[fill]
+                    if reads[fill]:
+                        disk_free = max(disk_free, released) + reads[fill]
+                        copy_free = max(copy_free, disk_free)
+                    filled[fill] = copy_free
             now = ended
     launches_s = launched / _STEPS
     return max(now - started, launches_s), is_late or launches_s > now - started

@@ -109,6 +109,13 @@ class Manifest:
         return users
 
     @cached_property
+    def shown(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Of each unit: how many of its tensors are decoded, and the alias groups of those that show the ring if they
+        stream."""
+        plain = (tuple(t.alias for t in unit.tensors if not t.bits and t.nbytes) for unit in self.units)
+        return tuple((sum(t.bits > 0 for t in u.tensors), found) for u, found in zip(self.units, plain, strict=True))
+
+    @cached_property
     def spans(self) -> dict[str, int]:
         """Every alias group of the model -> its bytes in plain form."""
         return {t.alias: t.decoded_nbytes or t.nbytes for t in self.tensors()}

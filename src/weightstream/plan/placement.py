@@ -118,8 +118,7 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
 
 def searched_s(plan: Plan, profile: Profile) -> float:
     """What a search takes a step for."""
-    step_s, is_late = cost.simulated(plan, profile)
-    return _heeded_s(cost.simulate_s(plan, profile, has_host=False), step_s) if is_late else step_s
+    return _heeded_s(*cost.simulated_s(plan, profile))
 
 
 def least_s(manifest: Manifest, profile: Profile) -> float:

@@ -258,8 +258,7 @@ def buffer_nbytes(manifest: Manifest) -> int:
 
 def num_shown(manifest: Manifest, placed: frozenset[str]) -> tuple[int, ...]:
     """Of each unit, how many tensors stream, where all but those `placed` do, or are decoded."""
-    units = manifest.units
-    return tuple(sum(t.bits > 0 or (t.alias not in placed and t.nbytes > 0) for t in u.tensors) for u in units)
+    return tuple(num + sum([alias not in placed for alias in aliases]) for num, aliases in manifest.shown)
 
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:
