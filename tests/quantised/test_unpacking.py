@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from formats import FORMATS, build, held_nbytes, inputs
 from torch import nn
 
 import weightstream
+from weightstream.adapters import hub
 from weightstream.adapters.unpacking import unpack_late
 from weightstream.errors import OffloadError, UnsupportedError
 
@@ -75,6 +77,41 @@ def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
     assert calls
     streamer.remove()
     assert model[0].up.forward is wrapper
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_kernels_that_repack_weights_in_memory_are_not_taken(method: str, tmp_path: Path) -> None:
+    """On a CPU gptqmodel's own choice does; a model that has such kernels is refused, and so is a config that asks."""
+    pytest.importorskip("gptqmodel")
+    transformers = pytest.importorskip("transformers")
+    CHECKPOINTS[method][1](tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+
+    def rewrite(**quantization: str) -> None:
+        facts["quantization_config"] = {k: v for k, v in facts["quantization_config"].items() if k != "backend"}
+        facts["quantization_config"] |= quantization
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+
+    rewrite()
+    model: Any = weightstream.from_pretrained(tmp_path, device="cpu", device_budget="150KiB", dtype="bfloat16")
+    model(torch.arange(9)[None])
+    assert not any(hasattr(module, "transform_cpu") for module in model.modules())
+    assert held_nbytes(model) <= 1.01 * model.weightstream.stats().model_nbytes
+    rewrite(backend="gptq_torch_aten" if method == "gptq" else "torch_fused_awq")
+    with pytest.raises(UnsupportedError, match="take another kernel, such as 'torch'"):
+        weightstream.from_pretrained(tmp_path, device="cpu", device_budget="150KiB")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+    with pytest.raises(UnsupportedError, match="take another kernel"):
+        weightstream.offload(theirs, device="cpu", device_budget="150KiB")
+
+
+def test_libraries_of_gptq_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    CHECKPOINTS["gptq"][1](tmp_path)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="quantised with gptq: pip install gptqmodel optimum"):
+        weightstream.from_pretrained(tmp_path, device="cpu", device_budget="150KiB")
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])

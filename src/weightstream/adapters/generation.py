@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
-from weightstream.runtime.values import tensors_in
 from weightstream.runtime.watch import OperatorMode
 
 logger = logging.getLogger("weightstream")
@@ -202,7 +201,7 @@ class Decoder:
         if self._graph is None or self._graph.signature != signature:
             if self._watched != signature:
                 self._watched = signature
-                with _HostWatch(self._device) as watch:
+                with _HostWatch() as watch:  # type: ignore[no-untyped-call]
                     output = forward(*args, **kwargs)
                 self.reason = watch.found and f"the model waits for the device in {watch.found}"
                 return output
@@ -301,19 +300,16 @@ class _HostWatch(OperatorMode):
     One that fails half-way leaves PyTorch's stream, memory pool and random state behind it in pieces.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: str | None = None
-        self._device = device
+    found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self.found is None and _waits(func, args, output, self._device):
+        if self.found is None and _waits(func, args, output):
             self.found = str(func)
         return output
 
 
-def _waits(func: Any, args: Any, output: Any, device: torch.device) -> bool:
+def _waits(func: Any, args: Any, output: Any) -> bool:
     """Whether the host waits for the device: for a value, a number of elements, or a copy of pageable memory."""
     packet = getattr(func, "overloadpacket", None)
     if packet in _INDEXED:
@@ -322,5 +318,4 @@ def _waits(func: Any, args: Any, output: Any, device: torch.device) -> bool:
         sides = (output, args[packet is torch.ops.aten.copy_])
         host = [side for side in sides if side.device.type == "cpu"]
         return len(host) == 1 and not host[0].is_pinned()
-    is_there = any(tensor.device.type == device.type for tensor in tensors_in(args))
-    return is_there and bool(_WAITING & set(getattr(func, "tags", ())))
+    return bool(_WAITING & set(getattr(func, "tags", ())))

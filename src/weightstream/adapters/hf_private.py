@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from weightstream.errors import UnsupportedError
+
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
 LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
 GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
@@ -24,6 +26,10 @@ WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
 _MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
+REFUSED_KERNEL = (
+    "{} of gptqmodel keeps weights where they cannot be moved from: take another kernel, such as 'torch', by `backend` "
+    "in the quantization_config of config.json"
+)
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -221,6 +227,12 @@ def is_of_gptqmodel(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("gptqmodel.")
 
 
+def is_kernel_refused(module: torch.nn.Module, device: torch.device) -> bool:
+    """Whether it holds addresses of its weights, or repacks them in memory in its first forward."""
+    of_exllama = "exllama" in type(module).__module__
+    return is_of_gptqmodel(module) and (of_exllama or (device.type == "cpu" and hasattr(module, "transform_cpu")))
+
+
 @contextlib.contextmanager
 def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Inside, gptqmodel takes its kernels for this device, though the weights are loaded on the CPU. Each module whose
@@ -231,7 +243,21 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
     before, after = "_process_model_before_weight_loading", "_process_model_after_weight_loading"
 
     def choosing(given: Any) -> Callable[..., Any]:
-        return lambda self, model, **kwargs: given(self, model, **kwargs | {"device_map": {"": device}})
+        def process(self: Any, model: Any, **kwargs: Any) -> Any:
+            own = self.__dict__.get("optimum_quantizer", self.quantization_config)
+            default = {"backend": "torch"} if device.type == "cpu" and own.backend in ("auto", None) else {}
+            before = own.backend
+            own.__dict__.update(default)
+            try:
+                made = given(self, model, **kwargs | {"device_map": {"": device}})
+            finally:
+                own.backend = before
+            for module in model.modules():
+                if is_kernel_refused(module, device):
+                    raise UnsupportedError(REFUSED_KERNEL.format(type(module).__name__))
+            return made
+
+        return process
 
     def ordering(given: Any) -> Callable[..., Any]:
         def process(self: Any, model: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,14 @@ tensor.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
 from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import huggingface_hub
@@ -30,6 +32,7 @@ _INDEX = "model.safetensors.index.json"
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 # methods whose weights stream as they are
 QUANTISED = frozenset(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"))
+_LIBRARIES = MappingProxyType({"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")})  # as transformers asks for
 _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 
 
@@ -92,19 +95,25 @@ def _read_config(folder: Path, remote_code: bool) -> Any:
     if quantization:
         config.quantization_config = quantization
         refuse_quantised(folder, quantization, QUANTISED)
+        method = _method(quantization)
+        if missing := [name for name in _LIBRARIES.get(method, ()) if importlib.util.find_spec(name) is None]:
+            raise UnsupportedError(f"{folder}: quantised with {method}: pip install {' '.join(missing)}")
     return config
 
 
 def refuse_quantised(what: object, quantization: Any, supported: Collection[str]) -> None:
     """Raise `UnsupportedError` unless its method is one of these."""
-    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    found = facts.get("quant_method", "unknown")
-    method = str(getattr(found, "value", found))
-    if method not in supported:
+    if (method := _method(quantization)) not in supported:
         raise UnsupportedError(
             f"{what}: quantised with {method}, which is not supported ({', '.join(sorted(supported))} are); use the "
             "unquantised model, or load it with its library and give it to offload()"
         )
+
+
+def _method(quantization: Any) -> str:
+    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    found = facts.get("quant_method", "unknown")
+    return str(getattr(found, "value", found))
 
 
 def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:

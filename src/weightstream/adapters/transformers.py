@@ -247,6 +247,8 @@ class _Load:
             except RuntimeError as error:
                 if self._refused is not None:
                     raise self._refused from error
+                if isinstance(error, UnsupportedError):
+                    raise
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
         if info["mismatched_keys"] and not allowed:
             shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info["mismatched_keys"])]

@@ -42,7 +42,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Undo:
                 _compressed(module),
                 _cast(module),
                 _packed_for_cpu(module, device),
-                _without_caches(module),
+                _without_caches(module, device),
             ):
                 if found is not None:
                     undo.callback(found)
@@ -82,8 +82,9 @@ def _compressed(module: nn.Module) -> Undo | None:
 
     scheme: Any = module.quantization_scheme
     decompress = BaseCompressor.get_value_from_registry(scheme.format.value).decompress
-    # The host asks for the shape: on a GPU it would wait for it, which a graph cannot.
-    shape = {name: p.data.clone().cpu() for name, p in module.named_parameters(recurse=False) if name == "weight_shape"}
+    # The host asks for the shape: of a tensor on a GPU it would wait for it, which a graph cannot.
+    sizes = module._parameters.get("weight_shape")
+    shape = {} if sizes is None else {"weight_shape": torch.Size(sizes.tolist())}
     return _unpacking(
         module, lambda self, _: {"weight": decompress(get_direct_state_dict(self) | shape, scheme)["weight"]}
     )
@@ -146,12 +147,16 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
 # -- GPTQ and AWQ in gptqmodel ----------------------------------------------------------------------------------------
 
 
-def _without_caches(module: Any) -> Undo | None:
+def _without_caches(module: Any, device: torch.device) -> Undo | None:
     """Have it keep nothing that it has unpacked for the next forward: that would stay beside the budget."""
-    if not hf_private.is_of_gptqmodel(module) or not hasattr(module, "clear_weight_cache"):
+    if not hf_private.is_of_gptqmodel(module):
+        return None
+    if hf_private.is_kernel_refused(module, device):
+        raise UnsupportedError(hf_private.REFUSED_KERNEL.format(type(module).__name__))
+    if not hasattr(module, "clear_weight_cache"):
         return None
     module.clear_weight_cache()
-    undo: Undo = module.register_forward_hook(_clear).remove
+    undo: Undo = module.register_forward_hook(_clear, always_call=True).remove
     return undo
 
 
