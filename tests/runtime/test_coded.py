@@ -31,7 +31,10 @@ __all__ = ["code_all"]
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(
     ("codec", "dtype", "name"),
-    [("3bit", torch.bfloat16, name) for name in NAMES]
+    [
+        pytest.param("3bit", torch.bfloat16, name, marks=[pytest.mark.stress] if i % 3 == 0 else [])
+        for i, name in enumerate(NAMES)
+    ]
     + [
         pytest.param("4bit", torch.float16, name, marks=[pytest.mark.stress] if i % 3 else [])
         for i, name in enumerate(NAMES)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from weightstream.errors import UnsupportedError
+from weightstream.adapters import gptq
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
 LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
@@ -26,10 +26,6 @@ WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
 _MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
-REFUSED_KERNEL = (
-    "{} of gptqmodel keeps weights where they cannot be moved from: take another kernel, such as 'torch', by `backend` "
-    "in the quantization_config of config.json"
-)
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -222,17 +218,6 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
         yield
 
 
-def is_of_gptqmodel(module: torch.nn.Module) -> bool:
-    """Whether it computes with weights of GPTQ or AWQ."""
-    return type(module).__module__.startswith("gptqmodel.")
-
-
-def is_kernel_refused(module: torch.nn.Module, device: torch.device) -> bool:
-    """Whether it holds addresses of its weights, or repacks them in memory in its first forward."""
-    of_exllama = "exllama" in type(module).__module__
-    return is_of_gptqmodel(module) and (of_exllama or (device.type == "cpu" and hasattr(module, "transform_cpu")))
-
-
 @contextlib.contextmanager
 def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Inside, gptqmodel takes its kernels for this device, though the weights are loaded on the CPU. Each module whose
@@ -252,23 +237,21 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
                 made = given(self, model, **kwargs | {"device_map": {"": device}})
             finally:
                 own.backend = before
-            for module in model.modules():
-                if is_kernel_refused(module, device):
-                    raise UnsupportedError(REFUSED_KERNEL.format(type(module).__name__))
+            gptq.refuse_kernels(model, device)
             return made
 
         return process
 
     def ordering(given: Any) -> Callable[..., Any]:
         def process(self: Any, model: Any, **kwargs: Any) -> Any:
-            modules = [module for module in model.modules() if is_of_gptqmodel(module)]
+            modules = [module for module in model.modules() if gptq.is_of_gptqmodel(module)]
             loaded = {m: {name: t for name, t in m._buffers.items() if t is not None} for m in modules}
             for module in modules:
                 if "qzeros" in loaded[module]:  # it may add to them in place, and so to pages of a file
                     module._buffers["qzeros"] = loaded[module]["qzeros"].clone()
             with contextlib.ExitStack() as stack:
                 for kind in {type(module) for module in modules}:
-                    there = _ordered_on(device, kind.post_init, loaded, then)
+                    there = gptq.ordered_on(device, kind.post_init, loaded, then)
                     stack.enter_context(_set(kind, "post_init", there))
                 return given(self, model, **kwargs)
 
@@ -279,23 +262,6 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
             stack.enter_context(_set(kind, before, choosing(getattr(kind, before))))
             stack.enter_context(_set(kind, after, ordering(getattr(kind, after))))
         yield
-
-
-def _ordered_on(
-    device: torch.device, given: Any, loaded: Mapping[Any, Mapping[str, Any]], then: Callable[[torch.nn.Module], None]
-) -> Callable[..., Any]:
-    """`post_init` of a module of gptqmodel, run on the device. What is equal after it is the tensor that was loaded."""
-
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.to(device)
-        given(self, *args, **kwargs)
-        for name, tensor in loaded[self].items():
-            now = self._buffers.get(name)
-            if now is not None and now.dtype == tensor.dtype and torch.equal(now, tensor.to(now.device)):
-                self._buffers[name] = tensor
-        then(self)
-
-    return post_init
 
 
 def is_quantised(model: Any) -> bool:

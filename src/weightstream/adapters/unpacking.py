@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters import hf_private
+from weightstream.adapters import gptq, hf_private
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.values import tensors_in
 
@@ -33,6 +33,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Undo:
 
     Returns what undoes it.
     """
+    gptq.refuse_kernels(model, device)
     has_kernels = functools.cache(lambda: hf_private.has_fp8_kernels(device))  # it may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
@@ -42,7 +43,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Undo:
                 _compressed(module),
                 _cast(module),
                 _packed_for_cpu(module, device),
-                _without_caches(module, device),
+                gptq.without_caches(module),
             ):
                 if found is not None:
                     undo.callback(found)
@@ -142,26 +143,6 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
             "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
         )
     _unpacking(module, lambda self, x: {"weight": hf_private.fp8_unpacked(self, x.dtype)})
-
-
-# -- GPTQ and AWQ in gptqmodel ----------------------------------------------------------------------------------------
-
-
-def _without_caches(module: Any, device: torch.device) -> Undo | None:
-    """Have it keep nothing that it has unpacked for the next forward: that would stay beside the budget."""
-    if not hf_private.is_of_gptqmodel(module):
-        return None
-    if hf_private.is_kernel_refused(module, device):
-        raise UnsupportedError(hf_private.REFUSED_KERNEL.format(type(module).__name__))
-    if not hasattr(module, "clear_weight_cache"):
-        return None
-    module.clear_weight_cache()
-    undo: Undo = module.register_forward_hook(_clear, always_call=True).remove
-    return undo
-
-
-def _clear(module: Any, args: Any, output: Any) -> None:
-    module.clear_weight_cache()
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------
