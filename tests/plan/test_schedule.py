@@ -126,7 +126,9 @@ SPARSE: list[tuple[int, tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("num_units", "palette"), DENSE + SPARSE)
+@pytest.mark.parametrize(
+    ("num_units", "palette"), DENSE + [pytest.param(*each, marks=pytest.mark.stress) for each in SPARSE]
+)
 def test_every_small_plan_in_order(num_units: int, palette: tuple[int, ...]) -> None:
     for sizes in itertools.product(palette, repeat=num_units):
         for capacity in capacities(sizes):
@@ -135,7 +137,13 @@ def test_every_small_plan_in_order(num_units: int, palette: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize(
     ("num_units", "palette", "longest"),
-    [(1, (0, 1), 4), (2, (0, 1, 2, 3), 6), (3, (0, 1, 2), 6), (4, (1, 2), 6), (5, (1, 2), 5)],
+    [
+        (1, (0, 1), 4),
+        (2, (0, 1, 2, 3), 6),
+        (3, (0, 1, 2), 6),
+        (4, (1, 2), 6),
+        pytest.param(5, (1, 2), 5, marks=pytest.mark.stress),
+    ],
 )
 def test_every_small_order(num_units: int, palette: tuple[int, ...], longest: int) -> None:
     """Units repeat, stand next to themselves, or are named by no position at all."""

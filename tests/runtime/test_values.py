@@ -76,7 +76,9 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.stress] * (i % 2)) for i, name in enumerate(ARCHITECTURES)]
+)
 def test_an_architecture_streams_through_little_more_than_half(name: str, device: str) -> None:
     """Its blocks are found, whatever it is called: without them a budget well under the model could not plan."""
     module = MODELS[name]().module
