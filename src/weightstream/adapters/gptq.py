@@ -1,4 +1,4 @@
-"""Modules of gptqmodel, which compute with weights of GPTQ and AWQ: which they are, and which cannot be streamed."""
+"""Modules of gptqmodel: which cannot be streamed, what they may not keep, how they put tensors in a kernel's order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def ordered_on(
         given(self, *args, **kwargs)
         for name, tensor in loaded[self].items():
             now = self._buffers.get(name)
-            if now is not None and now.dtype == tensor.dtype and torch.equal(now, tensor.to(now.device)):
+            if now is None or now is tensor or (now.dtype, now.shape) != (tensor.dtype, tensor.shape):
+                continue
+            if torch.equal(now, tensor.to(now.device)):
                 self._buffers[name] = tensor
         then(self)
 

@@ -133,16 +133,16 @@ def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _set(kind: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class has this attribute."""
-    before = {key: found for key, found in vars(kind).items() if key == name}
-    setattr(kind, name, value)
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class, or an object, has this attribute."""
+    before = {key: found for key, found in vars(owner).items() if key == name}
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(kind, name)
+        delattr(owner, name)
         for found in before.values():
-            setattr(kind, name, found)
+            setattr(owner, name, found)
 
 
 def _keep_mxfp4(
@@ -230,13 +230,10 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
     def choosing(given: Any) -> Callable[..., Any]:
         def process(self: Any, model: Any, **kwargs: Any) -> Any:
             own = self.__dict__.get("optimum_quantizer", self.quantization_config)
-            default = {"backend": "torch"} if device.type == "cpu" and own.backend in ("auto", None) else {}
-            before = own.backend
-            own.__dict__.update(default)
-            try:
+            with contextlib.ExitStack() as stack:
+                if device.type == "cpu" and own.backend in ("auto", None):
+                    stack.enter_context(_set(own, "backend", "torch"))
                 made = given(self, model, **kwargs | {"device_map": {"": device}})
-            finally:
-                own.backend = before
             gptq.refuse_kernels(model, device)
             return made
 

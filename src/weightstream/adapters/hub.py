@@ -95,25 +95,21 @@ def _read_config(folder: Path, remote_code: bool) -> Any:
     if quantization:
         config.quantization_config = quantization
         refuse_quantised(folder, quantization, QUANTISED)
-        method = _method(quantization)
-        if missing := [name for name in _LIBRARIES.get(method, ()) if importlib.util.find_spec(name) is None]:
-            raise UnsupportedError(f"{folder}: quantised with {method}: pip install {' '.join(missing)}")
     return config
 
 
 def refuse_quantised(what: object, quantization: Any, supported: Collection[str]) -> None:
-    """Raise `UnsupportedError` unless its method is one of these."""
-    if (method := _method(quantization)) not in supported:
+    """Raise `UnsupportedError` unless its method is one of these, and the libraries that it needs are there."""
+    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    found = facts.get("quant_method", "unknown")
+    method = str(getattr(found, "value", found))
+    if method not in supported:
         raise UnsupportedError(
             f"{what}: quantised with {method}, which is not supported ({', '.join(sorted(supported))} are); use the "
             "unquantised model, or load it with its library and give it to offload()"
         )
-
-
-def _method(quantization: Any) -> str:
-    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    found = facts.get("quant_method", "unknown")
-    return str(getattr(found, "value", found))
+    if missing := [name for name in _LIBRARIES.get(method, ()) if importlib.util.find_spec(name) is None]:
+        raise UnsupportedError(f"{what}: quantised with {method}: pip install {' '.join(missing)}")
 
 
 def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:

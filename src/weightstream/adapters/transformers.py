@@ -244,11 +244,11 @@ class _Load:
         with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report:
             try:
                 model, info = self._cls.from_pretrained(None, state_dict=dict(tensors), **options)
+            except UnsupportedError:
+                raise
             except RuntimeError as error:
                 if self._refused is not None:
                     raise self._refused from error
-                if isinstance(error, UnsupportedError):
-                    raise
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
         if info["mismatched_keys"] and not allowed:
             shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info["mismatched_keys"])]
