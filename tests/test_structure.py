@@ -32,10 +32,13 @@ BELOW: dict[str, set[str]] = {
     "measure": LEAVES | {"plan", "store", "codec", "runtime"},
     "adapters": LEAVES | {"plan", "store", "codec", "runtime"},
     "prospects": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters"},
-    "front": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects"},
+    "assembly": LEAVES | {"plan", "store", "runtime", "measure", "adapters", "prospects"},
+    "pipelines": LEAVES | {"plan", "runtime", "adapters", "assembly"},
+    "front": LEAVES
+    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"},
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
     "hosts": LEAVES | {"runtime", "offloaders", ""},
-    "": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front"},
+    "": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "pipelines"},
     "cli": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", ""},
     "__main__": {"cli"},
 }

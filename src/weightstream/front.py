@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,19 @@ import torch
 from torch import nn
 
 from weightstream import prospects
-from weightstream.adapters import device_map
-from weightstream.adapters.module import Grain, find_blocks
-from weightstream.adapters.unpacking import unpack_late
-from weightstream.config import OffloadConfig, unmatched_patterns
+from weightstream.adapters.module import Grain
+from weightstream.assembly import Given, assembled
+from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.measure.profile import doubt, prepare, read_profile
+from weightstream.measure.profile import prepare, read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
-from weightstream.runtime import cuda, guards, weights
+from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.devices import backend_of, opened, pinned
-from weightstream.runtime.homes import Homes
+from weightstream.runtime.devices import backend_of, opened
 from weightstream.runtime.leaves import Role, leaves_of
-from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
-from weightstream.store.folder import OffloadFolder
-from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
 
@@ -41,18 +35,18 @@ _NAMED = 8  # tensors in a warning
 
 
 def offload(
-    model: nn.Module,
+    model: nn.Module | Any,
     *,
     device: torch.device | str | None = None,
     device_budget: int | str | None = None,
     example_inputs: Any = None,
     config: OffloadConfig | None = None,
     **settings: Any,
-) -> Streamer:
+) -> Any:
     """Stream the weights of a model through a small part of the device's memory, in place and bit for bit.
 
     Args:
-        model: any module whose weights are loaded. It stays the same object.
+        model: any module whose weights are loaded, or a pipeline of diffusers. It stays the same object.
         device: where it computes; default: the current CUDA GPU, else the CPU.
         device_budget: bytes of device memory for weights, as an int or such as `"6GiB"`; activations come on top.
             Default: what is free, less headroom.
@@ -61,7 +55,8 @@ def offload(
         config: every setting; keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …) go over it.
 
     Returns:
-        The streamer, also at `model.weightstream`; `remove()`, or the end of a `with` block, undoes everything.
+        The streamer, also at `model.weightstream`; `remove()`, or the end of a `with` block, undoes everything. Of a
+        pipeline what `offload_pipeline` puts there.
 
     Raises:
         PlanError: the budget cannot work; the message holds the arithmetic.
@@ -77,8 +72,12 @@ def offload(
         True
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    if not isinstance(model, nn.Module):
+        from weightstream.pipelines import offload_pipeline
+
+        return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
     with opened(config.device_for(device), config) as backend, torch.no_grad():
-        return _offload(model, backend, config, example=_example(model, example_inputs))
+        return _offload(model, backend, config, Given(example=_example(model, example_inputs)))
 
 
 def _example(model: nn.Module, inputs: Any) -> prospects.Example | None:
@@ -156,7 +155,8 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
-            _offload(loaded.model, backend, config, (*loaded.mappings, *loaded.lazy), loaded.folder)
+            memories = (*loaded.mappings, *loaded.lazy)
+            _offload(loaded.model, backend, config, Given(memories=memories, folder=loaded.folder))
         on_failure.pop_all()
     return loaded.model
 
@@ -250,89 +250,13 @@ def offload_layers(
     kept = _shared_or_buffers(list(layers.values()), root)
     hosted = prospects.Hosted(kept=kept, grains=tuple(grains), in_graphs=in_graphs)
     with opened(device, config) as backend, torch.no_grad():
-        return _offload(root, backend, config, hosted=hosted, layers=list(layers.values()))
+        return _offload(root, backend, config, Given(hosted=hosted, layers=tuple(layers.values())))
 
 
-def _offload(
-    model: nn.Module,
-    backend: Backend,
-    config: OffloadConfig,
-    mappings: Sequence[Memory] = (),
-    folder: OffloadFolder | None = None,
-    *,
-    example: prospects.Example | None = None,
-    layers: Sequence[nn.Module] = (),
-    hosted: prospects.Hosted | None = None,
-) -> Streamer:
+def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
-    guards.refuse_twice(model)
-    guards.refuse_foreign(dict(model.named_modules()))
-    weights.leave_inference(model)
-    closing = ExitStack()
-    try:
-        closing.callback(unpack_late(model, backend.device))
-        return _attached(model, backend, config, mappings, folder, closing, example, layers, hosted)
-    except BaseException:
-        closing.close()
-        raise
-
-
-def _attached(
-    model: nn.Module,
-    backend: Backend,
-    config: OffloadConfig,
-    mappings: Sequence[Memory],
-    folder: OffloadFolder | None,
-    closing: ExitStack,
-    example: prospects.Example | None,
-    layers: Sequence[nn.Module],
-    hosted: prospects.Hosted | None,
-) -> Streamer:
-    """What `closing` is given is closed once the model is plain again."""
-    by_alias = _weights(model)
-    # of its own: another model may have weights of the same names
-    spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
-    arena, pages = pinned(backend, config)
-    pages = pages if mappings else None  # nothing else is in files
-    empty, by_row = weights.empty_tensors(model), prospects.tables_of(model, by_alias)
-    homes = Homes(
-        by_alias, backend, empty=empty, mappings=mappings, arena=arena, pages=pages, spill=spill, by_row=by_row
-    )
-    blocks = list(layers) if hosted else find_blocks(model)
-    grains = prospects.grains_of(model, by_alias, hosted.grains if hosted else None, blocks)
-    prospect = prospects.prospect_of_model(model, homes, backend, config, mappings, grains, example, hosted)
-    _, plan = prospect.plan()
-    if short := prospect.shortage(plan):
-        logger.warning("device memory may run out: %s", short)
-
-    def foresee(known: Prospect, args: Any, kwargs: Any) -> Prospect | None:
-        found = prospects.foreseen(known, by_alias, grains, model, backend, args, kwargs)
-        return found and prospects.with_facts(found, homes, backend, mappings)
-
-    refinement = Refinement(prospect, foresee, partial(doubt, backend.device))
-    for owned in (folder, spill):
-        if owned is not None:
-            closing.callback(owned.close)
-    streamer = Streamer(model, grains, homes, backend, refinement, plan, blocks, closing.close)
-    if streamer.plan.manifest.codes and backend.device.type == "cuda":
-        cuda.give_back(workspaces=False)  # what encoding took
-    closing.callback(device_map.attach(model, backend.device))
-    _report(streamer.plan, config)
-    return streamer
-
-
-def _weights(model: nn.Module) -> dict[str, weights.Group]:
-    """The weights of a model that can be offloaded, by alias group."""
-    by_alias = weights.groups(model)
-    if not by_alias:
-        raise ConfigError(f"{type(model).__name__} has no weights to offload")
-    if held := weights.held_elsewhere(by_alias):
-        logger.warning(
-            "%s are also shown by tensors or arrays outside of the model: what is written through those from now on is "
-            "not seen. Write through the model's own, or drop the others before offload()",
-            ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
-        )
-    return by_alias
+    with assembled(model, backend, config, given) as assembly:
+        return assembly.attach(assembly.prospect.plan()[1])
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
@@ -340,20 +264,3 @@ def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozense
     holders = Counter(found for layer in layers for found in {id(leaf.tensor) for leaf in leaves_of(layer)})
     found = leaves_of(root)
     return frozenset(f.path for f in found if holders[id(f.tensor)] > 1 or f.role is not Role.PARAMETER)
-
-
-def _report(plan: Plan, config: OffloadConfig) -> None:
-    patterns = {"prefetch": config.prefetch.offload_params, "uva": config.uva.cpu_offload_params}.get(config.backend)
-    names = [tensor.name for tensor in plan.manifest.tensors()]
-    for pattern in unmatched_patterns((*(patterns or ()), *config.zero_copy_params), names):
-        logger.warning("pattern %r matches no parameter of the model: it selects nothing", pattern)
-    if config.zero_copy_params and not plan.mapped:
-        logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
-    if config.backend == "uva" and config.use_uva and not plan.mapped:
-        logger.warning(
-            "the device cannot read pinned host memory, so what cpu_offload_gb places there streams through a ring "
-            "(set use_uva=False to say that this is meant)"
-        )
-    logger.info("%s", plan.summary())
-    if not plan.offloaded_nbytes and config.backend != "none":
-        logger.warning("the %s settings offload nothing of this model", config.backend)

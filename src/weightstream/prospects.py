@@ -198,19 +198,26 @@ def foreseen(
     backend: Backend,
     args: Any,
     kwargs: Any,
+    entry: str = "forward",
 ) -> Prospect | None:
     """The same for the work of one call with these arguments, in the order in which units run; None: nothing tells.
 
+    `entry`: the method that is called.
     Neither the model nor the arguments change. It takes a few seconds at most.
     """
     try:
-        found = follow(model, args, kwargs, limit_s=_FOLLOW_S, device=backend.device)
+        found = follow(model, args, kwargs, entry=entry, limit_s=_FOLLOW_S, device=backend.device)
     except UnsupportedError as error:
         logger.info("the work of this call is not known before it ran: %s", error)
         return None
-    if backend.device.type != "cpu":  # there a step takes as long as a trial of it, and tells more
-        found = found.timed(trial.seconds_of(found.launches, prospect.planners[0].machine.profile, backend))
-    return with_work(prospect, by_alias, grains, found)
+    return with_work(prospect, by_alias, grains, tried(found, prospect, backend), is_part=entry != "forward")
+
+
+def tried(found: Footprint, prospect: Prospect, backend: Backend) -> Footprint:
+    """The same with measured seconds of its operators; on a CPU a step takes as long as a trial, and tells more."""
+    if backend.device.type == "cpu":
+        return found
+    return found.timed(trial.seconds_of(found.launches, prospect.planners[0].machine.profile, backend))
 
 
 def with_work(
@@ -219,8 +226,13 @@ def with_work(
     grains: Grains,
     found: Footprint,
     workload: Workload | None = None,
+    *,
+    is_part: bool = False,
 ) -> Prospect:
-    """The same for a step that was followed; weights that units read outside of them are to stay on the device."""
+    """The same for a step that was followed; weights that units read outside of them are to stay on the device.
+
+    `is_part`: other steps run other units, so that the order is of all of them.
+    """
     aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
     known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
     manifests, planners = [], []
@@ -229,7 +241,7 @@ def with_work(
         planners.append(replace(planner, demand=replace(known, work=work)))
         order, outside = found.order(units), {aliases[id(t)] for t in found.outside(units) if id(t) in aliases}
         # What a call leaves out it does not need; but a made-up step of text says nothing of images.
-        is_all = len(set(order)) == len(units) or (workload is None and order)
+        is_all = len(set(order)) == len(units) or (workload is None and order and not is_part)
         manifests.append((replace(grain, order=order) if is_all else grain).keeping(outside))
     return Prospect(grains=tuple(manifests), planners=tuple(planners))
 

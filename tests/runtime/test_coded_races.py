@@ -177,7 +177,8 @@ def is_seen(watch: Watch) -> bool:
 
 
 def test_a_buffer_that_is_used_by_an_open_unit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    edits = [("return bool(unit.coded) and any(other.coded for other in others)", "return False")]
+    others = "any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)"
+    edits = [(f"return bool(unit.coded) and {others}", "return False")]
     use(monkeypatch, mutated(monkeypatch, binding_module, edits).Binding)
     found = Watch(monkeypatch, "resident", 0, nested=True).run()
     assert found.mismatches

@@ -362,3 +362,8 @@ def is_static_cache(cache: Any) -> bool:
     from transformers.cache_utils import StaticCache
 
     return type(cache) is StaticCache
+
+
+def forget_hooks(module: torch.nn.Module) -> None:
+    """Of a copy without hooks: transformers is to put there again those by which it gathers hidden states."""
+    vars(module).pop("_output_capturing_hooks_installed", None)

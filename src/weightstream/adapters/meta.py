@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.leaves import leaves
 from weightstream.runtime.values import tensors_in
@@ -31,11 +32,26 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
-class _Shapes(TorchFunctionMode):
-    """Inside, a copy of a tensor is one of its shape."""
+class _Copies(TorchFunctionMode):
+    """Inside, a copy of a tensor is what `of` makes."""
+
+    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._of = of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return shape_of(args[0]) if func in _COPIED else func(*args, **(kwargs or {}))
+        return self._of(args[0]) if func in _COPIED else func(*args, **(kwargs or {}))
+
+
+def zeros_for(output: Any) -> Any:
+    """A copy of what a call on meta gave, with zeros on the CPU in place of its tensors."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    memo: dict[int, Any] = {id(tensor): zeros(tensor) for tensor in tensors_in(output)}
+    with torch.inference_mode(False), _Copies(zeros):
+        return copy.deepcopy(output, memo)
 
 
 class Copied(NamedTuple):
@@ -61,12 +77,14 @@ def copied(model: nn.Module, *values: Any) -> Copied:
         hooks = (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
         memo |= {id(value): OrderedDict() for value in hooks}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
-    with _Shapes():
+    with _Copies(shape_of):
         made, given = copy.deepcopy((model, values), memo)
     for module in modules:
         twin = memo.get(id(module), module)
         if twin is module or any(_is_shared(value, vars(twin).get(name)) for name, value in vars(module).items()):
             raise UnsupportedError(f"{type(module).__name__} or what it holds is its own copy")
+    for module in made.modules():
+        hf_private.forget_hooks(module)
     return Copied(made, {id(memo[id(module)]): module for module in modules}, weights, given)
 
 

@@ -114,17 +114,31 @@ class Footprint:
 
 
 def follow(
-    model: nn.Module, args: Any = (), kwargs: Any = None, *, limit_s: float = math.inf, device: torch.device = _CPU
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Any = None,
+    *,
+    entry: str = "forward",
+    limit_s: float = math.inf,
+    device: torch.device = _CPU,
+    on_output: Callable[[Any], None] = lambda _: None,
 ) -> Footprint:
     """Follow a call of any model on the shapes of its arguments. Neither changes, and no weight is read.
 
-    `device`: where it computes, whose random state is put back.
+    `entry`: the method that is called. `device`: where it computes, whose random state is put back. `on_output` is
+    given what the call returns, on meta, and may keep no tensor of it.
 
     Raises:
         UnsupportedError: what the model computes depends on values, it cannot be copied without its weights, or its
             Python alone takes longer than `limit_s` seconds.
     """
-    return _followed(model, lambda start, _, given, named: [start(given, named)], (args, kwargs or {}), limit_s, device)
+
+    def once(start: Callable[..., _Forward], _: nn.Module, given: Any, named: Any) -> list[_Forward]:
+        forward = start(given, named, entry)
+        on_output(forward.output)
+        return [forward]
+
+    return _followed(model, once, (args, kwargs or {}), limit_s, device)
 
 
 def observe(model: nn.Module, workload: Workload) -> Footprint:
@@ -243,6 +257,7 @@ class _Forward(OperatorMode):
         alive: Alive,
         args: Any,
         kwargs: dict[str, Any],
+        entry: str = "forward",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
@@ -261,7 +276,7 @@ class _Forward(OperatorMode):
             for module in model.modules():
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave).remove)
-            self.output = model(*args, **kwargs)
+            self.output = (model if entry == "forward" else getattr(model, entry))(*args, **kwargs)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.calls.append((module, self._call))

@@ -24,6 +24,13 @@ _MOST_STATES = 12  # are looked at for a ring that is not a number of largest un
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
 
 
+class Share(NamedTuple):
+    """Of device memory that several models have in turn: bytes that one may keep, and those that all pass through."""
+
+    kept_nbytes: int
+    ring_nbytes: int  # the decode buffer included
+
+
 class Choice(NamedTuple):
     """What stays on the device, and the bytes of the ring and of the largest unit that streams."""
 
@@ -33,24 +40,44 @@ class Choice(NamedTuple):
     by_ends: bool = False
 
 
-def choices(manifest: Manifest, forced: frozenset[str], budget: int, counts_tensors: bool = False) -> Iterator[Choice]:
-    """What fits: complete columns, with and without what fills the rest."""
+def choices(
+    manifest: Manifest,
+    forced: frozenset[str],
+    budget: int,
+    counts_tensors: bool = False,
+    share: Share | None = None,
+) -> Iterator[Choice]:
+    """What fits: complete columns, with and without what fills the rest. A `share` bounds both parts of the budget."""
+    room = _Room(budget, *(share or (budget, budget)))
     columns = columns_of(manifest, forced)
-    yield from _columns_choices(manifest, forced, columns, budget, (*_DEPTHS, _BY_ENDS))
+    yield from _columns_choices(manifest, forced, columns, room, (*_DEPTHS, _BY_ENDS))
     if counts_tensors:  # the smallest first, so that few of them stream
-        yield from _columns_choices(manifest, forced, columns[::-1], budget, (*_SHALLOW, _BY_ENDS))
-    yield from _few_streaming(manifest, columns, budget)
+        yield from _columns_choices(manifest, forced, columns[::-1], room, (*_SHALLOW, _BY_ENDS))
+    yield from _few_streaming(manifest, columns, room)
+
+
+class _Room(NamedTuple):
+    """The most bytes of both together, of residents, and of the ring."""
+
+    nbytes: int
+    kept_nbytes: int
+    ring_nbytes: int
+
+    def has(self, kept_nbytes: int, ring_nbytes: int) -> bool:
+        is_each = kept_nbytes <= self.kept_nbytes and ring_nbytes <= self.ring_nbytes
+        return is_each and kept_nbytes + ring_nbytes <= self.nbytes
 
 
 def _columns_choices(
-    manifest: Manifest, forced: frozenset[str], columns: list[list[str]], budget: int, depths: Sequence[int]
+    manifest: Manifest, forced: frozenset[str], columns: list[list[str]], room: _Room, depths: Sequence[int]
 ) -> Iterator[Choice]:
     """Complete columns in this order, with and without what fills the rest."""
     states = list(_column_states(manifest, forced, columns))
     for depth in depths:
-        for complete, ring in islice(_rings(manifest, forced, columns, states, budget, depth), _STATES):
+        for complete, ring in islice(_rings(manifest, forced, columns, states, room, depth), _STATES):
             held, unit_nbytes = states[complete]
-            residents, spare = forced.union(*columns[:complete]), budget - held - ring
+            residents = forced.union(*columns[:complete])
+            spare = min(room.nbytes - held - ring, room.kept_nbytes - held)
             plain = plain_nbytes(manifest, residents)
             extras = (fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
             for chosen in (residents | extra for extra in dict.fromkeys(extras)):
@@ -63,15 +90,15 @@ def _rings(
     forced: frozenset[str],
     columns: list[list[str]],
     states: list[tuple[int, int]],
-    budget: int,
+    room: _Room,
     depth: int,
 ) -> Iterator[tuple[int, int]]:
     """How many columns stay, and a ring of this depth, where both have room; those with most residents first."""
-    having = [k for k, (held, unit_nbytes) in enumerate(states) if held + (depth or 1) * unit_nbytes <= budget]
+    having = [k for k, (held, unit_nbytes) in enumerate(states) if room.has(held, (depth or 1) * unit_nbytes)]
     for complete in having[: -_MOST_STATES - 1 : -1]:
         held, unit_nbytes = states[complete]
         ring = depth * unit_nbytes if depth else _neighbours_nbytes(manifest, forced.union(*columns[:complete]))
-        if held + ring <= budget:
+        if room.has(held, ring):
             yield complete, ring
 
 
@@ -79,16 +106,17 @@ def _neighbours_nbytes(manifest: Manifest, residents: frozenset[str]) -> int:
     return neighbours_nbytes(manifest.order, streamed_nbytes(manifest, residents))
 
 
-def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], budget: int) -> Iterator[Choice]:
+def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], room: _Room) -> Iterator[Choice]:
     """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
     everything = frozenset(manifest.aliases)
-    missing = nbytes_of(manifest, everything) - budget
+    nbytes = nbytes_of(manifest, everything)
     for column in columns:
         sizes = [aligned(manifest.aliases[alias]) for alias in column]
         least, most = min(sizes), max(sizes)
         for depth in _DEPTHS:
-            num = -(-(missing + depth * most) // least) if least else 0
-            if depth <= num <= len(column):
+            missing = max(nbytes + depth * most - room.nbytes, nbytes - room.kept_nbytes)
+            num = -(-missing // least) if least else 0
+            if depth <= num <= len(column) and depth * most <= room.ring_nbytes:
                 residents = everything.difference(_evenly(column, num))
                 if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
                     yield Choice(residents, depth * most, most)

@@ -20,7 +20,7 @@ from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig, selects
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.amounts import human
-from weightstream.plan.choices import Choice, choices, columns_of, fitting, nbytes_of, plain_nbytes
+from weightstream.plan.choices import Choice, Share, choices, columns_of, fitting, nbytes_of, plain_nbytes
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
 
@@ -89,8 +89,10 @@ def fits(manifest: Manifest, budget: int) -> bool:
     return manifest.nbytes + buffer_nbytes(manifest) <= budget
 
 
-def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Candidate]:
+def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share | None = None) -> Iterator[Candidate]:
     """Every choice of what stays in a budget that not all fits, and of where units start in the ring.
+
+    A `share` bounds both parts of the budget.
 
     Raises `PlanError` where there is none.
     """
@@ -101,7 +103,9 @@ def candidates(manifest: Manifest, budget: int, profile: Profile) -> Iterator[Ca
         return replace(plan, budget=budget, step_s=searched_s(plan, profile))
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
-    found = list(choices(manifest, forced, budget - buffer_nbytes(manifest), counts_tensors))
+    buffer = buffer_nbytes(manifest)
+    share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
+    found = list(choices(manifest, forced, budget - buffer, counts_tensors, share))
     if not found:
         raise PlanError(_arithmetic(manifest, forced, budget))
     device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from weightstream.config import OffloadConfig, selects
 from weightstream.errors import PlanError
 from weightstream.plan import cost, placement
+from weightstream.plan.choices import Share
 from weightstream.plan.codes import Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
 from weightstream.plan.placement import Candidate
@@ -104,7 +105,8 @@ class Way(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
     """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
-    over the work, and in which the groups `measured_reads` were read from host memory.
+    over the work, and in which the groups `measured_reads` were read from host memory. A `share` is in place of the
+    budget where several models have device memory in turn.
 
     Raises `PlanError` with the arithmetic where no plan fits.
     """
@@ -115,6 +117,7 @@ class Planner:
     demand: Demand = field(default_factory=Demand)
     unit_s: Mapping[str, float] = field(default_factory=dict)
     measured_reads: frozenset[str] = frozenset()
+    share: Share | None = None
 
     def __call__(self, manifest: Manifest) -> Plan:
         refusals: list[Refusal] = []
@@ -181,6 +184,8 @@ class Planner:
     @property
     def budget(self) -> int | None:
         """Bytes of device memory for weights: as given, else what is free less what a step needs."""
+        if self.share is not None:
+            return sum(self.share)
         given = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
         if given is not None or self.config.backend != "none":
             return given
@@ -278,9 +283,11 @@ class Planner:
 
     def _placed(self, way: Way, profile: Profile) -> Iterator[Candidate]:
         """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
-        if self.config.backend == "none" and self.budget is not None and not placement.fits(way.aside, self.budget):
-            yield from placement.candidates(way.aside, self.budget, profile.decoding(way.aside))
-            return
+        if self.config.backend == "none" and self.budget is not None:
+            whole = self._whole_nbytes(way.aside)
+            if whole is not None and not placement.fits(way.aside, whole):
+                yield from placement.candidates(way.aside, self.budget, profile.decoding(way.aside), self.share)
+                return
         plan = self._streaming(way.aside, profile.decoding(way.aside))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
             less = decoding_less(plan, way.sizes, profile)
@@ -288,6 +295,11 @@ class Planner:
         if self.config.backend == "none":  # else there are no candidates to be held against
             plan = replace(plan, step_s=placement.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
+
+    def _whole_nbytes(self, manifest: Manifest) -> int | None:
+        """What all of it may take if it stays: of a share no more than what may be kept, and the buffer."""
+        buffer = buffer_nbytes(manifest)
+        return self.budget if self.share is None else self.share.kept_nbytes + min(buffer, self.share.ring_nbytes)
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
@@ -311,7 +323,7 @@ class Planner:
         if config.backend == "uva":
             zero_copy = not self.machine.on_cpu and self.machine.maps_host_memory
             return placement.place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
-        return placement.place(manifest, budget=self.budget, profile=profile)
+        return placement.place(manifest, budget=self._whole_nbytes(manifest), profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""

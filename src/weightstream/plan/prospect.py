@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human
+from weightstream.plan.choices import Share
 from weightstream.plan.manifest import KEPT, Manifest, Workload
 from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan
@@ -41,6 +42,15 @@ class Prospect:
         index = self.grain_of(plan.manifest)
         return index, self.planners[index].priced(plan)
 
+    def has_plan(self) -> bool:
+        """Whether any plan fits, which takes less time than to find the best."""
+        for manifest, planner in zip(self.grains, self.planners, strict=True):
+            for candidate in planner.candidates(manifest, []):
+                found = candidate.make()
+                if isinstance(found, Plan) or any(True for _ in found or ()):
+                    return True
+        return False
+
     def grain_of(self, manifest: Manifest) -> int:
         """Which of the grains a plan's manifest is of."""
         names = _names(manifest)
@@ -50,6 +60,10 @@ class Prospect:
         """The same with another device budget."""
         config = self.planners[0].config.within(budget)
         return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
+
+    def sharing(self, share: Share) -> Prospect:
+        """The same in a share of memory that several models have in turn."""
+        return replace(self, planners=tuple(replace(planner, share=share) for planner in self.planners))
 
     def keeping(self, aliases: Collection[str]) -> Prospect:
         """The same with these alias groups on the device for good."""

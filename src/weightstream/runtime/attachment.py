@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
-from weightstream.runtime.leaves import Role, leaves_of
-from weightstream.runtime.watch import reading_module
+from weightstream.runtime.leaves import Leaf, Role, leaves_of
+from weightstream.runtime.watch import calling_method, reading_module
 from weightstream.runtime.weights import UnitModule
 
 Run = Callable[..., Any]  # (forward, args, kwargs) -> output; of a unit its index comes first
@@ -22,9 +24,16 @@ class Attachment:
     """Stands around the forwards of a model and of its units, from `attach` to `detach`."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[UnitModule], streamer: ops.Units, run_step: Run, run_unit: Run
+        self,
+        model: nn.Module,
+        units: Sequence[UnitModule],
+        streamer: ops.Units,
+        run_step: Run,
+        run_unit: Run,
+        entries: Sequence[str] = (),
     ) -> None:
         self.model = model
+        self.entries = set(entries)  # methods beside `forward` that are steps
         self.units = tuple(units)
         self.session = ops.Session(streamer)  # by which compiled code finds the streamer
         self._streamer = streamer
@@ -33,6 +42,8 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._known: frozenset[int] = frozenset()
+        self._has_new = False  # perhaps: some module has been given a parameter since
+        self.adopted_nbytes = 0  # of tensors that came since, which stay on the device
 
     def attach(self, plan: Plan) -> None:
         """Run `run_step` in place of the model's forward, and `run_unit` in place of every unit's that opens."""
@@ -42,10 +53,23 @@ class Attachment:
             for module in (self.units[index].module, *self.units[index].also):
                 self._undo.append(guards.surround(module, partial(self._run_unit, index), self.session, index))
         self._undo.append(guards.surround(self.model, self._run_step, self.session))
+        for name in self.entries:
+            self._enter_by(name)
         self._undo.append(guards.refuse_moves(self.model))
-        self._known = self._tensor_ids()
+        self._known, self._has_new = self._tensor_ids(), False
+        self._undo.append(register_module_parameter_registration_hook(self._on_parameter).remove)
         setattr(self.model, guards.ATTRIBUTE, self._streamer)
         self._undo.append(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
+
+    def _enter_by(self, name: str) -> None:
+        self._undo.append(guards.enter_by(self.model, name, partial(self._run_step, what=name)))
+
+    def learn_entry(self) -> None:
+        """A unit runs in no step: from now on the public method of the model that led here is one."""
+        name = calling_method(self.model)
+        if name is not None and name not in self.entries and "forward" not in (name, *self.entries):
+            self.entries.add(name)
+            self._enter_by(name)
 
     def detach(self) -> None:
         """Give the modules back as they were; may be called twice."""
@@ -53,8 +77,29 @@ class Attachment:
             self._undo.pop()()
 
     def was_replaced(self) -> bool:
-        """Whether parameters or modules were added or replaced since `attach`."""
-        return self._tensor_ids() != self._known
+        """Whether weights were replaced since `attach`."""
+        return not self._known <= self._tensor_ids()
+
+    def _on_parameter(self, module: nn.Module, name: str, param: object) -> None:
+        self._has_new = True
+
+    def adopt(self, device: torch.device | None, *, again: bool = False) -> None:
+        """Tensors that came beside the weights since, such as adapters, go to the device; None: to where the weights
+        are now that they stand beside. They are looked for where a module was given a parameter, or `again`."""
+        if not (self._has_new or again):
+            return
+        self._has_new = False
+        every = [leaf for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE]
+        if not self._known <= {id(leaf.tensor) for leaf in every}:
+            return  # weights were replaced
+        added = [leaf for leaf in every if id(leaf.tensor) not in self._known]
+        self.adopted_nbytes = sum(leaf.tensor.nbytes for leaf in added)
+        weights = [leaf for leaf in every if id(leaf.tensor) in self._known] if device is None else []
+        with torch.inference_mode(False), torch.no_grad():
+            for leaf in added:
+                to = device or _beside(leaf.path, weights)
+                if leaf.tensor.device != to:
+                    leaf.tensor.data = leaf.tensor.data.to(to)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor object of the model."""
@@ -79,3 +124,13 @@ class Attachment:
 
     def _tensor_ids(self) -> frozenset[int]:
         return frozenset(id(leaf.tensor) for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE)
+
+
+def _beside(path: str, weights: Sequence[Leaf]) -> torch.device:
+    """The device of the weight whose path has most in common with this one."""
+
+    def common(leaf: Leaf) -> int:
+        pairs = zip(path.split("."), leaf.path.split("."), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(weights, key=common).tensor.device

@@ -35,6 +35,7 @@ from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.backend import Backend, Side, owners
+from weightstream.runtime.block import Block
 from weightstream.runtime.engine import Counters, Engine, State
 from weightstream.runtime.faces import Bound, Face, UnitFaces, noticed
 from weightstream.runtime.homes import Homes, UnitCopies
@@ -66,19 +67,19 @@ class Binding:
         backend: Backend,
         counters: Counters,
         timeline: Timeline,
+        block: Block | None = None,
     ) -> None:
         self.plan = plan
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
         self.kept: set[int] = set()  # units of which a view outlived their forward
         self.memory = memory  # the ring and the buffer
         self.open_units: list[Bound] = []  # the innermost last
-        self._homes = homes
-        self._backend = backend
+        self._homes, self._backend = homes, backend
         self._step_end = backend.event()
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
-        self.engine = Engine(plan, backend, self._copies, counters, timeline)
+        self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
         self.engine.prime()
         self.rest()
 
@@ -115,12 +116,11 @@ class Binding:
     def open(self, index: int) -> None:
         """Make the unit's tensors show its bytes, ordered after their fill."""
         unit = self.units[index]
-        is_inside = bool(self.open_units)
         unit.opened += 1
         self.open_units.append(unit)
         try:
             if unit.opened == 1:  # else it calls itself, and its bytes are there
-                self._bring(unit, is_inside)
+                self._bring(unit)
             (unit.borrowed or unit.faces).to_ring()
         except BaseException:  # an interrupt may come anywhere
             self._forget_opening(unit)
@@ -131,9 +131,9 @@ class Binding:
                     self.engine.release(index)
             raise
 
-    def _bring(self, unit: Bound, is_inside: bool) -> None:
+    def _bring(self, unit: Bound) -> None:
         self._see(unit.faces.faces)  # a unit that ran before this one may have updated what was filled ahead
-        if is_inside and self._is_blocked(unit):
+        if self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
             return
         if unit.streams:
@@ -191,8 +191,7 @@ class Binding:
         """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
         if self.engine.is_blocked(unit.index):
             return True
-        others = (o for o in self.open_units if o is not unit and o.borrowed is None)
-        return bool(unit.coded) and any(other.coded for other in others)
+        return bool(unit.coded) and any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)
 
     # -- units at fixed addresses ------------------------------------------------------------------------------------
 
@@ -254,6 +253,7 @@ class Binding:
     def decode(self, index: int) -> None:
         """Queue the decoding of the unit's coded weights, ordered after their fill, behind whoever used the buffer."""
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
+            self.engine.take_over(decodes=True)
             self._backend.launch(self.units[index].decode)
 
     def let_go(self, index: int) -> None:

@@ -23,6 +23,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor, sharing
 from weightstream.runtime.backend import Backend, Copy, Event, Side
+from weightstream.runtime.block import Block
 from weightstream.runtime.timeline import Timeline, profiled
 
 
@@ -102,8 +103,12 @@ class Engine:
         copies: Copies,
         counters: Counters | None = None,
         timeline: Timeline | None = None,
+        block: Block | None = None,
+        open_units: Sequence[object] = (),
     ) -> None:
         self.plan = plan
+        self.open_units = open_units  # those whose forwards run
+        self._block = block  # whose memory other models have in turn
         self.counters = counters or Counters()
         self.timeline = timeline or Timeline(backend)
         self.timeline.bind(plan)
@@ -134,7 +139,9 @@ class Engine:
             self.begin_step()
 
     def is_blocked(self, unit: int) -> bool:
-        """Whether a unit in use holds bytes of this one, so that it cannot be filled now."""
+        """Whether a unit in use, of another model too, holds bytes of this one, so that it cannot be filled now."""
+        if self._block is not None and self._block.is_held_against(self):
+            return True
         if self.fences[unit].state is not State.EMPTY:
             return False
         return any(self.fences[o].state is State.IN_USE for o in self.live & self.sharing[unit])
@@ -193,6 +200,19 @@ class Engine:
                 if fence.state is State.FILLING:
                     fence.move(State.READY)
 
+    def take_over(self, *, decodes: bool = False) -> None:
+        """Have the memory that several models share; `decodes`: a kernel writes there, and no fill comes before it."""
+        if self._block is not None:
+            self._block.enter(self, decodes=decodes)
+
+    def yield_up(self) -> None:
+        """Another model has the memory from now on: nothing of this one is there, and nobody need wait for it."""
+        for fence in self.fences:
+            if fence.state is not State.EMPTY:
+                fence.move(State.EMPTY)
+            fence.last_read, fence.in_flight = None, False
+        self.live.clear()
+
     def forget(self, units: Iterable[int]) -> None:
         """The home of these units changed: what the ring holds of them is stale."""
         for unit in units:
@@ -212,6 +232,7 @@ class Engine:
 
         The graph waits for theirs where it reads them. No other may be on its way into bytes that the graph fills.
         """
+        self.take_over()
         for unit in reads:
             if self.fences[unit].state is State.EMPTY:
                 self.fill(unit, planned=False)
@@ -244,6 +265,7 @@ class Engine:
     def fill(self, unit: int, after: Event | None = None, *, planned: bool = True) -> None:
         """Queue the unit's copy behind `after`, or behind the last read of every unit that shares bytes."""
         fence, copies = self.fences[unit], self.copies[unit]  # an error of the source changes nothing
+        self.take_over()
         if after is not None:
             self._backend.wait(Side.COPY, after)
         for other in (unit, *sorted(self.live & self.sharing[unit])):

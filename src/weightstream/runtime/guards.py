@@ -88,6 +88,7 @@ def hide(module: nn.Module) -> None:
 def _stand_in(own: Around) -> Callable[..., Any]:
     """A forward for one instance, to be bound to it, so that a copy of the instance binds it to the copy."""
     plain = own.forward
+    of_class = getattr(plain, "__func__", plain)  # `type(self).forward` is none in a class that compilers leave whole
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         around = getattr(self, _AROUND, None)
@@ -103,10 +104,7 @@ def _stand_in(own: Around) -> Callable[..., Any]:
         if around.unit is not None:
             ops.wait(around.session, around.unit, (args, kwargs))
         # The class's function where it can be: compiled code is then shared by all modules of a class.
-        if around.patched is None:
-            output = type(self).forward(self, *args, **kwargs)
-        else:
-            output = around.patched(*args, **kwargs)
+        output = of_class(self, *args, **kwargs) if around.patched is None else around.patched(*args, **kwargs)
         if around.unit is not None:
             ops.release(around.session, around.unit, output)
         return output
@@ -153,6 +151,38 @@ def _put_back(module: nn.Module, patched: Callable[..., Any] | None) -> None:
     del module.__dict__[_AROUND], module.__dict__["forward"]
     if patched is not None:
         module.__dict__["forward"] = patched
+
+
+class Entry:
+    """Stands in for a method of a model beside its forward that is a step: `run(method, args, kwargs)` in its place."""
+
+    def __init__(self, model: nn.Module, name: str, run: Callable[..., Any]) -> None:
+        self._model, self._name, self._run = model, name, run
+        self._method = getattr(model, name)
+        functools.update_wrapper(self, self._method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._method, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy is a plain module: give it the method of its class.
+        return functools.partial, (getattr(type(self._model), self._name), self._model)
+
+
+def enter_by(model: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
+    """Run `run(method, args, kwargs)` whenever the method is called; returns what undoes it."""
+    if isinstance(found := model.__dict__.get(name), functools.partial):
+        del model.__dict__[name]  # a copy of an offloaded model
+        found = None
+    entry = model.__dict__[name] = Entry(model, name, run)
+
+    def undo() -> None:
+        if model.__dict__.get(name) is entry:
+            del model.__dict__[name]
+            if found is not None:
+                model.__dict__[name] = found
+
+    return undo
 
 
 class RefuseApply:

@@ -24,6 +24,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
+from weightstream.runtime.block import Block
 from weightstream.runtime.compiled import Compiled
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.graphs import Graphs
@@ -49,13 +50,14 @@ class Installation:
         refinement: Refinement,
         grains: Sequence[Sequence[UnitModule]],
         on_close: Callable[[], None],
+        block: Block | None = None,
     ) -> None:
         self.binding: Binding
         self.modules = modules
         self.compiled = compiled
         self.homes = homes
         self.backend = backend
-        self.gate = Gate()
+        self.gate = Gate(block)
         self.refinement = refinement
         self._grains = [tuple(units) for units in grains]
         self.graphs = Graphs(backend, lambda: self.binding)
@@ -122,8 +124,11 @@ class Installation:
         """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
         try:
             plan = self._settled(plan)
-            memory = self.backend.alloc(plan.ring_nbytes), self.backend.alloc(plan.buffer_nbytes)
-            self.binding = Binding(plan, memory, self.homes, self.backend, self.counters, self.timeline)
+            if (block := self.gate.block) is not None:
+                memory = block.parts(plan)
+            else:
+                memory = self.backend.alloc(plan.ring_nbytes), self.backend.alloc(plan.buffer_nbytes)
+            self.binding = Binding(plan, memory, self.homes, self.backend, self.counters, self.timeline, block)
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)
         except torch.OutOfMemoryError as error:
@@ -169,5 +174,6 @@ class Installation:
             self.graphs.clear()
             self.modules.session.close()
             self.timeline.close()
-            self.backend.close()
+            if self.gate.block is None:  # else whoever has that closes it
+                self.backend.close()
             self._on_close()

@@ -32,6 +32,32 @@ def _class_of(kind: Kind) -> Kind:
     return Kind(kind.what, kind.size.bit_length())
 
 
+class _Orders:
+    """The orders of units that steps came in."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] | None = None
+        self._ran: tuple[int, ...] | None = None  # the last that ran as it was planned
+
+    def new(self, plan: Plan, sequence: tuple[int, ...], *, is_part: bool) -> tuple[int, ...] | None:
+        """The order of the step that ended, if it is to be taken over: it is the first, or the second of its kind.
+
+        Not where the planned one comes, too, and this is a part of it: what caches leave out of a step, or one of
+        several entries. Its fills are known then: of what is skipped none is made.
+        """
+        before, self._before = self._before, sequence
+        planned = tuple(unit for unit in plan.manifest.order if plan.opens(unit))
+        if is_part or sequence == planned:
+            self._ran = planned
+        rest = iter(planned)
+        if sequence == planned or (self._ran == planned and all(unit in rest for unit in sequence)):
+            return None
+        return sequence if before in (None, sequence) else None
+
+    def forget(self) -> None:
+        self._before = None
+
+
 class Learning:
     """The units of the step under way and of the one before, and what was asked for because of them."""
 
@@ -40,12 +66,12 @@ class Learning:
         self.outside: dict[str, set[str]] = {}  # reading module -> alias groups read outside of their units
         self.sequence: list[int] = []
         self._installed = installed
-        self._before: tuple[int, ...] | None = None
+        self._orders = _Orders()
         self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
         self._has_room = True  # for all of those
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
         self._has_told = False  # that reads outside of units are slow
-        self._foreseen: set[Kind] = set()
+        self._foreseen = set(map(_class_of, installed.refinement.known))
         self._last: Kind | None = None
         workload = installed.refinement.prospect.workload
         self._planned = None if workload is None else _class_of(Kind("forward", workload.batch * workload.tokens))
@@ -159,7 +185,8 @@ class Learning:
         `is_whole`: else units that it did not reach stay on the device, as others may read them outside of these.
         """
         binding, plan = self._installed.binding, self._installed.plan
-        order = self._new_order(plan)
+        is_part = self._last is not None and self._last.what != "forward"
+        order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
         missed = frozenset[str]() if is_whole else self._unreached(plan)
         if watched:
             self._seen |= plan.opened
@@ -177,13 +204,6 @@ class Learning:
             self._try_switch(plan.reordered(order))
         elif not self.watching:
             self._refine(plan)
-
-    def _new_order(self, plan: Plan) -> tuple[int, ...] | None:
-        """The order of the step that ended, if it is to be taken over: it is the first, or the second of its kind."""
-        sequence, before = tuple(self.sequence), self._before
-        self._before = sequence
-        planned = tuple(unit for unit in plan.manifest.order if plan.opens(unit))
-        return sequence if sequence != planned and before in (None, sequence) else None
 
     def _to_keep(self) -> frozenset[str]:
         """Alias groups that steps showed to need bytes of their own."""
@@ -240,7 +260,7 @@ class Learning:
         """As `Installation.switch`; reads outside of units of another grain are to be seen."""
         units = self._installed.modules.units
         self._installed.switch(plan)
-        self._before = None
+        self._orders.forget()
         if self._installed.modules.units is not units:
             self._seen = frozenset()
             self.watching = True

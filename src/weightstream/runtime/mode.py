@@ -10,6 +10,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from weightstream.errors import InvariantError, OffloadError
+from weightstream.runtime.block import Block
 
 
 class Mode(Enum):
@@ -42,8 +43,9 @@ _FIXED = (Mode.STEP, Mode.HELD, Mode.FORWARD)
 class Gate:
     """Lets one step in at a time, in the process that made it, and guards the changes of its mode."""
 
-    def __init__(self) -> None:
-        self.turn = threading.RLock()  # held for a whole step
+    def __init__(self, block: Block | None = None) -> None:
+        self.block = block  # of device memory, which other models have in turn
+        self.turn = threading.RLock() if block is None else block.turn  # held for a whole step
         self.lock = threading.RLock()  # held while units open and close, which several threads of a forward may do
         self.mode = Mode.IDLE
         self._pid = os.getpid()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +25,24 @@ _MISSED = 1.25  # times what was predicted, or as much less: what is known of a 
 _WORSE = 1.1  # times the steps before a move: it is undone
 _DOUBTED = 2.0  # times: what the machine can do is measured again
 
-Foresee = Callable[[Prospect, Any, Any], Prospect | None]
+Foresee = Callable[[Prospect, str, Any, Any], Prospect | None]  # the method that is called, and its arguments
 
 
 class Refinement:
     """Plans, and plans again: with the work of calls before they run, and with the measured times of their steps.
 
-    `foresee(prospect, args, kwargs)` tells the work of a call, `doubt()` that the profile was wrong by much.
+    `foresee(prospect, entry, args, kwargs)` tells the work of a call, `doubt()` that the profile was wrong by much.
     """
 
     def __init__(
-        self, prospect: Prospect, foresee: Foresee = lambda *_: None, doubt: Callable[[], None] = lambda: None
+        self,
+        prospect: Prospect,
+        foresee: Foresee = lambda *_: None,
+        doubt: Callable[[], None] = lambda: None,
+        known: Collection[Kind] = (),
     ) -> None:
         self.prospect = prospect
+        self.known = known  # kinds of calls that the prospect was made for
         self._foresee = foresee
         self._doubt = doubt
         self.kept = frozenset[str]()  # on the device for good
@@ -94,7 +99,7 @@ class Refinement:
 
         None: nothing tells of them.
         """
-        found = self._foresee(self.prospect, args, kwargs)
+        found = self._foresee(self.prospect, kind.what, args, kwargs)
         if found is None:
             return None
         # what one kind of calls keeps stays for all

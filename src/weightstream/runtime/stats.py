@@ -14,8 +14,8 @@ class Stats:
 
     `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
     repeated or out of order. `held_nbytes` counts weights by tier, coded ones as they are held: "device" (residents,
-    the ring and the decode buffer), "host" (RAM, pages of mapped files included) and "disk" (read in every step);
-    `model_nbytes` counts them once, and plain.
+    the ring, the decode buffer, and what was added to the model since), "host" (RAM, pages of mapped files included)
+    and "disk" (read in every step); `model_nbytes` counts them once, and plain.
 
     Times are of the device, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in 17.
     `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
@@ -38,7 +38,7 @@ class Stats:
 def stats_of(installed: Installation) -> Stats:
     """The statistics as of now."""
     held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
-    held["device"] += sum(memory.numel() for memory in installed.binding.memory)
+    held["device"] += sum(memory.numel() for memory in installed.binding.memory) + installed.modules.adopted_nbytes
     return Stats(
         **asdict(installed.counters),
         stall_s=installed.timeline.stall_s,

@@ -20,6 +20,7 @@ from weightstream.runtime import guards
 from weightstream.runtime.attachment import Attachment
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
+from weightstream.runtime.block import Block
 from weightstream.runtime.compiled import Compiled
 from weightstream.runtime.graphs import CAPTURED
 from weightstream.runtime.homes import Homes
@@ -47,11 +48,14 @@ class Streamer:
         plan: Plan,
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
+        block: Block | None = None,
+        entries: Sequence[str] = (),
     ) -> None:
         units = grains[refinement.prospect.grain_of(plan.manifest)]
-        self._modules = Attachment(model, units, self, self._run_step, self._run_unit)
+        self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries)
         self._compiled = Compiled(model, blocks)
-        self._installed = Installation(self._modules, self._compiled, homes, backend, refinement, grains, on_close)
+        made = self._compiled, homes, backend, refinement, grains, on_close, block
+        self._installed = Installation(self._modules, *made)
         self._learning = Learning(self._installed)
         self._gate, self._graphs = self._installed.gate, self._installed.graphs
         self._homes, self._backend = homes, backend
@@ -146,29 +150,28 @@ class Streamer:
 
         Graphs of `capture` must be captured again, and what `compile` made is made again.
 
-        Raises:
-            InvariantError: the plan breaks a rule, or is of other units.
-            OffloadError: the addresses of weights are held, by an engine or by code that was compiled elsewhere.
-            StoreError, torch.OutOfMemoryError: weights cannot be moved. On every error the plan in force stays.
+        Raises `InvariantError` for a plan that breaks a rule; `OffloadError` where the addresses of weights are held;
+        `StoreError`, `torch.OutOfMemoryError` where weights cannot be moved. On every error the plan in force stays.
         """
         self._learning.switch(plan)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
         self._gate.refuse_forked()
         with self._gate.turn:
             if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
                 return forward(*args, **kwargs)
-            args, kwargs = self._placed(args, kwargs)
-            if self._gate.is_fixed or self._is_compiled():
+            args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
+            if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
                 return self._run_fixed(forward, args, kwargs)
             if self._backend.capturing():
                 if self._modules.session.streams:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
             self._modules.refuse_foreign()
-            self._learning.foresee(kind := kind_of(args, kwargs), args, kwargs)
+            self._modules.adopt(self.device)
+            self._learning.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
             mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
             with self._installed.timeline.step(kind), self._gate.entered(mode):
                 output = self._run_eager(forward, args, kwargs)
@@ -213,7 +216,8 @@ class Streamer:
                 return forward(*args, **kwargs)
             if self._gate.is_fixed:
                 return self._run_opened(unit, forward, args, kwargs)
-            args, kwargs = self._placed(args, kwargs)
+            args, kwargs = moved((args, kwargs), self.device)
+            self._modules.learn_entry()
             with self._gate.entered(Mode.EAGER), self._awake():  # a unit that is called alone is a step of its own
                 if self._binding.engine.is_behind(unit):
                     self._binding.engine.begin_step()
@@ -245,12 +249,6 @@ class Streamer:
             training = self._binding.units[unit].has_buffers and self._modules.trains(unit)
             if self._binding.close(unit, output, training=training, watched=watched):
                 self._modules.hide(unit)
-
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Inputs on the device. `model.device` may say "cpu" between steps, and that is where callers put them then."""
-        if self._backend.device.type == "cpu":
-            return args, kwargs
-        return moved(args, self._backend.device), moved(kwargs, self._backend.device)
 
     # -- fixed addresses -----------------------------------------------------------------------------------------------
 
@@ -377,12 +375,14 @@ class Streamer:
 
         All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
 
-        Args:
-            graph: a `torch.cuda.CUDAGraph`.
-            options: for `torch.cuda.graph`: `pool`, `stream`, `capture_error_mode`.
+        `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
         with self.step(), self._graphs.capture(graph, **options):
             yield
+
+    def place_added(self, device: torch.device | None) -> None:
+        """Move what was added to the model since, such as adapters; None: to the weights beside it."""
+        self._modules.adopt(device, again=True)
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""

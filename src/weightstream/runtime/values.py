@@ -30,6 +30,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same arguments with their CPU tensors on the device. What holds none of them stays the same object."""
+    if device.type == "cpu":
+        return value
 
     def stays(part: Any) -> bool:
         return all(tensor.device == device or tensor.device.type != "cpu" for tensor in tensors_in(part))

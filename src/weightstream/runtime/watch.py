@@ -78,3 +78,14 @@ def reading_module(known: dict[int, str]) -> str | None:
             return known[id(owner)]
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def calling_method(model: nn.Module) -> str | None:
+    """The name of the outermost public method of the model's class that is on this thread's stack; None for none."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_locals.get("self") is model and not name.startswith("_") and not hasattr(nn.Module, name):
+            found = name if callable(getattr(type(model), name, None)) else found
+        frame = frame.f_back  # type: ignore[assignment]
+    return found

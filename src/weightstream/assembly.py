@@ -1,0 +1,159 @@
+"""The assembly of an offloaded model: weights are found, homes made, a prospect gathered; then a plan is attached."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from weightstream import prospects
+from weightstream.adapters import device_map
+from weightstream.adapters.module import find_blocks
+from weightstream.adapters.shapes import Footprint
+from weightstream.adapters.unpacking import unpack_late
+from weightstream.config import OffloadConfig, unmatched_patterns
+from weightstream.errors import ConfigError
+from weightstream.measure.profile import doubt
+from weightstream.plan.plan import Plan
+from weightstream.plan.prospect import Prospect
+from weightstream.runtime import cuda, guards, weights
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.block import Block
+from weightstream.runtime.devices import pinned
+from weightstream.runtime.homes import Homes
+from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.streamer import Streamer
+from weightstream.runtime.timeline import Kind
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import Memory
+
+logger = logging.getLogger("weightstream")
+
+_NAMED = 8  # tensors in a warning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
+    call; or layers whose steps an engine runs, and what it wants of them."""
+
+    memories: Sequence[Memory] = ()
+    folder: OffloadFolder | None = None
+    example: prospects.Example | None = None
+    layers: tuple[nn.Module, ...] = ()
+    hosted: prospects.Hosted | None = None
+
+
+@contextmanager
+def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Iterator[Assembly]:
+    """A model about to be offloaded; where the block fails it is as it was.
+
+    Raises what `offload` does.
+    """
+    guards.refuse_twice(model)
+    guards.refuse_foreign(dict(model.named_modules()))
+    weights.leave_inference(model)
+    closing = ExitStack()
+    try:
+        closing.callback(unpack_late(model, backend.device))
+        yield Assembly(model, backend, config, given, closing)
+    except BaseException:
+        closing.close()
+        raise
+
+
+class Assembly:
+    """The parts of one model; `prospect` is what is known of it. What `closing` holds goes once the model is plain."""
+
+    def __init__(
+        self, model: nn.Module, backend: Backend, config: OffloadConfig, given: Given, closing: ExitStack
+    ) -> None:
+        self.model = model
+        self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
+        self._backend, self._config, self._given, self._closing = backend, config, given, closing
+        self._by_alias = _weights(model)
+        # of its own: another model may have weights of the same names
+        spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
+        arena, pages = pinned(backend, config)
+        pages = pages if given.memories else None  # nothing else is in files
+        self._homes = Homes(
+            self._by_alias,
+            backend,
+            empty=weights.empty_tensors(model),
+            mappings=given.memories,
+            arena=arena,
+            pages=pages,
+            spill=spill,
+            by_row=prospects.tables_of(model, self._by_alias),
+        )
+        hosted = given.hosted
+        self._blocks = list(given.layers) if hosted else find_blocks(model)
+        self._grains = prospects.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
+        about = given.memories, self._grains, given.example, hosted
+        self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, *about)
+        for owned in (given.folder, spill):
+            if owned is not None:
+                closing.callback(owned.close)
+
+    def knowing(self, work: Footprint, entry: str) -> Prospect:
+        """The prospect for the work of a call that was followed."""
+        work = prospects.tried(work, self.prospect, self._backend)
+        return prospects.with_work(self.prospect, self._by_alias, self._grains, work, is_part=entry != "forward")
+
+    def with_facts(self, prospect: Prospect) -> Prospect:
+        """The same with what takes time to find out."""
+        return prospects.with_facts(prospect, self._homes, self._backend, self._given.memories)
+
+    def attach(self, plan: Plan, block: Block | None = None, entries: Sequence[str] = ()) -> Streamer:
+        """Put the plan in force."""
+        if short := self.prospect.shortage(plan):
+            logger.warning("device memory may run out: %s", short)
+        refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
+        around = self._homes, self._backend, refinement, plan, self._blocks, self._closing.close
+        streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
+        if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
+            cuda.give_back(workspaces=False)  # what encoding took
+        self._closing.callback(device_map.attach(self.model, self._backend.device))
+        _report(streamer.plan, self._config)
+        return streamer
+
+    def _foresee(self, known: Prospect, entry: str, args: Any, kwargs: Any) -> Prospect | None:
+        about = self._by_alias, self._grains, self.model, self._backend
+        found = prospects.foreseen(known, *about, args, kwargs, entry)
+        return found and self.with_facts(found)
+
+
+def _weights(model: nn.Module) -> dict[str, weights.Group]:
+    """The weights of a model that can be offloaded, by alias group."""
+    by_alias = weights.groups(model)
+    if not by_alias:
+        raise ConfigError(f"{type(model).__name__} has no weights to offload")
+    if held := weights.held_elsewhere(by_alias):
+        logger.warning(
+            "%s are also shown by tensors or arrays outside of the model: what is written through those from now on is "
+            "not seen. Write through the model's own, or drop the others before offload()",
+            ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
+        )
+    return by_alias
+
+
+def _report(plan: Plan, config: OffloadConfig) -> None:
+    patterns = {"prefetch": config.prefetch.offload_params, "uva": config.uva.cpu_offload_params}.get(config.backend)
+    names = [tensor.name for tensor in plan.manifest.tensors()]
+    for pattern in unmatched_patterns((*(patterns or ()), *config.zero_copy_params), names):
+        logger.warning("pattern %r matches no parameter of the model: it selects nothing", pattern)
+    if config.zero_copy_params and not plan.mapped:
+        logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
+    if config.backend == "uva" and config.use_uva and not plan.mapped:
+        logger.warning(
+            "the device cannot read pinned host memory, so what cpu_offload_gb places there streams through a ring "
+            "(set use_uva=False to say that this is meant)"
+        )
+    logger.info("%s", plan.summary())
+    if not plan.offloaded_nbytes and config.backend != "none":
+        logger.warning("the %s settings offload nothing of this model", config.backend)

@@ -1,0 +1,71 @@
+"""Device memory that the streamed weights of several models pass through in turn: one ring, and one buffer, for all.
+
+Whoever fills the ring, or decodes into the buffer, takes the block over from the model that had it: what that one left
+there is gone, and its next step fills anew. All of them copy on one stream, so copies need no further order; the copy
+stream waits once for what was computed before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from weightstream.errors import InvariantError
+from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.backend import Backend, Side
+
+
+class User(Protocol):
+    """Of one model: what has parts of a block."""
+
+    open_units: Sequence[object]  # those whose forwards run now
+
+    def yield_up(self) -> None:
+        """Take note that nothing of the model is in the block any more."""
+
+
+class Block:
+    """Device memory for any number of models on one backend, of which one at a time has it."""
+
+    def __init__(self, backend: Backend, nbytes: int) -> None:
+        self.turn = threading.RLock()  # held for a whole step of any of the models
+        self.memory = backend.alloc(aligned(nbytes))
+        self._backend = backend
+        self._event = backend.event()
+        self._user: User | None = None
+
+    def parts(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ring and the buffer of a plan. Raises `InvariantError` where the block is too small for them."""
+        begin = aligned(plan.ring_nbytes)
+        end = begin + plan.buffer_nbytes
+        if end > self.memory.numel():
+            raise InvariantError(f"a ring and a buffer of {end} bytes in a block of {self.memory.numel()}")
+        return self.memory[: plan.ring_nbytes], self.memory[begin:end]
+
+    def is_held_against(self, user: User) -> bool:
+        """Whether another model computes with weights in the block just now."""
+        return self._user is not None and self._user is not user and len(self._user.open_units) > 0
+
+    def enter(self, user: User, *, decodes: bool = False) -> None:
+        """The user is about to queue a fill; or a kernel that decodes, which copies in flight must not overtake."""
+        if self._user is user:
+            return
+        if self.is_held_against(user):
+            raise InvariantError("a model fills memory that another one computes with")
+        if self._user is not None:
+            self._user.yield_up()
+        self._backend.record(Side.COMPUTE, self._event)
+        self._backend.wait(Side.COPY, self._event)
+        if decodes:
+            copied = self._backend.event()
+            self._backend.record(Side.COPY, copied)
+            self._backend.wait(Side.COMPUTE, copied)
+        self._user = user
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.memory, self._user = torch.empty(0, dtype=torch.uint8, device="cpu"), None

@@ -1,0 +1,494 @@
+"""Pipelines of diffusers, offloaded as a whole: the images of the plain pipeline, bit for bit, and manners."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightstream
+from streaming import DEVICES
+
+pipelines = pytest.importorskip("pipelines")
+diffusers = pytest.importorskip("diffusers")
+
+# diffusers' own, of numpy
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+SHARES = (0.35, 0.6, 1.2)  # of the bytes of all components
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def parts(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def nbytes(pipe: Any) -> int:
+    return sum(t.nbytes for part in parts(pipe).values() for t in (*part.parameters(), *part.buffers()))
+
+
+def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: Any) -> Any:
+    pipe = pipelines.build(name, device)
+    example = pipelines.arguments(name)
+    budget = int(nbytes(pipe) * share)
+    return weightstream.offload_pipeline(pipe, device=device, device_budget=budget, example_inputs=example, **settings)
+
+
+@pytest.mark.parametrize("name", pipelines.PIPELINES)
+def test_images_are_the_same_bits(name: str, device: str) -> None:
+    """At three budgets, after a plain call, in the first call and the second, with other steps, and once removed."""
+    plain = pipelines.build(name, device)
+    want, other = pipelines.image(plain, name), pipelines.image(plain, name, num_inference_steps=4, seed=6)
+    assert torch.isfinite(want).all()
+    assert not torch.equal(want, other)
+    pipe = pipelines.build(name, device)
+    kind = type(pipe)
+    for share in SHARES if device == "cuda" or name in ("flux", "controlnet") else SHARES[:1]:
+        assert torch.equal(pipelines.image(pipe, name), want)
+        budget = int(nbytes(pipe) * share)
+        found = weightstream.offload(
+            pipe, device=device, device_budget=budget, example_inputs=pipelines.arguments(name)
+        )
+        assert found is pipe.weightstream
+        assert found.device.type == device
+        for _ in range(2):
+            assert torch.equal(pipelines.image(pipe, name), want)
+        assert torch.equal(pipelines.image(pipe, name, num_inference_steps=4, seed=6), other)
+        stats = found.stats()
+        assert 0 < stats.held_nbytes["device"] <= budget
+        if share < 1:
+            assert sum(part.fills for part in stats.components.values()) > 0
+        found.remove()
+        assert type(pipe) is kind
+        assert not hasattr(pipe, "weightstream")
+    assert torch.equal(pipelines.image(pipe, name), want)
+    for part in parts(pipe).values():
+        assert all(tensor.device.type == device for tensor in part.parameters())
+
+
+@pytest.mark.parametrize("name", pipelines.PIPELINES)
+def test_a_rehearsal_tells_which_calls_come(name: str) -> None:
+    """As many of each component as the call then makes."""
+    pipe = offloaded(name)
+    call = {key: value for key, value in pipelines.arguments(name).items() if key != "num_inference_steps"}
+    before = {part: stats.steps for part, stats in pipe.weightstream.stats().components.items()}
+    plan = pipe.weightstream.plan(steps=3, **call)
+    assert {part: stats.steps for part, stats in pipe.weightstream.stats().components.items()} == before
+    told = dict.fromkeys(before, 0)
+    for turn in plan.turns:
+        told[turn.component] += turn.num
+    pipelines.image(pipe, name)
+    after = pipe.weightstream.stats().components
+    assert {part: after[part].steps - before[part] for part in before} == told
+    assert plan.seconds > 0
+    assert plan.activation_nbytes > 0
+    assert plan.device_nbytes <= int(nbytes(pipe) * 0.5)
+    text = str(plan)
+    assert all(part in text for part in told)
+    assert f"{plan.seconds:.2f} s per call" in text
+
+
+def test_more_steps_and_larger_images_take_longer() -> None:
+    pipe = offloaded("flux")
+    few, many, large = (
+        pipe.weightstream.plan(steps=steps, height=size, width=size, prompt="w5", max_sequence_length=48)
+        for steps, size in ((3, 32), (9, 32), (3, 96))
+    )
+    turns = [[turn for turn in plan.turns if turn.component == "transformer"] for plan in (few, many, large)]
+    assert [sum(turn.num for turn in found) for found in turns] == [3, 9, 3]
+    seconds = [sum(turn.seconds for turn in found) for found in turns]
+    assert 2 * seconds[0] < seconds[1]
+    assert seconds[0] < seconds[2]
+    assert large.activation_nbytes > 4 * few.activation_nbytes
+
+
+def test_components_have_one_ring_in_turn() -> None:
+    """Device memory is less than what the components take that are offloaded one by one."""
+    pipe = offloaded("flux", share=0.35)
+    plans = [streamer.plan for streamer in pipe.weightstream.components.values()]
+    rings = [plan.ring_nbytes + plan.buffer_nbytes for plan in plans]
+    held = pipe.weightstream.stats().held_nbytes["device"]
+    assert held == max(rings) + sum(plan.resident_nbytes for plan in plans)
+    assert held < sum(rings) + sum(plan.resident_nbytes for plan in plans)
+
+
+def test_most_of_the_budget_is_for_what_runs_most() -> None:
+    pipe = offloaded("flux", share=0.5)
+    kept = {name: s.plan.resident_nbytes for name, s in pipe.weightstream.components.items()}
+    assert kept["transformer"] > 2 * sum(kept[name] for name in kept if name != "transformer")
+
+
+def test_a_component_may_call_another() -> None:
+    """One that runs inside of another finds its memory taken, and has some of its own."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.call = [inner]  # no child
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.call[0](self.first(x)))
+
+    class Nested(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+            self.call = [inner]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.call[0](x @ self.weight) @ self.weight
+
+    class Pipe:
+        model_cpu_offload_seq = "inner->outer"
+
+        def __init__(self) -> None:
+            torch.manual_seed(3)
+            self.inner = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+            self.outer = nn.Sequential(*(Nested(self.inner) for _ in range(4)), Outer(self.inner))
+
+        @property
+        def components(self) -> dict[str, Any]:
+            return {"inner": self.inner, "outer": self.outer}
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return self.outer(self.inner(x))
+
+    x = torch.randn(2, 16)
+    want, pipe = Pipe()(x), Pipe()
+    weightstream.offload_pipeline(pipe, device="cpu", device_budget=5000, example_inputs={"x": x})
+    for _ in range(3):
+        assert torch.equal(pipe(x), want)
+    assert pipe.weightstream.stats().components["outer"].fills > 4
+
+
+def test_threads_wait_for_each_other() -> None:
+    pipe = offloaded("flux", share=0.35)
+    encoder, transformer = pipe.text_encoder_2, pipe.text_encoder
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        want = [part(ids).last_hidden_state for part in (encoder, transformer)]
+        failed: list[bool] = []
+
+        def run(part: Any, expected: torch.Tensor) -> None:
+            with torch.no_grad():
+                failed.extend(not torch.equal(part(ids).last_hidden_state, expected) for _ in range(20))
+
+        threads = [threading.Thread(target=run, args=a) for a in zip((encoder, transformer), want, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(failed) == 40
+    assert not any(failed)
+
+
+def test_methods_beside_forward_are_steps() -> None:
+    """Those of a VAE are known by name; others once a unit runs in them."""
+    pipe = offloaded("sdxl", share=0.35)
+    with torch.no_grad():
+        for _ in range(3):
+            pipe.vae.decode(torch.randn(1, 4, 8, 8))
+            pipe.vae.encode(torch.randn(1, 3, 16, 16))
+    stats = pipe.weightstream.stats().components["vae"]
+    assert stats.steps == 6
+
+    class Net(nn.Sequential):
+        def compute(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    torch.manual_seed(2)
+    net = Net(*(nn.Linear(16, 16) for _ in range(6)))
+    x = torch.randn(2, 16)
+    with torch.no_grad():
+        want = net.compute(x)
+        with weightstream.offload(net, device="cpu", device_budget=3000) as streamer:
+            assert [torch.equal(net.compute(x), want) for _ in range(4)] == [True] * 4
+            assert streamer.stats().steps == 3
+            twin = copy.deepcopy(net)
+            assert torch.equal(twin.compute(x), want)
+    assert "compute" not in vars(net)
+
+
+def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan() -> None:
+    from diffusers import FirstBlockCacheConfig
+
+    def cached() -> Any:
+        pipe = pipelines.build("flux")
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+        return pipe
+
+    calls = {"num_inference_steps": 8}
+    want = pipelines.image(cached(), "flux", **calls)
+    assert not torch.equal(want, pipelines.image(pipelines.build("flux"), "flux", **calls))  # it did leave blocks out
+    pipe = cached()
+    weightstream.offload_pipeline(
+        pipe, device="cpu", device_budget=nbytes(pipe) // 2, example_inputs=pipelines.arguments("flux")
+    )
+    assert torch.equal(pipelines.image(pipe, "flux", **calls), want)
+    order = pipe.weightstream.components["transformer"].plan.manifest.order
+    assert torch.equal(pipelines.image(pipe, "flux", **calls), want)
+    assert pipe.weightstream.components["transformer"].plan.manifest.order == order
+    assert len(set(order)) == len(pipe.weightstream.components["transformer"].plan.manifest.units)
+
+
+def lora(pipe: Any) -> dict[str, torch.Tensor]:
+    """Random weights of an adapter for the attention of the transformer."""
+    from peft import LoraConfig
+
+    other = copy.deepcopy(pipe.transformer)
+    other.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
+    from peft.utils import get_peft_model_state_dict
+
+    generator = torch.Generator().manual_seed(9)
+    found = get_peft_model_state_dict(other)
+    return {f"transformer.{key}": torch.randn(value.shape, generator=generator) * 0.3 for key, value in found.items()}
+
+
+def with_lora(pipe: Any, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Images with an adapter, at half of its weight, without, and once it is unloaded."""
+    pipe.load_lora_weights(dict(state), adapter_name="a")
+    images = [pipelines.image(pipe, "flux")]
+    pipe.set_adapters("a", 0.5)
+    images.append(pipelines.image(pipe, "flux"))
+    pipe.disable_lora()
+    images.append(pipelines.image(pipe, "flux"))
+    pipe.enable_lora()
+    pipe.unload_lora_weights()
+    return [*images, pipelines.image(pipe, "flux")]
+
+
+def test_adapters_that_are_loaded_later(device: str) -> None:
+    pytest.importorskip("peft")
+    plain = pipelines.build("flux", device)
+    state = lora(pipelines.build("flux"))
+    want = with_lora(plain, state)
+    assert not torch.equal(want[0], want[1])
+    assert torch.equal(want[2], want[3])
+    pipe = offloaded("flux", device, 0.4)
+    before = pipe.weightstream.stats().held_nbytes["device"]
+    pipe.load_lora_weights(dict(state), adapter_name="a")
+    assert torch.equal(pipelines.image(pipe, "flux"), want[0])
+    grown = pipe.weightstream.stats().held_nbytes["device"] - before
+    assert grown == sum(tensor.nbytes for tensor in state.values())
+    pipe.unload_lora_weights()
+    assert all(torch.equal(*pair) for pair in zip(with_lora(pipe, state), want, strict=True))
+
+
+def test_adapters_that_are_fused(device: str) -> None:
+    """As close as fusing itself is; bit for bit on the CPU, where it is done."""
+    pytest.importorskip("peft")
+    state, images = lora(pipelines.build("flux")), []
+    for pipe in (pipelines.build("flux", device), offloaded("flux", device, 0.4)):
+        pipe.load_lora_weights(dict(state), adapter_name="a")
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
+        images.append(pipelines.image(pipe, "flux"))
+    if device == "cpu":
+        assert torch.equal(*images)
+    torch.testing.assert_close(*images, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(images[0], pipelines.image(pipelines.build("flux", device), "flux"), atol=1e-3)
+
+
+def test_a_pipeline_of_the_same_components() -> None:
+    picture = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+    def painted(pipe: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(4)
+        given = {"image": picture, "strength": 0.8, "num_inference_steps": 4, "output_type": "pt"}
+        return pipe("w5 w9", generator=generator, **given).images
+
+    want = painted(diffusers.StableDiffusionXLImg2ImgPipeline.from_pipe(pipelines.build("sdxl")))
+    pipe = offloaded("sdxl", share=0.4)
+    other = diffusers.StableDiffusionXLImg2ImgPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    for _ in range(2):
+        assert torch.equal(painted(other), want)
+    assert torch.equal(pipelines.image(pipe, "sdxl"), pipelines.image(pipelines.build("sdxl"), "sdxl"))
+    with pytest.raises(weightstream.OffloadError, match="already offloaded by weightstream"):
+        weightstream.offload_pipeline(other, device="cpu", device_budget="1MiB")
+
+
+@pytest.mark.parametrize("form", ["gguf q8_0", "layerwise casting"])
+def test_quantised_components(form: str, device: str) -> None:
+    pytest.importorskip("gguf")
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "quantised"))
+    import formats
+
+    def build() -> Any:
+        pipe = pipelines.build("flux", device)
+        pipe.to(torch.bfloat16)
+        if form == "layerwise casting":
+            pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        else:
+            blocks = nn.ModuleList([*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks])
+            formats.FORMATS[form].quantise(blocks)
+        return pipe
+
+    want, pipe = pipelines.image(build(), "flux"), build()
+    weightstream.offload_pipeline(
+        pipe, device=device, device_budget="500KiB", example_inputs=pipelines.arguments("flux")
+    )
+    for _ in range(2):
+        assert torch.equal(pipelines.image(pipe, "flux"), want)
+
+
+def test_another_call_than_the_one_that_was_planned_for() -> None:
+    plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
+    calls: list[dict[str, Any]] = [
+        {"num_images_per_prompt": 2},
+        {"height": 64, "width": 48},
+        {},
+        {"prompt": ["w5", "w9 w10"]},
+    ]
+    for call in calls:
+        assert torch.equal(pipelines.image(pipe, "flux", **call), pipelines.image(plain, "flux", **call))
+
+
+def test_a_call_that_is_interrupted() -> None:
+    plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
+
+    def stop(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step == 1
+        return {}
+
+    calls = {"callback_on_step_end": stop, "num_inference_steps": 5}
+    assert torch.equal(pipelines.image(pipe, "flux", **calls), pipelines.image(plain, "flux", **calls))
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipelines.image(pipe, "flux", callback_on_step_end=fail)
+    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain, "flux"))
+
+
+# -- manners -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return offloaded("flux")
+
+
+@pytest.mark.parametrize("args", [("cpu",), (torch.device("cpu"),), ("cpu", torch.float32), (torch.float32,)])
+def test_a_move_to_where_it_is_does_nothing(pipe: Any, args: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "weightstream"):
+        assert pipe.to(*args) is pipe
+        assert [record.levelname for record in caplog.records if "to()" in record.message] == ["DEBUG"]
+        assert pipe.transformer.to(*args) is pipe.transformer
+    assert pipe.transformer.weightstream.stats().steps >= 0
+
+
+@pytest.mark.parametrize("args", [("meta",), (torch.float16,), ("cpu", torch.bfloat16)])
+def test_other_moves_are_refused_with_the_remedy(pipe: Any, args: Any) -> None:
+    with pytest.raises(weightstream.OffloadError, match=r"pipe\.weightstream\.remove\(\)"):
+        pipe.to(*args)
+    with pytest.raises(weightstream.OffloadError, match=r"weightstream\.remove\(\)"):
+        pipe.transformer.to(*args)
+
+
+@pytest.mark.parametrize("name", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"])
+def test_other_ways_to_offload_are_refused_with_a_budget(pipe: Any, name: str) -> None:
+    with pytest.raises(weightstream.OffloadError, match=r"remove\(\) first.*device_budget='[\d.]+[KMG]iB'"):
+        getattr(pipe, name)(torch.device("cpu"))
+
+
+def test_hooks_that_are_not_there_are_removed(pipe: Any) -> None:
+    want = pipelines.image(pipelines.build("flux"), "flux")
+    pipe.remove_all_hooks()
+    pipe.maybe_free_model_hooks()
+    pipe.reset_device_map()
+    assert torch.equal(pipelines.image(pipe, "flux"), want)
+
+
+def test_it_is_saved_as_the_plain_one(pipe: Any, tmp_path: Path) -> None:
+    pipe.transformer.save_pretrained(tmp_path)
+    again = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)
+    plain = pipelines.build("flux").transformer.state_dict()
+    assert all(torch.equal(value, plain[name]) for name, value in again.state_dict().items())
+
+
+def test_compiled_blocks() -> None:
+    """`compile_repeated_blocks` on an offloaded component: close to the plain one."""
+    pipe = offloaded("flux", share=0.4)
+    want = pipelines.image(pipelines.build("flux"), "flux")
+    pipe.transformer.weightstream.compile("blocks", backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(pipelines.image(pipe, "flux"), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_trace_is_of_all_components(pipe: Any) -> None:
+    with pipe.weightstream.trace() as trace:
+        pipelines.image(pipe, "flux")
+    names = {span.name.partition(":")[0] for span in trace.spans}
+    assert names == {"text_encoder", "text_encoder_2", "transformer", "vae"}
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_pipeline_is_refused() -> None:
+    for value in (3, "flux", object()):
+        with pytest.raises(weightstream.ConfigError, match="neither a torch module nor a pipeline"):
+            weightstream.offload(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "text"),
+    [
+        ({"device_budget": "10KiB"}, weightstream.PlanError, "too little for a ring"),
+        ({"device_budget": "1MiB", "host_budget": "1GiB"}, weightstream.ConfigError, "not host_budget"),
+        ({"offload_group_size": 2}, weightstream.ConfigError, "takes device_budget"),
+        ({"device_budget": "1MiB", "example_inputs": {"hight": 3}}, weightstream.ConfigError, "takes no hight"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], kind: type[Exception], text: str) -> None:
+    pipe = pipelines.build("flux")
+    with pytest.raises(kind, match=text):
+        weightstream.offload_pipeline(pipe, device="cpu", **settings)
+    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(pipelines.build("flux"), "flux"))
+    assert not any(hasattr(part, "weightstream") for part in parts(pipe).values())
+
+
+def test_twice() -> None:
+    pipe = offloaded("flux")
+    with pytest.raises(weightstream.OffloadError, match="offloaded already"):
+        weightstream.offload_pipeline(pipe, device="cpu", device_budget="1MiB")
+    with pipe.weightstream as found:
+        pass
+    found.remove()
+    with pytest.raises(weightstream.OffloadError, match="nothing streams any more"):
+        found.plan()
+
+
+def test_a_call_that_cannot_be_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is offloaded all the same, and the first call teaches."""
+    want = pipelines.image(pipelines.build("flux"), "flux")
+    pipe = pipelines.build("flux")
+    kind: Callable[..., Any] = type(pipe).check_inputs
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no call like this")
+
+    monkeypatch.setattr(type(pipe), "check_inputs", refuse)
+    weightstream.offload_pipeline(pipe, device="cpu", device_budget=nbytes(pipe) // 2)
+    with pytest.raises(weightstream.OffloadError, match="no call like this"):
+        pipe.weightstream.plan()
+    monkeypatch.setattr(type(pipe).__mro__[1], "check_inputs", kind)
+    with nullcontext():
+        assert torch.equal(pipelines.image(pipe, "flux"), want)

@@ -1,0 +1,285 @@
+"""Tiny pipelines of diffusers, built in code: random weights, a tokenizer of one word per id, no download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from models import randomise
+from words import tokenizer
+
+transformers = pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
+
+PROMPT = "w5 w9 w23"
+TEXT = MappingProxyType(
+    {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 77,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+)
+
+
+def words(length: int) -> Any:
+    found = tokenizer()
+    found.model_max_length = length
+    return found
+
+
+def clip(seed: int, *, projected: bool = False) -> Any:
+    config = transformers.CLIPTextConfig(**TEXT | {"projection_dim": 32, "hidden_act": "gelu"})
+    kind = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
+    return randomise(kind(config), seed)
+
+
+def t5(seed: int, kind: str = "T5") -> Any:
+    options = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
+    config = getattr(transformers, f"{kind}Config")(**options, pad_token_id=0, eos_token_id=2, bos_token_id=1)
+    return randomise(getattr(transformers, f"{kind}EncoderModel")(config), seed)
+
+
+def vae(seed: int, channels: int = 4) -> Any:
+    made = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=channels,
+        sample_size=32,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1,
+        scaling_factor=1.5,
+    )
+    return randomise(made, seed)
+
+
+def flux() -> Any:
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=3,
+        num_single_layers=4,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(1),
+        text_encoder=clip(2),
+        tokenizer=words(77),
+        text_encoder_2=t5(3),
+        tokenizer_2=words(48),
+        transformer=randomise(transformer, 4),
+    )
+
+
+def sd3() -> Any:
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=1,
+        pos_embed_max_size=16,
+        in_channels=4,
+        num_layers=4,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(1),
+        text_encoder=clip(2, projected=True),
+        tokenizer=words(77),
+        text_encoder_2=clip(3, projected=True),
+        tokenizer_2=words(77),
+        text_encoder_3=t5(5),
+        tokenizer_3=words(77),
+        transformer=randomise(transformer, 4),
+    )
+
+
+def unet(seed: int) -> Any:
+    made = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=2,
+        sample_size=32,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=80,
+        cross_attention_dim=64,
+        norm_num_groups=8,
+    )
+    return randomise(made, seed)
+
+
+def sdxl_parts() -> dict[str, Any]:
+    return {
+        "scheduler": diffusers.EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, timestep_spacing="leading"),
+        "vae": vae(1),
+        "text_encoder": clip(2),
+        "tokenizer": words(77),
+        "text_encoder_2": clip(3, projected=True),
+        "tokenizer_2": words(77),
+        "unet": unet(4),
+    }
+
+
+def sdxl() -> Any:
+    return diffusers.StableDiffusionXLPipeline(**sdxl_parts())
+
+
+def controlnet() -> Any:
+    net = diffusers.ControlNetModel.from_unet(unet(6), conditioning_embedding_out_channels=(16, 32))
+    return diffusers.StableDiffusionXLControlNetPipeline(**sdxl_parts(), controlnet=randomise(net, 7))
+
+
+def wan() -> Any:
+    transformer = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=256,
+        ffn_dim=32,
+        num_layers=4,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    made = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    return diffusers.WanPipeline(
+        transformer=randomise(transformer, 4),
+        vae=randomise(made, 1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder=t5(2, "UMT5"),
+        tokenizer=words(77),
+    )
+
+
+def qwen() -> Any:
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=4,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        guidance_embeds=False,
+        axes_dims_rope=(8, 4, 4),
+    )
+    z = 4
+    made = diffusers.AutoencoderKLQwenImage(
+        base_dim=z * 6,
+        z_dim=z,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.0] * z,
+        latents_std=[1.0] * z,
+    )
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+            "rope_theta": 1000000.0,
+            "vocab_size": 128,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+        },
+        hidden_size=16,
+        vocab_size=128,
+        vision_end_token_id=4,
+        vision_start_token_id=3,
+        vision_token_id=5,
+    )
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return diffusers.QwenImagePipeline(
+        transformer=randomise(transformer, 4),
+        vae=randomise(made, 1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        text_encoder=randomise(encoder, 2),
+        tokenizer=words(1024),
+    )
+
+
+PIPELINES: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {"flux": flux, "sd3": sd3, "sdxl": sdxl, "controlnet": controlnet, "wan": wan, "qwen": qwen}
+)
+_CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "flux": {"max_sequence_length": 48, "guidance_scale": 3.5},
+        "sd3": {"max_sequence_length": 77},
+        "controlnet": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)},
+        "wan": {"num_frames": 9, "max_sequence_length": 16},
+        # its template's words, of which the first 34 are dropped, are none of the tokenizer's
+        "qwen": {
+            "prompt": " ".join(f"w{i}" for i in range(10, 50)),
+            "negative_prompt": " ".join(f"w{i}" for i in range(20, 60)),
+            "max_sequence_length": 32,
+            "true_cfg_scale": 2.0,
+        },
+    }
+)
+
+
+def build(name: str, device: str = "cpu") -> Any:
+    """A fresh pipeline, always the same, that shows no bars."""
+    pipe = PIPELINES[name]()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.to(device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def arguments(name: str, *, steps: int = 3, size: int = 32) -> dict[str, Any]:
+    """Those of a call, but for the generator."""
+    given = {"prompt": PROMPT, "num_inference_steps": steps, "height": size, "width": size}
+    return given | _CALLS.get(name, {})
+
+
+def image(pipe: Any, name: str, *, seed: int = 5, **call: Any) -> torch.Tensor:
+    """What a call gives, with noise from a generator on the CPU."""
+    output = pipe(**arguments(name) | call, generator=torch.Generator("cpu").manual_seed(seed), output_type="pt")
+    found = output.frames if name == "wan" else output.images
+    return found.detach().cpu()
