@@ -173,7 +173,7 @@ def test_weights_may_change_until_post_init(change: Callable[[Any], None], kind:
         change(module)
     if isinstance(offloader, UVAOffloader):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("weightstream.front.logger.warning", lambda *args: None)
+            patch.setattr("weightstream.assembly.logger.warning", lambda *args: None)
             offloader.post_init()
     else:
         offloader.post_init()

@@ -17,6 +17,7 @@ from torch import nn
 import weightstream
 import weightstream.front
 import weightstream.store.pages
+from weightstream.assembly import Given
 from weightstream.errors import ConfigError, StoreError
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.parameter import Access, guard, unguard
@@ -52,9 +53,9 @@ def test_an_update_before_the_pages_arrive_is_in_the_first_step(
         parameter.data = checkpoint.tensor(name)
     config = weightstream.OffloadConfig(device_budget=3 * WEIGHT_NBYTES)
     monkeypatch.setattr(
-        weightstream.front, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
+        weightstream.assembly, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
     )
-    streamer = weightstream.front._offload(model, CpuBackend(), config, checkpoint.mappings)
+    streamer = weightstream.front._offload(model, CpuBackend(), config, Given(memories=checkpoint.mappings))
     try:
         with torch.no_grad():
             for either in model, plain:

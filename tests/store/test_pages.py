@@ -31,6 +31,7 @@ from fixtures_structure import Block
 from models import MODELS, Model, floats, model_nbytes, randomise, weights
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
+from weightstream.assembly import Given
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError, StoreError
 from weightstream.runtime.homes import Homes
@@ -655,7 +656,7 @@ def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: 
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Models of a checkpoint are copied from pinned pages of it, as on a GPU."""
     device = Device()
-    monkeypatch.setattr(weightstream.front, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
+    monkeypatch.setattr(weightstream.assembly, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
     yield device
     assert sorted(device.unpinned) == sorted(device.pinned), "each once"
     assert device.pinned
@@ -695,7 +696,7 @@ def stream_file(model: Model, checkpoint: Checkpoint, least: int = 1, **options:
         with contextlib.ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
             backend = weightstream.runtime.devices.CpuBackend()
             on_failure.callback(backend.close)
-            opened = weightstream.front._offload(model.module, backend, config, checkpoint.mappings)
+            opened = weightstream.front._offload(model.module, backend, config, Given(memories=checkpoint.mappings))
             on_failure.pop_all()
             return opened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
@@ -42,7 +43,7 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._known: frozenset[int] = frozenset()
-        self._has_new = False  # perhaps: some module has been given a parameter since
+        self.has_new = False  # perhaps: some module has been given a parameter since
         self.adopted_nbytes = 0  # of tensors that came since, which stay on the device
 
     def attach(self, plan: Plan) -> None:
@@ -56,8 +57,8 @@ class Attachment:
         for name in self.entries:
             self._enter_by(name)
         self._undo.append(guards.refuse_moves(self.model))
-        self._known, self._has_new = self._tensor_ids(), False
-        self._undo.append(register_module_parameter_registration_hook(self._on_parameter).remove)
+        self._known, self.has_new = self._tensor_ids(), False
+        self._undo.append(_notice(self))
         setattr(self.model, guards.ATTRIBUTE, self._streamer)
         self._undo.append(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
 
@@ -80,15 +81,12 @@ class Attachment:
         """Whether weights were replaced since `attach`."""
         return not self._known <= self._tensor_ids()
 
-    def _on_parameter(self, module: nn.Module, name: str, param: object) -> None:
-        self._has_new = True
-
     def adopt(self, device: torch.device | None, *, again: bool = False) -> None:
         """Tensors that came beside the weights since, such as adapters, go to the device; None: to where the weights
         are now that they stand beside. They are looked for where a module was given a parameter, or `again`."""
-        if not (self._has_new or again):
+        if not (self.has_new or again):
             return
-        self._has_new = False
+        self.has_new = False
         every = [leaf for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE]
         if not self._known <= {id(leaf.tensor) for leaf in every}:
             return  # weights were replaced
@@ -124,6 +122,17 @@ class Attachment:
 
     def _tensor_ids(self) -> frozenset[int]:
         return frozenset(id(leaf.tensor) for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE)
+
+
+def _notice(attachment: Attachment) -> Callable[[], None]:
+    """Tell it when any module is given a parameter; returns what ends that. torch's hook does not keep it alive."""
+    found = weakref.ref(attachment)
+
+    def on_parameter(module: nn.Module, name: str, param: object) -> None:
+        if (noticing := found()) is not None:
+            noticing.has_new = True
+
+    return weakref.finalize(attachment, register_module_parameter_registration_hook(on_parameter).remove)
 
 
 def _beside(path: str, weights: Sequence[Leaf]) -> torch.device:
