@@ -75,13 +75,11 @@ def with_weights(pipe: Any, device: torch.device) -> Any:
     for name, part in pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
-        kept = {key: None for key, _ in part.named_buffers()}
         part.to_empty(device="cpu")
-        for key, tensor in [*part.named_parameters(), *part.named_buffers()]:
-            if key in kept:
-                if key.endswith("position_ids"):
-                    tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape))
-                continue
+        for key, tensor in part.named_buffers():
+            if key.endswith("position_ids"):
+                tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape))
+        for tensor in part.parameters():
             fan_in = tensor[0].numel() if tensor.dim() > 1 else 4
             values = torch.randn(tensor.shape, device=device, generator=generator, dtype=torch.bfloat16)
             tensor.data.copy_(values * fan_in**-0.5 * (0.7 if tensor.dim() > 1 else 0.2))
@@ -157,9 +155,7 @@ def ours(run: Run, budget: float) -> None:
     weightstream.offload_pipeline(run.pipe, device=run.device, device_budget=int(budget * GIB), example_inputs=example)
     setup_s = time.perf_counter() - began
     try:
-        call = {key: value for key, value in run.call.items() if key not in ("num_inference_steps", "height", "width")}
-        size = run.arguments.size
-        plan = run.pipe.weightstream.plan(steps=run.arguments.steps, height=size, width=size, prompt=PROMPT, **call)
+        plan = run.pipe.weightstream.plan(**example)
         print(plan, flush=True)
         row = run.measure(
             f"weightstream, {budget:g} GiB",
@@ -174,7 +170,7 @@ def ours(run: Run, budget: float) -> None:
         row["activations_gib"] = round(row["peak_gib"] - plan.device_nbytes / GIB, 3)
         row["x_bound"] = round(row["s"]["p50"] / plan.bound_s, 3) if plan.bound_s else None
         row["x_predicted"] = round(row["s"]["p50"] / plan.seconds, 3)
-        again = run.pipe.weightstream.plan(steps=run.arguments.steps, height=size, width=size, prompt=PROMPT, **call)
+        again = run.pipe.weightstream.plan(**example)
         row["bound_after_s"], row["predicted_after_s"] = round(again.bound_s, 3), round(again.seconds, 3)
         for name, stats in run.pipe.weightstream.stats().components.items():
             step = None if stats.step_s is None else round(stats.step_s, 4)

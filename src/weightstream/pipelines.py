@@ -72,7 +72,7 @@ def offload_pipeline(
         assemblies = {
             name: stack.enter_context(assembled(module, backend, config, Given())) for name, module in modules.items()
         }
-        streamers, block = _attached(assemblies, modules, backend, calls)
+        streamers, block = _attached(assemblies, backend, calls)
         found = PipelineStreamer(pipe, streamers, assemblies, block, backend)
         logger.info("%s", found)
     return pipe
@@ -106,10 +106,7 @@ def _heaviest(calls: Sequence[Call]) -> dict[str, Call]:
 
 
 def _attached(
-    assemblies: Mapping[str, Assembly],
-    modules: Mapping[str, torch.nn.Module],
-    backend: Backend,
-    calls: Sequence[Call],
+    assemblies: Mapping[str, Assembly], backend: Backend, calls: Sequence[Call]
 ) -> tuple[dict[str, Streamer], Block]:
     """Plan every component in its share of the budget, and put the plans in force."""
     for name, call in _heaviest(calls).items():
@@ -129,7 +126,7 @@ def _attached(
     with ExitStack() as on_failure:
         for name, (share, plan) in found.items():
             assemblies[name].prospect = prospects[name].sharing(share._replace(ring_nbytes=ring))
-            streamers[name] = assemblies[name].attach(plan, block, diffusers.entries_of(modules[name]))
+            streamers[name] = assemblies[name].attach(plan, block, diffusers.entries_of(assemblies[name].model))
             on_failure.callback(streamers[name].remove)
         on_failure.pop_all()
     return {name: streamers[name] for name in assemblies}, block

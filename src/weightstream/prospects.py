@@ -202,8 +202,7 @@ def foreseen(
 ) -> Prospect | None:
     """The same for the work of one call with these arguments, in the order in which units run; None: nothing tells.
 
-    `entry`: the method that is called.
-    Neither the model nor the arguments change. It takes a few seconds at most.
+    `entry`: the method that is called. Neither the model nor the arguments change. It takes a few seconds at most.
     """
     try:
         found = follow(model, args, kwargs, entry=entry, limit_s=_FOLLOW_S, device=backend.device)

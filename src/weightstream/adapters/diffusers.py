@@ -139,9 +139,7 @@ class _Rehearsal:
         members: dict[str, Any] = {entry: answering(entry) for entry in entries}
         members |= {"device": property(lambda self: _CPU), "__module__": kind.__module__}
         twin: Any = object.__new__(type(kind.__name__, (kind,), members))
-        hooks: dict[str, Any] = {
-            key: OrderedDict() for key, value in vars(module).items() if "_hooks" in key and isinstance(value, dict)
-        }
+        hooks: dict[str, Any] = {key: OrderedDict() for key in meta.hooks_of(module)}
         own = {key: value for key, value in vars(module).items() if key not in entries and "weightstream" not in key}
         twin.__dict__.update(own | hooks)
         return twin

@@ -32,6 +32,11 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
+def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """Where a module keeps its hooks, by the name of the attribute."""
+    return {name: value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
+
+
 class _Copies(TorchFunctionMode):
     """Inside, a copy of a tensor is what `of` makes."""
 
@@ -74,8 +79,7 @@ def copied(model: nn.Module, *values: Any) -> Copied:
             outer = leaf.shells[-1] if leaf.shells else leaf.tensor  # what wraps others is a plain tensor here
             made = memo.setdefault(id(outer), shape_of(outer))
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
-        hooks = (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
-        memo |= {id(value): OrderedDict() for value in hooks}
+        memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Copies(shape_of):
         made, given = copy.deepcopy((model, values), memo)

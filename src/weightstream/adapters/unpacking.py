@@ -21,6 +21,7 @@ from torch import nn
 
 from weightstream.adapters import gptq, hf_private
 from weightstream.errors import UnsupportedError
+from weightstream.runtime import guards
 from weightstream.runtime.values import tensors_in
 
 Undo = Callable[[], None]
@@ -105,21 +106,7 @@ def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], 
             return function(self, *args, **kwargs)
 
     forward.__name__ = _UNPACKS  # by which a pickle would find it: one cannot be loaded, as one of the library cannot
-    return _put(module, "forward", forward)
-
-
-def _put(module: nn.Module, name: str, function: Callable[..., Any]) -> Undo:
-    """Make it a method of this instance; returns what undoes that, where nobody has put another in its place since."""
-    given, put = module.__dict__.get(name), MethodType(function, module)
-    module.__dict__[name] = put
-
-    def undo() -> None:
-        if module.__dict__.get(name) is put:
-            del module.__dict__[name]
-            if given is not None:
-                module.__dict__[name] = given
-
-    return undo
+    return guards.put(module, "forward", MethodType(forward, module))
 
 
 # -- fine-grained float8 and mxfp4 of transformers ---------------------------------------------------------------------
@@ -215,7 +202,7 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
             self._parameters["weight"] = weight
 
     save.__name__ = "_save_to_state_dict"  # by which a pickle finds that of the class
-    return _put(module, "_save_to_state_dict", save)
+    return guards.put(module, "_save_to_state_dict", MethodType(save, module))
 
 
 def _is_packed(weight: Any) -> bool:

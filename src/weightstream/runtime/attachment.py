@@ -87,7 +87,7 @@ class Attachment:
         if not (self.has_new or again):
             return
         self.has_new = False
-        every = [leaf for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE]
+        every = self._leaves()
         if not self._known <= {id(leaf.tensor) for leaf in every}:
             return  # weights were replaced
         added = [leaf for leaf in every if id(leaf.tensor) not in self._known]
@@ -121,7 +121,11 @@ class Attachment:
         return reading_module(self._names) or ""
 
     def _tensor_ids(self) -> frozenset[int]:
-        return frozenset(id(leaf.tensor) for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE)
+        return frozenset(id(leaf.tensor) for leaf in self._leaves())
+
+    def _leaves(self) -> list[Leaf]:
+        """Parameters and buffers, and what is behind these; a forward may replace plain attributes."""
+        return [leaf for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE]
 
 
 def _notice(attachment: Attachment) -> Callable[[], None]:

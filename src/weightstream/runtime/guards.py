@@ -171,16 +171,21 @@ class Entry:
 
 def enter_by(model: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
     """Run `run(method, args, kwargs)` whenever the method is called; returns what undoes it."""
-    if isinstance(found := model.__dict__.get(name), functools.partial):
+    if isinstance(model.__dict__.get(name), functools.partial):
         del model.__dict__[name]  # a copy of an offloaded model
-        found = None
-    entry = model.__dict__[name] = Entry(model, name, run)
+    return put(model, name, Entry(model, name, run))
+
+
+def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
+    """Make it an attribute of this instance; returns what undoes that, where nobody has put another there since."""
+    given = module.__dict__.get(name)
+    module.__dict__[name] = value
 
     def undo() -> None:
-        if model.__dict__.get(name) is entry:
-            del model.__dict__[name]
-            if found is not None:
-                model.__dict__[name] = found
+        if module.__dict__.get(name) is value:
+            del module.__dict__[name]
+            if given is not None:
+                module.__dict__[name] = given
 
     return undo
 

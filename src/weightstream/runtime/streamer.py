@@ -155,6 +155,10 @@ class Streamer:
         """
         self._learning.switch(plan)
 
+    def place_added(self, device: torch.device | None) -> None:
+        """Move what was added to the model since, such as adapters; None: to the weights beside it."""
+        self._modules.adopt(device, again=True)
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
@@ -379,10 +383,6 @@ class Streamer:
         """
         with self.step(), self._graphs.capture(graph, **options):
             yield
-
-    def place_added(self, device: torch.device | None) -> None:
-        """Move what was added to the model since, such as adapters; None: to the weights beside it."""
-        self._modules.adopt(device, again=True)
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
