@@ -33,9 +33,12 @@ BELOW: dict[str, set[str]] = {
     "adapters": LEAVES | {"plan", "store", "codec", "runtime"},
     "prospects": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters"},
     "assembly": LEAVES | {"plan", "store", "runtime", "measure", "adapters", "prospects"},
-    "pipelines": LEAVES | {"plan", "runtime", "adapters", "assembly"},
+    "pipeline_plans": LEAVES | {"plan", "store", "adapters", "prospects"},
+    "pipelines": LEAVES
+    | {"plan", "store", "runtime", "measure", "adapters", "prospects", "assembly", "pipeline_plans"},
     "front": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"},
+    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"}
+    | {"pipeline_plans"},
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
     "hosts": LEAVES | {"runtime", "offloaders", ""},
     "": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "pipelines"},

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         get_offloader,
         set_offloader,
     )
-    from weightstream.pipelines import offload_pipeline
+    from weightstream.pipelines import offload_pipeline, pipeline_from_pretrained
     from weightstream.runtime.stats import Stats
     from weightstream.runtime.streamer import Streamer
 
@@ -60,6 +60,7 @@ __all__ = [
     "get_offloader",
     "offload",
     "offload_pipeline",
+    "pipeline_from_pretrained",
     "plan_model",
     "set_offloader",
 ]
@@ -70,8 +71,8 @@ def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: 
         return getattr(import_module(f"weightstream.runtime.{name.lower()}"), name)
     if name == "generate":
         return import_module("weightstream.adapters.generation").generate
-    if name == "offload_pipeline":
-        return import_module("weightstream.pipelines").offload_pipeline
+    if name in ("offload_pipeline", "pipeline_from_pretrained"):
+        return getattr(import_module("weightstream.pipelines"), name)
     if name in ("from_pretrained", "offload", "plan_model"):
         return getattr(import_module("weightstream.front"), name)
     if name in __all__:

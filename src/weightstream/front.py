@@ -22,7 +22,9 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.measure.profile import prepare, read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Machine
 from weightstream.plan.prospect import Prospect
+from weightstream.plan.turns import PipelinePlan
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.devices import backend_of, opened
@@ -170,15 +172,19 @@ def plan_model(
     profile: Profile | str | Path | None = None,
     config: OffloadConfig | None = None,
     trust_remote_code: bool = False,
+    variant: str | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Plan:
+) -> Plan | PipelinePlan:
     """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
 
-    Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread.
+    Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread. Of a
+    pipeline of diffusers it is what `pipeline_from_pretrained` would do, as a `PipelinePlan`.
 
     Args:
         path_or_repo_id, device, device_budget, dtype, config: as for `from_pretrained`; its other settings may be given
             too, such as `host_budget`, `batch`, `context` and `tokens`.
+        variant, example_inputs: of a pipeline alone, as for `pipeline_from_pretrained`.
         profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
             default: this one's GPU, or where there is none a GPU with assumed bandwidths.
 
@@ -191,9 +197,35 @@ def plan_model(
         >>> print(plan)  # doctest: +SKIP
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    if is_pipeline(path_or_repo_id):
+        about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
+        return plan_pipeline(path_or_repo_id, config, device=device, profile=profile, **about)
+    if variant is not None or example_inputs is not None:
+        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
     return prospect(
         path_or_repo_id, config, device=device, dtype=dtype, profile=profile, trust_remote_code=trust_remote_code
     ).plan()[1]
+
+
+def is_pipeline(path_or_repo_id: str | Path) -> bool:
+    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
+    from weightstream.adapters import hub
+
+    return hub.is_pipeline(path_or_repo_id)
+
+
+def plan_pipeline(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Any,
+) -> PipelinePlan:
+    """What `plan_model` gives for a pipeline; `options` are `dtype`, `variant`, and `call`, the keywords of one."""
+    from weightstream.pipeline_plans import plan_of_files
+
+    return plan_of_files(path_or_repo_id, config, _machine(config, device, profile), **options)
 
 
 def prospect(
@@ -205,22 +237,26 @@ def prospect(
     **options: Any,
 ) -> Prospect:
     """What `plan_model` plans with, for several budgets; `options` are `dtype` and `trust_remote_code`."""
+    return prospects.prospect_of_checkpoint(path_or_repo_id, config, _machine(config, device, profile), **options)
+
+
+def _machine(config: OffloadConfig, device: torch.device | str | None, profile: Profile | str | Path | None) -> Machine:
+    """The machine to plan for: that of a profile, this one's GPU, or one that is assumed."""
     device = config.device_for(device)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(backend_of(device, config)) as backend:
             can_decode = prospects.can_decode(backend, config)
-            machine = replace(prospects.machine_of(backend, config), can_decode=can_decode)
-    else:
-        machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
-        given = config.device_nbytes(machine.total_nbytes or -1)
-        if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
-            raise ConfigError(
-                "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
-                "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
-            )
-    return prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
+            return replace(prospects.machine_of(backend, config), can_decode=can_decode)
+    machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
+    given = config.device_nbytes(machine.total_nbytes or -1)
+    if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
+        raise ConfigError(
+            "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
+            "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
+        )
+    return machine
 
 
 def offload_layers(

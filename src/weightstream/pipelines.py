@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,23 +16,24 @@ from weightstream.adapters import diffusers
 from weightstream.adapters.diffusers import Call
 from weightstream.assembly import Assembly, Given, assembled
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, OffloadError
+from weightstream.errors import ConfigError, OffloadError, UnsupportedError
+from weightstream.measure.profile import prepare
+from weightstream.pipeline_plans import block_nbytes, check_config, heaviest, plan_of_call, rehearsed, shared_out
 from weightstream.plan.amounts import human
-from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.schedule import aligned
-from weightstream.plan.turns import PipelinePlan, Turn, shares
+from weightstream.plan.turns import PipelinePlan
+from weightstream.prospects import can_decode
+from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
 from weightstream.runtime.devices import opened
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import Memory
 from weightstream.trace import Trace
 
 logger = logging.getLogger("weightstream")
-
-_STEPS = 28  # that a denoiser is taken to run where nothing tells
-_DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
 def offload_pipeline(
@@ -66,16 +68,112 @@ def offload_pipeline(
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
     _refuse(pipe, config)
-    modules = diffusers.modules_of(pipe)
-    with opened(config.device_for(device), config) as backend, torch.no_grad(), ExitStack() as stack:
-        calls = _rehearsed(pipe, dict(example_inputs or {}))
-        assemblies = {
-            name: stack.enter_context(assembled(module, backend, config, Given())) for name, module in modules.items()
-        }
-        streamers, block = _attached(assemblies, backend, calls)
-        found = PipelineStreamer(pipe, streamers, assemblies, block, backend)
-        logger.info("%s", found)
+    with opened(config.device_for(device), config) as backend, torch.no_grad():
+        _offloaded(pipe, backend, config, example_inputs or {})
     return pipe
+
+
+def pipeline_from_pretrained(
+    path_or_repo_id: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    device_budget: int | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    variant: str | None = None,
+    base: str | Path | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    config: OffloadConfig | None = None,
+    offload_folder: str | Path | None = None,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a pipeline of diffusers straight from its safetensors and stream it; no second copy of it in RAM.
+
+    Args:
+        path_or_repo_id: a folder, a repository on the Hugging Face Hub, or a single file that holds all components.
+        device, device_budget, example_inputs, config: as for `offload_pipeline`; its settings may be given too.
+        dtype: of all components; "auto", the default, keeps that of the files. Another casts once, into
+            `offload_folder`. `torch_dtype` is another name of it.
+        variant: of the files, such as "fp16"; components without it are loaded from their plain files.
+        base: for a single file the folder or repository with the configs of such a pipeline; default: diffusers tells
+            by the names of its weights.
+        offload_folder, progress: as for `from_pretrained`.
+        kwargs: passed on to diffusers, such as `revision`, or components: a module, None, or the path of a folder or
+            of a single file (.safetensors or .gguf) to load that component from.
+
+    Returns:
+        The pipeline, of the class that diffusers would give; what streams it is at `pipe.weightstream`.
+
+    Raises:
+        CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
+        PlanError, ConfigError, OffloadError: as for `offload_pipeline`.
+    """
+    try:
+        from weightstream.adapters.pipeline_files import load_pipeline
+    except ImportError as error:
+        raise UnsupportedError(
+            f"pipeline_from_pretrained needs diffusers: pip install 'weightstream[diffusers]' ({error})"
+        ) from error
+    if dtype is not None and torch_dtype is not None:
+        raise ConfigError("dtype and torch_dtype are the same: give one of them")
+    settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
+    config = (config or OffloadConfig()).merged(**settings).resolved()
+    check_config(config)
+    with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
+        prepare(backend.device, config.uses_codes)
+        with cuda.libraries(backend.device):
+            loaded = load_pipeline(
+                path_or_repo_id,
+                dtype=dtype or torch_dtype or "auto",
+                variant=variant,
+                base=base,
+                offload_folder=config.offload_folder,
+                progress=progress,
+                verify_checksums=config.verify_checksums,
+                decode=lambda: not can_decode(backend, config, progress),
+                device=backend.device,
+                **kwargs,
+            )
+        for owned in loaded.folders:
+            on_failure.callback(owned.close)
+        _refuse(loaded.pipe, config)
+        with torch.no_grad():
+            _offloaded(loaded.pipe, backend, config, example_inputs or {}, loaded.of, loaded.folders)
+        on_failure.pop_all()
+    return loaded.pipe
+
+
+def _offloaded(
+    pipe: Any,
+    backend: Backend,
+    config: OffloadConfig,
+    arguments: Mapping[str, Any],
+    memories: Callable[[str], Sequence[Memory]] = lambda component: (),
+    folders: Sequence[OffloadFolder] = (),
+) -> PipelineStreamer:
+    """Plan every component in its share of the budget, and put the plans in force."""
+    modules = diffusers.modules_of(pipe)
+    calls = rehearsed(pipe, arguments)
+    with ExitStack() as stack:
+        parts = {
+            name: stack.enter_context(assembled(module, backend, config, Given(memories=memories(name))))
+            for name, module in modules.items()
+        }
+        found = shared_out(parts, calls)
+        for name, call in heaviest(calls).items():
+            parts[name].known = frozenset((call.kind,))
+        block = Block(backend, block_nbytes([plan for _, plan in found.values()]))
+        streamers: dict[str, Streamer] = {}
+        with ExitStack() as on_failure:
+            for name, (prospect, plan) in found.items():  # the one that moves most has the first choice of memory
+                parts[name].prospect = prospect
+                streamers[name] = parts[name].attach(plan, block, diffusers.entries_of(modules[name]))
+                on_failure.callback(streamers[name].remove)
+            on_failure.pop_all()
+    made = PipelineStreamer(pipe, {name: streamers[name] for name in modules}, parts, block, backend, folders)
+    logger.info("%s", made)
+    return made
 
 
 def _refuse(pipe: Any, config: OffloadConfig) -> None:
@@ -83,66 +181,9 @@ def _refuse(pipe: Any, config: OffloadConfig) -> None:
         raise ConfigError(f"{type(pipe).__name__} is neither a torch module nor a pipeline of diffusers")
     if isinstance(getattr(pipe, "weightstream", None), PipelineStreamer):
         raise OffloadError(f"{type(pipe).__name__} is offloaded already: call pipe.weightstream.remove() first")
-    if config.backend != "none" or config.host_budget is not None or dict(config.max_memory).get("cpu") is not None:
-        raise ConfigError("a pipeline takes device_budget; not host_budget, nor the classic settings of layers")
+    check_config(config)
     if not diffusers.modules_of(pipe):
         raise ConfigError(f"{type(pipe).__name__} has no component with weights")
-
-
-def _rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[Call]:
-    calls, reason = diffusers.rehearse(pipe, arguments)
-    if reason:
-        logger.info("the calls of %s are known up to here only (%s): %s", type(pipe).__name__, len(calls), reason)
-    return calls
-
-
-def _heaviest(calls: Sequence[Call]) -> dict[str, Call]:
-    """Of each component the kind of call that comes most often, then takes most memory."""
-    nums = Counter(id(call.work) for call in calls)
-    found: dict[str, Call] = {}
-    for call in sorted(calls, key=lambda call: (nums[id(call.work)], call.work.activation_nbytes)):
-        found[call.component] = call
-    return found
-
-
-def _attached(
-    assemblies: Mapping[str, Assembly], backend: Backend, calls: Sequence[Call]
-) -> tuple[dict[str, Streamer], Block]:
-    """Plan every component in its share of the budget, and put the plans in force."""
-    for name, call in _heaviest(calls).items():
-        assemblies[name].prospect = assemblies[name].knowing(call.work, call.kind.what)
-        assemblies[name].known = frozenset((call.kind,))
-    times = {name: _STEPS if name in _DENOISERS else 1 for name in assemblies}
-    times |= Counter(call.component for call in calls)
-    prospects = {name: assembly.prospect for name, assembly in assemblies.items()}
-    budget = _budget(prospects, calls)
-    for name, (share, _) in shares(prospects, times, budget).items():  # a plan within it may depend on more facts
-        prospects[name] = assemblies[name].with_facts(prospects[name].sharing(share))
-    found = shares(prospects, times, budget)
-    plans = {name: plan for name, (_, plan) in found.items()}
-    block = Block(backend, max(aligned(plan.ring_nbytes) + plan.buffer_nbytes for plan in plans.values()))
-    ring = block.memory.numel()
-    streamers: dict[str, Streamer] = {}
-    with ExitStack() as on_failure:
-        for name, (share, plan) in found.items():
-            assemblies[name].prospect = prospects[name].sharing(share._replace(ring_nbytes=ring))
-            streamers[name] = assemblies[name].attach(plan, block, diffusers.entries_of(assemblies[name].model))
-            on_failure.callback(streamers[name].remove)
-        on_failure.pop_all()
-    return {name: streamers[name] for name in assemblies}, block
-
-
-def _budget(prospects: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
-    """Bytes for the weights of all: as given, else what the component leaves that needs most beside them."""
-    most = max((call.work.activation_nbytes for call in calls), default=0)
-    found = []
-    for prospect in prospects.values():
-        planner = prospect.planners[0]
-        demand = replace(planner.demand, activation_nbytes=max(most, planner.demand.activation_nbytes))
-        budget = replace(planner, demand=demand).budget
-        if budget is not None:
-            found.append(budget)
-    return min(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,9 +205,11 @@ class PipelineStreamer:
         assemblies: Mapping[str, Assembly],
         block: Block,
         backend: Backend,
+        folders: Sequence[OffloadFolder],
     ) -> None:
         self.components = dict(components)
         self._pipe, self._assemblies, self._block, self._backend = pipe, assemblies, block, backend
+        self._folders = folders  # with weights that no file holds as they are needed
         self._detach = diffusers.attach(pipe, self, backend.device, self._matching())
 
     @property
@@ -204,30 +247,12 @@ class PipelineStreamer:
         calls, reason = diffusers.rehearse(self._pipe, call | {k: v for k, v in named.items() if v is not None})
         if reason:
             raise OffloadError(f"the calls of {type(self._pipe).__name__} cannot be told before it runs: {reason}")
-        priced: dict[int, Plan] = {}
-        turns: list[Turn] = []
-        for first, num in diffusers.runs(calls):
-            if id(first.work) not in priced:
-                priced[id(first.work)] = self._priced(first)
-            plan = priced[id(first.work)]
-            is_next = bool(turns) and turns[-1].component == first.component
-            cold_s = 0.0 if is_next else self._cold_s(first.component, plan)
-            turns.append(Turn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
         plans = {name: streamer.plan for name, streamer in self.components.items()}
-        return PipelinePlan(turns=tuple(turns), plans=plans, block_nbytes=self._block.memory.numel())
+        nbytes = self._block.memory.numel()
+        return plan_of_call(calls, plans, self._prospect_of, nbytes)
 
-    def _priced(self, call: Call) -> Plan:
-        """The plan in force as it is predicted for a call."""
-        plan = self.components[call.component].plan
-        prospect = self._assemblies[call.component].knowing(call.work, call.kind.what)
-        index = prospect.grain_of(plan.manifest)
-        order = prospect.grains[index].order
-        return prospect.planners[index].priced(plan if order == plan.manifest.order else plan.reordered(order))
-
-    def _cold_s(self, component: str, plan: Plan) -> float:
-        """Seconds of the copy that a turn begins with, which nothing hides."""
-        profile = self._assemblies[component].prospect.planners[0].machine.profile
-        return profile.copy_s(plan.unit_nbytes[plan.first[0]]) if plan.first else 0.0
+    def _prospect_of(self, call: Call) -> Prospect:
+        return self._assemblies[call.component].knowing(call.work, call.kind.what)
 
     def stats(self) -> PipelineStats:
         """Counters and bytes held, as of now."""
@@ -269,6 +294,8 @@ class PipelineStreamer:
         self.components, self._assemblies = {}, {}
         self._block.close()
         self._backend.close()
+        for folder in self._folders:
+            folder.close()
 
     def __enter__(self) -> PipelineStreamer:
         return self

@@ -37,6 +37,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
+from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.limits import available_nbytes
 from weightstream.store.mapping import Memory
 
@@ -245,6 +246,24 @@ def with_work(
     return Prospect(grains=tuple(manifests), planners=tuple(planners))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sketch:
+    """A model of which shapes are known, its weights in units of each grain, and what is planned with."""
+
+    model: nn.Module
+    by_alias: dict[str, Group]
+    grains: Grains
+    prospect: Prospect
+
+    def knowing(self, work: Footprint, entry: str) -> Prospect:
+        """The prospect for the work of a call that was followed."""
+        return with_work(self.prospect, self.by_alias, self.grains, work, is_part=entry != "forward")
+
+    def with_facts(self, prospect: Prospect) -> Prospect:
+        """The same: nothing more can be found out."""
+        return prospect
+
+
 def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Machine, **options: Any) -> Prospect:
     """What `from_pretrained` would plan with, from config.json and the headers of the shards alone; of a quantised one
     its library makes a model of files that nobody reads.
@@ -253,7 +272,12 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
     """
     from weightstream.adapters.transformers import described
 
-    model, checkpoint = described(path, **options)
+    return sketch_of(*described(path, **options), config, machine).prospect
+
+
+def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadConfig, machine: Machine) -> Sketch:
+    """What is planned with for a model on meta, or one whose tensors nobody has read; `checkpoint`: the files of its
+    weights, where these are here."""
     by_alias = groups(model, allow_meta=True)
     entries = checkpoint.entries if checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
@@ -262,7 +286,9 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
     codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
     planner = Planner(config=config, machine=machine, weights=weights)
-    return prospect_of(model, by_alias, grains_of(model, by_alias), planner)
+    grains = grains_of(model, by_alias)
+    found = prospect_of(model, by_alias, grains, planner)
+    return Sketch(model=model, by_alias=by_alias, grains=grains, prospect=found)
 
 
 def _coded_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:

@@ -29,7 +29,9 @@ from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 
 _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
+PIPELINE = "model_index.json"
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
+DESCRIBING = ("*.json",)
 # methods whose weights stream as they are
 QUANTISED = frozenset(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"))
 _LIBRARIES = MappingProxyType({"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")})  # as transformers asks for
@@ -42,19 +44,21 @@ def check_dtype(dtype: str | torch.dtype) -> None:
         raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
 
 
-def local_path(name: str | Path, remote_code: bool, *, weights: bool = True, **hub: Any) -> tuple[Path, Path]:
+def local_path(
+    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, **hub: Any
+) -> tuple[Path, Path]:
     """The folder or file of a checkpoint, got from the hub where it is no path, and its folder.
 
-    Raises `CheckpointError`. Without `weights` only its JSON files are got.
+    Raises `CheckpointError`. Of `files` only those whose names are like one of these are got.
     """
     path = Path(name).expanduser()
     if path.exists():
         return path, path if path.is_dir() else path.parent
     if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
-    files = [*(_FILES if weights else ["*.json"]), *(["*.py"] if remote_code else [])]
+    wanted = [*files, *(["*.py"] if remote_code else [])]
     try:
-        found = huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=list(_SPARED), **hub)
+        found = huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(_SPARED), **hub)
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
         raise CheckpointError(
             f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
@@ -76,6 +80,19 @@ def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantization  # as transformers' Auto classes hand it on
     return text, cls
+
+
+def is_pipeline(path_or_repo_id: str | Path) -> bool:
+    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
+    path = Path(path_or_repo_id).expanduser()
+    if path.exists() or isinstance(path_or_repo_id, Path):
+        return (path / PIPELINE).is_file()
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(str(path_or_repo_id), PIPELINE), str):
+            return True
+        return huggingface_hub.file_exists(str(path_or_repo_id), PIPELINE)
+    except (OSError, ValueError):  # who gets its files next says what is wrong
+        return False
 
 
 def is_quantised(folder: Path) -> bool:
@@ -128,18 +145,22 @@ def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:
 
 
 @contextlib.contextmanager
-def refused_as_checkpoint(name: object, verb: str) -> Iterator[None]:
-    """Whatever transformers makes of a config or a keyword that it cannot use is a `CheckpointError`."""
+def refused_as_checkpoint(name: object, verb: str, library: str = "transformers") -> Iterator[None]:
+    """Whatever a library makes of a config or a keyword that it cannot use is a `CheckpointError`."""
     try:
         yield
     except (WeightstreamError, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{name}: transformers cannot {verb} it: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{name}: {library} cannot {verb} it: {type(error).__name__}: {error}") from error
 
 
 def skeleton(
-    path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    model_class: type | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Checkpoint | None]:
     """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
 
@@ -147,10 +168,10 @@ def skeleton(
     and of a repository on the hub only JSON files are got. Raises `CheckpointError`, `UnsupportedError`.
     """
     check_dtype(dtype)
-    path, folder = local_path(path_or_repo_id, trust_remote_code, weights=False)
+    path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     checkpoint = weights_in(path)
     with refused_as_checkpoint(path_or_repo_id, "build"):
-        config, cls = config_and_class(folder, None, trust_remote_code)
+        config, cls = config_and_class(folder, model_class, trust_remote_code)
         model = build(cls, config, dtype, checkpoint)
         if checkpoint is not None:
             _compare(folder, model, checkpoint)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from weightstream.adapters import hf_private
-from weightstream.adapters.hub import is_quantised, local_path
+from weightstream.adapters.hub import is_pipeline, is_quantised, local_path
 from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
@@ -39,32 +40,81 @@ def pack(
     `advance(total, nbytes)` is told how many more bytes of all are done. Raises as `load_pretrained` and
     `store.growing` do.
     """
+    how = _How(codec, verify, advance)
+    if is_pipeline(path_or_repo_id):
+        from weightstream.adapters import pipeline_folder  # needs diffusers
+
+        folder = pipeline_folder.folder_of(path_or_repo_id, None)
+        with store.growing(_place(out.expanduser(), folder)) as grown:
+            return list(_pipeline(folder, pipeline_folder.specs_of(folder), grown, how))
     source, folder = local_path(path_or_repo_id, trust_remote_code)
-    if (as_it_is := is_quantised(folder)) and codec != "none":
-        raise UnsupportedError(f"{folder}: quantised weights are packed as they are: leave out codec={codec!r}")
-    with store.growing(_place(out.expanduser(), folder)) as partial_folder:
+    may_write = how.may_write(folder)
+    with store.growing(_place(out.expanduser(), folder)) as grown:
         loaded = load_pretrained(
             source,
-            offload_folder=partial_folder,
+            offload_folder=grown,
             trust_remote_code=trust_remote_code,
             progress=progress,
-            may_write=not as_it_is,
+            may_write=may_write,
         )
-        *streamed, rest = streaming_order(loaded)
-        candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
-        nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
-        told = partial(advance, nbytes + (nbytes + rest_nbytes) * (1 + verify))
-        mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
-        device = _device()
-        layouts = store.choose(candidates, codec, mappings, device, told)
-        units = [unit for unit in (*streamed, rest) if unit]
-        shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device)
-        store.write(partial_folder, shards, mappings, told)
-        for shard in shards if verify else ():
-            shard.verify(partial_folder / shard.name, mappings, told)
-        store.copy_beside(folder, partial_folder)
-        if loaded.folder is not None:
-            loaded.folder.close()
+        shards = _packed(loaded, grown, how)
+        store.copy_beside(folder, grown)
+    return shards
+
+
+class _How(NamedTuple):
+    """How tensors are packed."""
+
+    codec: str
+    verify: bool
+    advance: Callable[[int, int], None]
+
+    def may_write(self, folder: Path) -> bool:
+        """Whether a model may be made of tensors that no file holds; raises `UnsupportedError` where it may not be
+        packed so."""
+        if not is_quantised(folder):
+            return True
+        if self.codec != "none":
+            raise UnsupportedError(
+                f"{folder}: quantised weights are packed as they are: leave out codec={self.codec!r}"
+            )
+        return False
+
+
+def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How) -> Iterator[store.Shard]:
+    """Packs each component of a pipeline, and copies what is beside them."""
+    from weightstream.adapters import pipeline_files
+
+    for name, kind in specs.items():
+        (grown / name).mkdir()
+        may_write = how.may_write(folder / name)
+        loaded = pipeline_files.load_component(kind, folder / name, grown, may_write=may_write)
+        stem = "model" if hasattr(loaded.model, "base_model_prefix") else "diffusion_pytorch_model"
+        yield from _packed(loaded, grown / name, how, stem)
+        store.copy_beside(folder / name, grown / name)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in specs and not path.name.startswith("."):
+            (grown / path.name).mkdir()
+            store.copy_beside(path, grown / path.name)
+    store.copy_beside(folder, grown)
+
+
+def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -> list[store.Shard]:
+    """Writes the files of one model into a folder."""
+    *streamed, rest = streaming_order(loaded)
+    candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
+    nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
+    told = partial(how.advance, nbytes + (nbytes + rest_nbytes) * (1 + how.verify))
+    mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
+    device = _device()
+    layouts = store.choose(candidates, how.codec, mappings, device, told)
+    units = [unit for unit in (*streamed, rest) if unit]
+    shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
+    store.write(folder, shards, mappings, told, stem)
+    for shard in shards if how.verify else ():
+        shard.verify(folder / shard.name, mappings, told)
+    if loaded.folder is not None:
+        loaded.folder.close()
     return shards
 
 
@@ -103,7 +153,8 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
         members = (member for alias in unit.aliases() if alias in streamed for member in by_alias[alias].members)
         found = (names.get(_key(m.tensor), "") for m in members if m.tensor.nbytes >= _SMALL_NBYTES or not as_it_is)
         units.append({name: left.pop(name) for name in found if name in left})
-    names_unused = [] if as_it_is else hf_private.unused_names(model, checkpoint.entries)
+    is_theirs = hasattr(model, "base_model_prefix")  # of transformers, which leaves out what a class does not use
+    names_unused = hf_private.unused_names(model, checkpoint.entries) if is_theirs and not as_it_is else []
     unused = {name: checkpoint.tensor(name) for name in names_unused}
     return [*units, left | unused]
 

@@ -10,7 +10,6 @@ folder and replaced by a view of that file, one at a time in memory.
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
 import threading
 from collections import Counter
@@ -25,10 +24,13 @@ import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private
+from weightstream.adapters.homing import Homing, trim_heap
 from weightstream.adapters.hub import (
+    DESCRIBING,
     build,
     check_dtype,
     config_and_class,
+    is_pipeline,
     is_quantised,
     local_path,
     refuse_quantised,
@@ -39,19 +41,16 @@ from weightstream.adapters.hub import (
 from weightstream.adapters.ranges import gather
 from weightstream.adapters.unpacking import unpack_late
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
-from weightstream.runtime.leaves import Role, Shell, behind
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
-from weightstream.store.mapping import FileMapping
+from weightstream.store.mapping import FileMapping, Memory
 
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _CPU = torch.device("cpu")
-_TRIM_NBYTES = 32 << 20
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
-_SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
 _OURS = ("config", "state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size")
 
 
@@ -99,6 +98,8 @@ def load_pretrained(
         refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     path, folder = local_path(path_or_repo_id, trust_remote_code, **hub)
+    if path.is_dir() and is_pipeline(path):
+        raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
     checkpoint = Checkpoint.open(path)
     if verify_checksums:
         checkpoint.verify()
@@ -124,7 +125,7 @@ def described(
 
     Raises what both of them do, and `UnsupportedError` where a quantised one is not on this machine.
     """
-    path, folder = local_path(path_or_repo_id, trust_remote_code, weights=False)
+    path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     if not is_quantised(folder):
         return skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
     if weights_in(path) is None:
@@ -141,13 +142,9 @@ class _Load:
     def __init__(
         self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any], may_write: bool
     ) -> None:
-        self._may_write = may_write
-        self._refused: UnsupportedError | None = None
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
-        self._written: set[int] = set()  # addresses in the folder
-        self._thread = threading.get_ident()
-        self._freed_nbytes = 0
+        self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
     def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
@@ -167,12 +164,12 @@ class _Load:
             with register_module_parameter_registration_hook(self._on_parameter):
                 model = self._build(sources | gathered)
         finally:
-            _trim_heap()
+            trim_heap()
         if used:
             hf_private.remember_conversions(model, checkpoint.entries)
         for memory in checkpoint.lazy.values():
             memory.forget()
-        if (num := len(self._written) - len(self._coded) * decode) > 0:
+        if (num := self._homing.num_written - len(self._coded) * decode) > 0:
             _LOGGER.warning(
                 "transformers converted %d tensors: %d bytes written to %s for this process only; "
                 "`weightstream pack` keeps what it converts, in the dtype of config.json",
@@ -190,7 +187,7 @@ class _Load:
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
         # by name, as transformers goes through them: without a dtype in the config the first one's is taken
         sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries)}
-        then = self._take_all_home if self._may_write else lambda module: None
+        then = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
             hf_private.keeping_quantised(self._checkpoint.metadata),
@@ -198,11 +195,11 @@ class _Load:
             hf_private.kernels_for(device, then),
         ):
             model = self._build(sources)
-        if self._written:
+        if num := self._homing.num_written:
             _LOGGER.warning(
                 "%d tensors were quantised, or brought in the order of a kernel: %d bytes written to %s for this "
                 "process only; save_pretrained keeps them",
-                *(len(self._written), self._folder.nbytes, self._folder.path),
+                *(num, self._folder.nbytes, self._folder.path),
             )
         return model
 
@@ -212,7 +209,7 @@ class _Load:
         if decode and name in self._coded:
             memory = self._checkpoint.lazy.pop(name)  # it goes with the tensor
             memory.populate(0, memory.nbytes)
-        return self._home(name, tensor)
+        return self._homing.home(name, tensor)
 
     def _tell_of_decoding(self) -> None:
         _LOGGER.warning(
@@ -247,8 +244,8 @@ class _Load:
             except UnsupportedError:
                 raise
             except RuntimeError as error:
-                if self._refused is not None:
-                    raise self._refused from error
+                if self._homing.refused is not None:
+                    raise self._homing.refused from error
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
         if info["mismatched_keys"] and not allowed:
             shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info["mismatched_keys"])]
@@ -268,59 +265,14 @@ class _Load:
 
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None and not param.is_meta and hf_private.is_loaded(param):
-            self._take_home(name, param)
+            self._homing.take(name, param)
 
-    def _take_all_home(self, module: torch.nn.Module) -> None:
-        for named in (module._parameters, module._buffers):
-            for name, tensor in named.items():
-                if tensor is not None:
-                    self._take_home(name, tensor)
-
-    def _take_home(self, name: str, param: torch.Tensor) -> None:
-        """Have a parameter, and what else is behind it, view files."""
-        if threading.get_ident() != self._thread:
-            return  # of another load
-        homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
-        is_beside = not isinstance(param, torch.nn.Parameter)
-        for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
-            is_small = tensor.nbytes <= _SMALL_NBYTES and (is_beside or path != name)
-            place = (tensor.data_ptr(), tensor.shape)
-            if place not in homes:
-                homes[place] = tensor.detach().cpu() if is_small else self._home(path, tensor.detach())
-            if homes[place].data_ptr() != tensor.data_ptr():
-                tensor.data = homes[place]
-            for shell in shells:
-                Shell(shell).follow()
-
-    def _home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` where it views a file or lazy memory already, else an equal one in a file of the folder."""
-        address, memories = tensor.data_ptr(), (*self._checkpoint.mappings, *self._checkpoint.lazy.values())
-        is_homed = address in self._written or any(memory.locate(address) is not None for memory in memories)
-        if not tensor.numel() or (tensor.is_contiguous() and is_homed):
-            return tensor
-        if not self._may_write:
-            self._refused = UnsupportedError(
-                f"{self._where}: transformers makes {name} anew, as it joins tensors or casts them: to plan or pack "
-                "such a quantised model would write them; load it"
-            )
-            raise self._refused
-        self._freed_nbytes += tensor.nbytes
-        if self._freed_nbytes >= _TRIM_NBYTES:
-            _trim_heap()
-            self._freed_nbytes = 0
-        home = self._folder.write(name, tensor)
-        self._written.add(home.data_ptr())
-        return home
+    def _memories(self) -> tuple[Memory, ...]:
+        return *self._checkpoint.mappings, *self._checkpoint.lazy.values()
 
     @property
     def _where(self) -> Path:
         return self._checkpoint.mappings[0].path.parent
-
-
-def _trim_heap() -> None:
-    # glibc keeps freed tensors between small live blocks: without this, memory grew by half of what was converted
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None:

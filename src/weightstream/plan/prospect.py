@@ -61,8 +61,8 @@ class Prospect:
         config = self.planners[0].config.within(budget)
         return replace(self, planners=tuple(replace(planner, config=config) for planner in self.planners))
 
-    def sharing(self, share: Share) -> Prospect:
-        """The same in a share of memory that several models have in turn."""
+    def sharing(self, share: Share | None) -> Prospect:
+        """The same in a share of memory that several models have in turn; None: in the whole budget."""
         return replace(self, planners=tuple(replace(planner, share=share) for planner in self.planners))
 
     def keeping(self, aliases: Collection[str]) -> Prospect:

@@ -164,9 +164,11 @@ def lay_out(
     layouts: Mapping[str, Layout] = MappingProxyType({}),
     device: torch.device = torch.device("cpu"),  # noqa: B008  # it cannot change
     shard_nbytes: int = 5 * 10**9,
+    stem: str = "model",
 ) -> list[Shard]:
     """The shards of a pack: a unit that would exceed `shard_nbytes` begins a new one, and so does one that would not
-    begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded on `device`."""
+    begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded on `device`. Names of files
+    begin with `stem`."""
     aligned_nbytes = ALIGN_NBYTES if layouts else _PAGE_NBYTES
     files: list[dict[str, torch.Tensor]] = []
     end = 0
@@ -184,7 +186,8 @@ def lay_out(
         end += nbytes
     shards = []
     for number, tensors in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        place = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        name = f"{stem}{place}.safetensors"
         coded = {name: layouts[name] for name in tensors if name in layouts}
         shards.append(Shard(name=name, tensors=tensors, metadata=metadata, layouts=coded, device=device))
     return shards
@@ -210,7 +213,9 @@ def growing(out: Path) -> Iterator[Path]:
         raise StoreError(f"{out} cannot be written: {error}") from error
 
 
-def write(folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], advance: Advance) -> None:
+def write(
+    folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], advance: Advance, stem: str = "model"
+) -> None:
     """Writes the shards; raises `StoreError` where there is no room or a mapped file changed, `OSError`."""
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
     if needed > free:
@@ -221,7 +226,7 @@ def write(folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], adv
         total = sum(sum(shard.sizes().values()) for shard in shards)
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for mapping in mappings:  # it may have changed after its last piece was read
         mapping.check()
 

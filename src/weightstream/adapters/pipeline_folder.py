@@ -1,0 +1,139 @@
+"""What a folder of a pipeline holds: its components, their classes, files and dtypes, and skeletons of them.
+
+Reads configs and headers; no tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from weightstream.adapters import diffusers_private
+from weightstream.adapters.hub import PIPELINE
+from weightstream.errors import CheckpointError
+from weightstream.store.checkpoint import Checkpoint
+
+_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+_COMPUTES = ("bfloat16", "float16", "float32", "float64")
+_Pipeline: Any = diffusers.DiffusionPipeline
+
+
+def folder_of(name: str | Path, variant: str | None, **hub: Any) -> Path:
+    """The folder of a pipeline, got from the hub where it is no path. Raises `CheckpointError`."""
+    if (path := Path(name).expanduser()).is_dir():
+        return path
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
+        raise CheckpointError(f"{name}: no such file or folder")
+    try:
+        found = _Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
+            "check the name, the network and `hf auth login`, or pass a folder"
+        ) from error
+    return Path(found)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((folder / PIPELINE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: no {PIPELINE} that can be read: {error}; it is of no pipeline") from error
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{folder}: no {PIPELINE} that can be read: it is no object")
+    return facts
+
+
+def specs_of(folder: Path) -> dict[str, Any]:
+    """The classes of the components that have weights, by their names."""
+    parts = {name: value for name, value in _facts(folder).items() if isinstance(value, list) and len(value) == 2}
+    kinds = {name: _kind(library, kind) for name, (library, kind) in parts.items() if library and kind}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def around(folder: Path, given: Mapping[str, Any]) -> Any:
+    """The pipeline of a folder, with these components; diffusers loads the others."""
+    # its own class: the general one does not know of components that may be left out, and would load them again
+    kind: Any = getattr(diffusers, _facts(folder).get("_class_name", ""), diffusers.DiffusionPipeline)
+    return kind.from_pretrained(str(folder), **given)
+
+
+def _kind(library: str, name: str) -> Any:
+    """A class that loads weights; None: any other class, or one that diffusers must find."""
+    module = getattr(diffusers.pipelines, library, None)
+    if module is None and library in ("diffusers", "transformers"):
+        module = importlib.import_module(library)
+    found = getattr(module, name, None)
+    models = (diffusers.ModelMixin, transformers.PreTrainedModel)
+    return found if isinstance(found, type) and issubclass(found, models) else None
+
+
+def weights_of(folder: Path, variant: str | None) -> Path | None:
+    """The safetensors file of a component, or the index of several; without those of the variant, the plain ones."""
+    names = _names_in(folder)
+    tags = [f".{variant}", ""] if variant else [""]
+    for tag in tags:
+        for stem in _STEMS:
+            for name in (
+                f"{stem}{tag}.safetensors",
+                f"{stem}.safetensors{tag}.index.json",
+                f"{stem}.safetensors.index{tag}.json",
+            ):
+                if name in names:
+                    return folder / name
+    return None
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def required(folder: Path, variant: str | None) -> Path:
+    """The same; raises `CheckpointError` where there is none."""
+    if (found := weights_of(folder, variant)) is not None:
+        return found
+    others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
+    remedy = f"; it has {', '.join(others[:6])}: pass variant=, or save it as safetensors" if others else ""
+    raise CheckpointError(f"{folder}: no {_STEMS[0]}.safetensors and no model.safetensors{remedy}")
+
+
+def dtype_of(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.dtype:
+    """That to load in: "auto" is that of most floats in the file which a model computes in."""
+    if dtype == "auto":
+        nbytes: Counter[str] = Counter()
+        for entry in checkpoint.entries.values() if checkpoint is not None else ():
+            kind = entry.layout.dtype if entry.layout is not None else entry.dtype
+            nbytes[kind] += (entry.end - entry.begin) * (kind in _COMPUTES)
+        dtype = max(nbytes, key=lambda kind: nbytes[kind]) if any(nbytes.values()) else "bfloat16"
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def skeleton_of(kind: Any, folder: Path, dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> nn.Module:
+    """A model of diffusers on meta."""
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(kind.load_config(str(folder)))
+    if checkpoint is None and dtype == "auto" and (found := _indexed_dtype(folder, model)) is not None:
+        dtype = found
+    wanted = dtype_of(dtype, checkpoint)
+    for name, param in model.named_parameters():
+        kept = diffusers_private.is_kept_in_float32(kind, name)
+        param.data = param.data.to(torch.float32 if kept else wanted)
+    return model.eval()
+
+
+def _indexed_dtype(folder: Path, model: nn.Module) -> torch.dtype | None:
+    """What an index of shards that are not here says of their bytes per weight."""
+    for path in folder.glob("*.index*.json"):
+        facts = json.loads(path.read_bytes())
+        per_weight = facts.get("metadata", {}).get("total_size", 0) / max(1, sum(p.numel() for p in model.parameters()))
+        return torch.float32 if per_weight > 3 else torch.bfloat16
+    return None
