@@ -214,10 +214,10 @@ def foreseen(
 
 
 def tried(found: Footprint, prospect: Prospect, backend: Backend) -> Footprint:
-    """The same with measured seconds of its operators; on a CPU a step takes as long as a trial, and tells more."""
+    """The same with what its operators took in a trial; on a CPU a step takes as long as one, and tells more."""
     if backend.device.type == "cpu":
         return found
-    return found.timed(trial.seconds_of(found.launches, prospect.planners[0].machine.profile, backend))
+    return found.tried(trial.measured(found.launches, prospect.planners[0].machine.profile, backend))
 
 
 def with_work(

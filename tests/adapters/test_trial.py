@@ -19,7 +19,7 @@ SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device
 
 
 def seconds_of(found: Footprint) -> dict[Any, float]:
-    return trial.seconds_of(found.launches, SLOW, CpuBackend())
+    return {launch: t.device_s for launch, t in trial.measured(found.launches, SLOW, CpuBackend()).items()}
 
 
 class Mixed(nn.Module):
@@ -53,9 +53,12 @@ def test_what_was_measured_goes_over_rates() -> None:
     found = follow(model, (torch.randn(64, 256),))
     ((launch, num),) = found.launches
     assert num == 2, "one operator, launched twice"
-    timed = found.timed({launch: 0.125})
+    timed = found.tried({launch: trial.Trial(0.125, 0)})
     units = [UnitModule(name=name, module=module) for name, module in model.named_children()]
     assert [unit_seconds(ops, SLOW)[0] for ops in timed.work(units)] == [0.125, 0.125]
+    assert timed.activation_nbytes == found.activation_nbytes
+    more = found.tried({launch: trial.Trial(0.125, 1 << 20)})
+    assert more.activation_nbytes == found.activation_nbytes + (1 << 20), "it runs where most is alive"
     both = UnitModule(name="both", module=model[0], also=(model[1],))
     assert unit_seconds(timed.work([both])[0], SLOW)[0] == 0.125
     assert Op(flops=1e9, rate="half", device_s=0.5).seconds(SLOW) == 0.5
@@ -70,7 +73,7 @@ def test_what_cannot_be_run_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(trial._Operands, "take", lambda self, spec: fails(spec))
     assert seconds_of(found) == {}
-    assert found.timed({}).ops == found.ops
+    assert found.tried({}).ops == found.ops
 
 
 @torch.library.custom_op("weightstream_test::doubled", mutates_args=())
@@ -103,7 +106,7 @@ def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_over_before_it_is_launched_is_not_tried() -> None:
     found = follow(nn.Linear(4, 4), (torch.ones(1, 4),))
-    assert trial.seconds_of(found.launches, CPU_PROFILE, CpuBackend()) == {}
+    assert trial.measured(found.launches, CPU_PROFILE, CpuBackend()) == {}
 
 
 def test_a_trial_comes_close_to_the_call() -> None:
@@ -111,7 +114,9 @@ def test_a_trial_comes_close_to_the_call() -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).eval()
     x = torch.randn(256, 1024)
     found = follow(model, (x,))
-    predicted = sum(op.seconds(SLOW) for _, _, op in found.timed(seconds_of(found)).ops)
+    predicted = sum(
+        op.seconds(SLOW) for _, _, op in found.tried(trial.measured(found.launches, SLOW, CpuBackend())).ops
+    )
     backend = CpuBackend()
     with torch.no_grad():
         taken = []

@@ -18,7 +18,7 @@ from test_schedule import GRAIN, equal_plan, plan_of, unit_of
 
 from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import cost, placement
+from weightstream.plan import choices, cost, placement
 from weightstream.plan.amounts import human
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
@@ -751,3 +751,19 @@ def test_uneven_units_use_the_ring_by_its_ends() -> None:
     assert found.step_s < sum(sizes) + 2
     assert found.reordered(tuple(reversed(manifest.order))).by_ends
     assert Plan.from_json(found.to_json()) == found
+
+
+def test_streams_keep_step_with_blocks_that_compute_unevenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of one half compute twice as long as those of the other, and all of compute as long as all copies.
+
+    Columns, the same of every block, would have compute wait in one half, and copies in the other.
+    """
+    blocks = model(*[[GRAIN] * 4 for _ in range(80)])
+    profile = replace(LINK_BOUND, unit_s=(2.0,) * 40 + (4.0,) * 40)
+    budget = 80 * GRAIN + 8 * GRAIN  # a quarter stays, beside a ring of two blocks
+    plan = place(blocks, budget=budget, profile=profile)
+    assert plan.device_nbytes <= budget
+    prove(plan)
+    assert plan.step_s == pytest.approx(plan.compute_s) == 240
+    monkeypatch.setattr(choices, "_in_step", lambda *_: iter(()))
+    assert place(blocks, budget=budget, profile=profile).step_s > 1.1 * plan.step_s

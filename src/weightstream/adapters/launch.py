@@ -44,10 +44,10 @@ class Launch:
     """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
     `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing. `call` runs
-    it on other tensors.
+    it on other tensors. `alive_nbytes`: the most that is alive right behind it.
     """
 
-    __slots__ = ("_call", "_made", "is_repeatable", "op", "workspace_nbytes")
+    __slots__ = ("_call", "_made", "alive_nbytes", "is_repeatable", "op", "workspace_nbytes")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
@@ -59,7 +59,7 @@ class Launch:
         self._made = [_spec(tensor) for tensor in made]
         self._call = func, tree_map_only(torch.Tensor, _spec, (args, kwargs))
         self.op: Op | None = None
-        self.workspace_nbytes = 0
+        self.workspace_nbytes = self.alive_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
         if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
             self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(nbytes_of, given)))

@@ -26,6 +26,7 @@ from torch import nn
 from weightstream.adapters import hf_private, launch, meta, surroundings
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
+from weightstream.adapters.trial import Trial
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
 from weightstream.plan.schedule import aligned
@@ -58,11 +59,13 @@ class Footprint:
     launches: tuple[tuple[Launch, int], ...] = ()
     reads: tuple[tuple[int, torch.Tensor], ...] = ()
 
-    def timed(self, seconds: Mapping[Launch, float]) -> Footprint:
-        """The same with measured seconds of some launches."""
-        known = {id(found.op): replace(found.op, device_s=s) for found, s in seconds.items() if found.op is not None}
+    def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
+        """The same with what some launches took in a trial."""
+        known = {id(run.op): replace(run.op, device_s=t.device_s) for run, t in trials.items() if run.op is not None}
         ops = tuple((call, num_calls, known.get(id(op), op)) for call, num_calls, op in self.ops)
-        return replace(self, ops=ops, launches=())
+        peaks = (run.alive_nbytes + aligned(t.workspace_nbytes) for run, t in trials.items())
+        most = max(self.activation_nbytes, max(peaks, default=0) - self.cache_nbytes)
+        return replace(self, ops=ops, launches=(), activation_nbytes=most)
 
     def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
         """The units in the order in which they ran, each as often as it did."""
@@ -320,6 +323,7 @@ class _Forward(OperatorMode):
         if seen.op is not None:
             self.ops.append((self._call, len(self.calls), seen.op))
             self.memory.touch(seen.workspace_nbytes)
+            seen.alive_nbytes = max(seen.alive_nbytes, self.memory.live_nbytes)
         return output
 
 
@@ -343,7 +347,7 @@ class _Memory:
     def __init__(self, weights: Iterable[torch.Tensor], alive: Alive) -> None:
         self._alive = alive  # of all forwards: it holds the references, as those that go away themselves tell nothing
         self._held: set[int] = set()
-        self._live_nbytes = self.peak_nbytes = 0
+        self.live_nbytes = self.peak_nbytes = 0
         for weight in weights:
             self.hold(weight, counts=False)
 
@@ -354,18 +358,18 @@ class _Memory:
             return
 
         def drop(_: Any) -> None:
-            self._live_nbytes -= nbytes
+            self.live_nbytes -= nbytes
             self._held.discard(key)
             del self._alive[key, id(self)]
 
         self._held.add(key)
         self._alive[key, id(self)] = weakref.ref(storage, drop)
-        self._live_nbytes += nbytes
+        self.live_nbytes += nbytes
         self.touch()
 
     def touch(self, nbytes: int = 0) -> None:
         """That many bytes more are there for a moment."""
-        self.peak_nbytes = max(self.peak_nbytes, self._live_nbytes + aligned(nbytes))
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + aligned(nbytes))
 
 
 def _signed(value: Any) -> Any:

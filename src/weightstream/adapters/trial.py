@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from weightstream.adapters.launch import Launch, Spec
 from weightstream.plan.manifest import Profile
+from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend, Side, Stamp
 from weightstream.runtime.weights import span
 
@@ -35,8 +36,15 @@ _WIDTH = 4096  # of the products that go before each round
 _SEED = 7
 
 
-def seconds_of(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, float]:
-    """Seconds of the launches that matter, by the device's clock; each comes with how often it is in the call.
+class Trial(NamedTuple):
+    """What an operator took: seconds by the device's clock, and bytes of device memory beside operands and result."""
+
+    device_s: float
+    workspace_nbytes: int
+
+
+def measured(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
+    """Trials of the launches that matter; each comes with how often it is in the call.
 
     Those that cannot be run here, or for which memory is short, are left out.
     """
@@ -49,20 +57,26 @@ def seconds_of(launches: Iterable[tuple[Launch, int]], profile: Profile, backend
         operands.rewind()
     with torch.inference_mode(), torch.autocast(backend.device.type, enabled=False):
         try:
-            works = {launch: work for launch in worth if (work := _runnable(launch, operands)) is not None}
-            return dict(zip(works, _rounds(backend, list(works.values()), operands), strict=True)) if works else {}
+            found = {launch: _runnable(launch, operands, backend) for launch in worth}
+            works = {launch: work for launch, work in found.items() if work is not None}
+            if not works:
+                return {}
+            seconds = _rounds(backend, [work for work, _ in works.values()], operands)
+            workspaces = [nbytes for _, nbytes in works.values()]
+            return dict(zip(works, map(Trial, seconds, workspaces), strict=True))
         except RuntimeError as error:  # memory, above all
             logger.debug("operators are not tried: %s", error)
             return {}
 
 
-def _runnable(launch: Launch, operands: _Operands) -> Callable[[], Any] | None:
-    """What runs it, where that is possible; its kernels are loaded then."""
+def _runnable(launch: Launch, operands: _Operands, backend: Backend) -> tuple[Callable[[], Any], int] | None:
+    """What runs it, where that is possible, and its workspace; its kernels are loaded then."""
     try:
         work = launch.call(operands.take)
-        if work is not None:
-            work()
-        return work
+        if work is None:
+            return None
+        work()
+        return work, cuda.workspace_nbytes(backend.device, work) if backend.device.type == "cuda" else 0
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         logger.debug("an operator is not tried: %s", error)
         return None

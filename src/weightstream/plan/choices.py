@@ -21,6 +21,8 @@ _DEPTHS = (1, 2, 3, 4, 6, 8)
 _SHALLOW = (1, 2, 4)
 _PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
 _MOST_STATES = 12  # are looked at for a ring that is not a number of largest units
+_RATES = 12  # bisections of the rate at which bytes stream
+_LEAST_S = 1e-9
 _STATES = 3  # how many column states are tried per depth, from the one with most residents
 
 
@@ -46,14 +48,18 @@ def choices(
     budget: int,
     counts_tensors: bool = False,
     share: Share | None = None,
+    unit_s: Sequence[float] = (),
 ) -> Iterator[Choice]:
-    """What fits: complete columns, with and without what fills the rest. A `share` bounds both parts of the budget."""
+    """What fits: complete columns, with and without what fills the rest; and where the seconds of the units are known,
+    what has copies take as long as they do. A `share` bounds both parts of the budget."""
     room = _Room(budget, *(share or (budget, budget)))
     columns = columns_of(manifest, forced)
     yield from _columns_choices(manifest, forced, columns, room, (*_DEPTHS, _BY_ENDS))
     if counts_tensors:  # the smallest first, so that few of them stream
         yield from _columns_choices(manifest, forced, columns[::-1], room, (*_SHALLOW, _BY_ENDS))
     yield from _few_streaming(manifest, columns, room)
+    if unit_s:
+        yield from _in_step(manifest, forced, room, unit_s)
 
 
 class _Room(NamedTuple):
@@ -120,6 +126,52 @@ def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], room: _
                 residents = everything.difference(_evenly(column, num))
                 if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
                     yield Choice(residents, depth * most, most)
+
+
+def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Sequence[float]) -> Iterator[Choice]:
+    """What streams keeps step with compute: so many bytes per second of each unit, as far as it has them.
+
+    A ring evens out no more than it holds, and units of one kind may follow each other for long.
+    """
+    largest = max(streamed_nbytes(manifest, forced), default=0)
+    held = nbytes_of(manifest, forced)
+    for depth in _DEPTHS:
+        ring = depth * largest
+        kept = min(room.kept_nbytes, room.nbytes - ring)
+        if not largest or not room.has(held, ring):
+            continue
+        low, high = 0.0, 2 * manifest.nbytes / max(_LEAST_S, sum(unit_s))
+        residents: frozenset[str] | None = None
+        for _ in range(_RATES):
+            rate = (low + high) / 2
+            found = forced | _kept_in_step(manifest, forced, unit_s, rate, ring)
+            if nbytes_of(manifest, found) <= kept:
+                residents, high = found, rate
+            else:
+                low = rate
+        if residents is not None and (most := max(streamed_nbytes(manifest, residents))):
+            yield Choice(residents, ring, most)
+
+
+def _kept_in_step(
+    manifest: Manifest, forced: frozenset[str], unit_s: Sequence[float], rate: float, ring_nbytes: int
+) -> frozenset[str]:
+    """What stays where so many bytes per second of compute stream; what was not used is good for one ring later."""
+    kept: set[str] = set()
+    seen: set[str] = set()
+    due = 0.0
+    for index in manifest.order:
+        due = min(due + rate * unit_s[index], float(ring_nbytes))
+        for alias in manifest.units[index].aliases():
+            if alias in forced or alias in seen:
+                continue
+            seen.add(alias)
+            nbytes = aligned(manifest.aliases[alias])
+            if due < nbytes / 2:
+                kept.add(alias)
+            else:
+                due -= nbytes
+    return frozenset(kept)
 
 
 def _column_states(

@@ -105,7 +105,8 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
     buffer = buffer_nbytes(manifest)
     share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
-    found = list(choices(manifest, forced, budget - buffer, counts_tensors, share))
+    unit_s = [profile.times_s(u, unit)[0] for u, unit in enumerate(manifest.units)] if profile.unit_s else []
+    found = list(choices(manifest, forced, budget - buffer, counts_tensors, share, unit_s))
     if not found:
         raise PlanError(_arithmetic(manifest, forced, budget))
     device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)
