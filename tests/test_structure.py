@@ -42,7 +42,8 @@ BELOW: dict[str, set[str]] = {
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
     "hosts": LEAVES | {"runtime", "offloaders", ""},
     "": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "pipelines"},
-    "cli": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", ""},
+    "cli": LEAVES
+    | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "pipelines", ""},
     "__main__": {"cli"},
 }
 

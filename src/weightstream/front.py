@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.devices import backend_of, opened
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
+
+if TYPE_CHECKING:
+    from weightstream.pipeline_plans import PipelineSketch
 
 logger = logging.getLogger("weightstream")
 
@@ -199,7 +202,7 @@ def plan_model(
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
     if is_pipeline(path_or_repo_id):
         about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
-        return plan_pipeline(path_or_repo_id, config, device=device, profile=profile, **about)
+        return sketch_pipeline(path_or_repo_id, config, device=device, profile=profile, **about).plan()
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
     return prospect(
@@ -214,18 +217,18 @@ def is_pipeline(path_or_repo_id: str | Path) -> bool:
     return hub.is_pipeline(path_or_repo_id)
 
 
-def plan_pipeline(
+def sketch_pipeline(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
     device: torch.device | str | None = None,
     profile: Profile | str | Path | None = None,
     **options: Any,
-) -> PipelinePlan:
-    """What `plan_model` gives for a pipeline; `options` are `dtype`, `variant`, and `call`, the keywords of one."""
-    from weightstream.pipeline_plans import plan_of_files
+) -> PipelineSketch:
+    """What `plan_model` plans with for a pipeline, at any budget; `options` are `dtype`, `variant`, and `call`."""
+    from weightstream.pipeline_plans import sketch_of_files
 
-    return plan_of_files(path_or_repo_id, config, _machine(config, device, profile), **options)
+    return sketch_of_files(path_or_repo_id, config, _machine(config, device, profile), **options)
 
 
 def prospect(

@@ -20,7 +20,7 @@ from weightstream.adapters import diffusers
 from weightstream.adapters.diffusers import Call
 from weightstream.adapters.shapes import Footprint
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.plan.choices import Share
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
@@ -67,16 +67,23 @@ def heaviest(calls: Sequence[Call]) -> dict[str, Call]:
     return found
 
 
-def shared_out(parts: Mapping[str, Part], calls: Sequence[Call]) -> dict[str, tuple[Prospect, Plan]]:
-    """The plan of each component in its share of the budget, and the prospect that it is of.
+def known_of(parts: Mapping[str, Part], calls: Sequence[Call]) -> dict[str, Prospect]:
+    """The prospect of each component, for the kind of call that it is planned for."""
+    known = {name: part.prospect for name, part in parts.items()}
+    return known | {name: parts[name].knowing(call.work, call.kind.what) for name, call in heaviest(calls).items()}
+
+
+def shared_out(
+    parts: Mapping[str, Part], known: Mapping[str, Prospect], calls: Sequence[Call], budget: int | None = None
+) -> dict[str, tuple[Prospect, Plan]]:
+    """The plan of each component in its share of the budget, and the prospect that it is of; None: as the settings say.
 
     Raises `PlanError` where they have no room.
     """
-    known = {name: part.prospect for name, part in parts.items()}
-    known |= {name: parts[name].knowing(call.work, call.kind.what) for name, call in heaviest(calls).items()}
+    known = dict(known)
     times = {name: _STEPS if name in _DENOISERS else 1 for name in parts}
     times |= Counter(call.component for call in calls)
-    budget = _budget(known, calls)
+    budget = _budget(known, calls) if budget is None else budget
     if sum(prospect.grains[0].nbytes for prospect in known.values()) > budget:  # some of each may have to stream
         none = Share(0, budget)
         known = {name: parts[name].with_facts(prospect.sharing(none)).sharing(None) for name, prospect in known.items()}
@@ -131,7 +138,38 @@ def _priced(plan: Plan, prospect: Prospect) -> Plan:
     return prospect.planners[index].priced(plan if order == plan.manifest.order else plan.reordered(order))
 
 
-def plan_of_files(
+class PipelineSketch:
+    """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
+
+    def __init__(self, pipe: Any, parts: Mapping[str, Part], calls: Sequence[Call]) -> None:
+        self._parts, self._calls = parts, calls
+        self._known = known_of(parts, calls)
+        self.name = type(pipe).__name__
+        self.budget = _budget(self._known, calls)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, in plain form."""
+        return sum(prospect.grains[0].plain().nbytes for prospect in self._known.values())
+
+    def plan(self, budget: int | None = None) -> PipelinePlan:
+        """The plan of the call; raises `PlanError` where components have no room."""
+        found = shared_out(self._parts, self._known, self._calls, self.budget if budget is None else budget)
+        plans = {name: plan for name, (_, plan) in found.items()}
+        return plan_of_call(self._calls, plans, self._prospect_of, block_nbytes(list(plans.values())))
+
+    def plan_at(self, budget: int) -> PipelinePlan | None:
+        """The same; None where components have no room."""
+        try:
+            return self.plan(budget)
+        except PlanError:
+            return None
+
+    def _prospect_of(self, call: Call) -> Prospect:
+        return self._parts[call.component].knowing(call.work, call.kind.what)
+
+
+def sketch_of_files(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     machine: Machine,
@@ -139,10 +177,10 @@ def plan_of_files(
     dtype: str | torch.dtype = "auto",
     variant: str | None = None,
     call: Mapping[str, Any],
-) -> PipelinePlan:
-    """The plan of a call of the pipeline in a folder, or in a repository on the hub, whose weights nobody reads.
+) -> PipelineSketch:
+    """The pipeline in a folder, or in a repository on the hub, whose weights nobody reads, and a call of it.
 
-    Raises `CheckpointError`, `ConfigError`, `PlanError`, `UnsupportedError`.
+    Raises `CheckpointError`, `ConfigError`, `UnsupportedError`.
     """
     from weightstream.adapters.pipeline_files import sketched
 
@@ -155,9 +193,7 @@ def plan_of_files(
         name: prospects.sketch_of(module, checkpoints.get(name), config, machine)
         for name, module in diffusers.modules_of(pipe).items()
     }
-    plans = {name: plan for name, (_, plan) in shared_out(parts, calls).items()}
-    nbytes = block_nbytes(list(plans.values()))
-    return plan_of_call(calls, plans, lambda call: parts[call.component].knowing(call.work, call.kind.what), nbytes)
+    return PipelineSketch(pipe, parts, calls)
 
 
 def check_config(config: OffloadConfig) -> None:

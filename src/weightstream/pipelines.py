@@ -18,7 +18,15 @@ from weightstream.assembly import Assembly, Given, assembled
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
 from weightstream.measure.profile import prepare
-from weightstream.pipeline_plans import block_nbytes, check_config, heaviest, plan_of_call, rehearsed, shared_out
+from weightstream.pipeline_plans import (
+    block_nbytes,
+    check_config,
+    heaviest,
+    known_of,
+    plan_of_call,
+    rehearsed,
+    shared_out,
+)
 from weightstream.plan.amounts import human
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.turns import PipelinePlan
@@ -160,7 +168,7 @@ def _offloaded(
             name: stack.enter_context(assembled(module, backend, config, Given(memories=memories(name))))
             for name, module in modules.items()
         }
-        found = shared_out(parts, calls)
+        found = shared_out(parts, known_of(parts, calls), calls)
         for name, call in heaviest(calls).items():
             parts[name].known = frozenset((call.kind,))
         block = Block(backend, block_nbytes([plan for _, plan in found.values()]))

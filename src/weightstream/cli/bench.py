@@ -17,6 +17,8 @@ import typer
 from rich.table import Table
 
 from weightstream import __version__
+from weightstream.cli import pipelines
+from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
 from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.plan import Plan
@@ -33,6 +35,11 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.05, help="How long to time each of the three.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Append the result to this file, as a line of JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this picture, such as a.png.")] = None,
+    height: Height = None,
+    width: Width = None,
+    steps: Steps = None,
+    frames: Frames = None,
+    variant: Variant = None,
     as_json: AsJson = False,
 ) -> None:
     """Time MODEL offloaded, beside the link alone and the whole model on the device.
@@ -49,28 +56,43 @@ def bench(
 
     A step is a forward of --batch sequences by --tokens new tokens each, behind
     a KV cache of --context positions. Outputs of offloaded and resident are
-    compared bit by bit; it exits with 1 if they differ.
+    compared bit by bit; it exits with 1 if they differ. Of a pipeline of
+    diffusers whole calls are timed, two at least.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream import from_pretrained
-    from weightstream.adapters.steps import Steps
-    from weightstream.measure.comparison import compare
+    from weightstream.front import is_pipeline
 
     if out is not None:
         write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
-    loaded = from_pretrained(model, progress=sys.stderr.isatty() and not as_json, **loading)
-    plan, found = compare(loaded, Steps, seconds)
+    if is_pipeline(model):
+        call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
+        planned, found = pipelines.bench(model, loading, call, variant=variant, seconds=seconds, as_json=as_json)
+        plan = None
+    else:
+        pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
+        plan, found = _compared(model, loading, seconds, progress=sys.stderr.isatty() and not as_json)
     row = environment() | {"model": model} | found
     if out is not None:
         write("--out", out, json.dumps(row) + "\n", append=True)
     if plot is not None:
-        draw(plan, row, plot)
+        draw("a call" if plan is None else str(plan.workload), row, plot)
     if as_json:
         typer.echo(json.dumps(row))
-    else:
+    elif plan is not None:
         show(plan, row)
+    else:
+        pipelines.show_bench(planned, row, _table(row["systems"]))
     raise typer.Exit(1 if row["equal"] is False else 0)
+
+
+def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: bool) -> tuple[Plan, dict[str, Any]]:
+    """A comparison of a language model."""
+    from weightstream import from_pretrained
+    from weightstream.adapters.steps import Steps
+    from weightstream.measure.comparison import compare
+
+    return compare(from_pretrained(model, progress=progress, **loading), Steps, seconds)
 
 
 def environment() -> dict[str, Any]:
@@ -139,9 +161,9 @@ def _verdict(row: dict[str, Any]) -> str:
     return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"
 
 
-def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
+def draw(what: str, row: dict[str, Any], path: Path) -> None:
     """A bar for each system, from p20 to p80 a line across its end, and a mark at what was predicted."""
-    systems, predicted = row["systems"][::-1], 1e3 * row["predicted_s"]
+    systems, predicted = row["systems"][::-1], 1e3 * (row["predicted_s"] or 0.0)
     names = [system["name"] for system in systems]
     low, ms, high = ([1e3 * system[key] for system in systems] for key in ("p20_s", "p50_s", "p80_s"))
     with figure(path, height=2.6) as axes:
@@ -151,6 +173,6 @@ def draw(plan: Plan, row: dict[str, Any], path: Path) -> None:
         label = f"predicted: {predicted:,.2f} ms"
         axes.plot(predicted, "offloaded", "D", color=_PREDICTED, markersize=9, label=label)
         axes.set_xlim(0, 1.25 * max(predicted, *high))
-        axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {plan.workload}")
+        axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {what}")
         axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
         axes.legend()

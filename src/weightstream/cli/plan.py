@@ -16,6 +16,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from weightstream.cli import pipelines
+from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
 from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
 from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import UnitSpec
@@ -39,16 +41,27 @@ def plan(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    height: Height = None,
+    width: Width = None,
+    steps: Steps = None,
+    frames: Frames = None,
+    variant: Variant = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
     Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is for what is free.
+    Of a pipeline of diffusers it shows what a call takes, by component.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.front import prospect
+    from weightstream.front import is_pipeline, prospect
 
+    if is_pipeline(model):
+        about: dict[str, Any] = {"variant": variant, "profile": profile, "sweep": sweep, "plot": plot, "save": save}
+        pipelines.plan(model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json)
+        return
+    pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
     atexit.register(gc.freeze)
     try:

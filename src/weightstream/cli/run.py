@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightstream.cli import pipelines
+from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
 from weightstream.cli.terminal import AsJson, Model, print_labelled, require, takes_model
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, per_second
@@ -33,15 +35,34 @@ def run(
     model: Model,
     loading: dict[str, Any],
     *,
-    prompt: Annotated[str | None, typer.Option(help="What to go on from. Read from a pipe if there is one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="What to go on from, or what a picture is to show.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message in a chat.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Generate without offloading too, and compare the tokens.")
-    ] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; default: 64.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where a pipeline writes its image; default: image.png.")] = None,
+    height: Height = None,
+    width: Width = None,
+    steps: Steps = None,
+    frames: Frames = None,
+    seed: Annotated[int | None, typer.Option(help="Of a pipeline's noise; default: 0.")] = None,
+    variant: Variant = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Run it without offloading too, and compare.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text with MODEL, greedily, while its weights stream through the device."""
+    """Generate text with MODEL, greedily, or an image or video with a pipeline, while weights stream.
+
+    Text goes on from --prompt, or from what comes in by a pipe.
+    """
+    from weightstream.front import is_pipeline
+
+    if is_pipeline(model):
+        pipelines.refuse(model, chat=chat, max_new_tokens=max_new_tokens)
+        call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
+        path = out or Path("image.png")
+        how: dict[str, Any] = {"variant": variant, "out": path, "seed": seed or 0, "verify": verify}
+        raise typer.Exit(1 if pipelines.run(model, loading, call, **how, as_json=as_json) is False else 0)
+    given = {"height": height, "width": width, "steps": steps, "frames": frames, "variant": variant}
+    pipelines.refuse(model, out=out, seed=seed, **given)
+    max_new_tokens = max_new_tokens or 64
     from weightstream.measure.comparison import first_difference
 
     session = Session(model, loading["trust_remote_code"])

@@ -72,6 +72,34 @@ def compare(model: Any, steps_of: Callable[..., Step], seconds: float) -> tuple[
     }
 
 
+def timed_calls(
+    name: str, call: Callable[[], tuple[torch.Tensor, float]], seconds: float, device: torch.device
+) -> tuple[System, list[torch.Tensor]]:
+    """A system of whole calls, two at least, behind one that is not counted; and what all of them gave.
+
+    `call()` gives a tensor, and the seconds that it took.
+    """
+    on_gpu = device.type != "cpu"
+    if on_gpu:
+        torch.accelerator.reset_peak_memory_stats(device)
+    made = [call()]
+    while len(made) < 3 or sum(taken_s for _, taken_s in made[1:]) < seconds:
+        made.append(call())
+    peak_nbytes = torch.accelerator.max_memory_allocated(device) if on_gpu else None
+    return _system(name, [taken_s for _, taken_s in made[1:]], peak_nbytes), [output for output, _ in made]
+
+
+def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: torch.device) -> System | None:
+    """The link alone with all that calls of these plans move, each so often, in plain form; None: nothing."""
+    with closing(bench.backend_of(device)) as backend:
+        floors = [(num, _floor(plan, (), backend, seconds / len(plans))[0]) for num, plan in plans]
+    found = [(num, floor) for num, floor in floors if floor is not None]
+    if not found:
+        return None
+    sums = {key: sum(num * floor[key] for num, floor in found) for key in ("p20_s", "p50_s", "p80_s")}
+    return {**found[0][1], **sums}
+
+
 def _system(name: str, taken: Sequence[float], peak_nbytes: int | None = None) -> System:
     tenths = statistics.quantiles(taken, n=10, method="inclusive")
     found = {"name": name, "p20_s": tenths[1], "p50_s": tenths[4], "p80_s": tenths[7], "num_steps": len(taken)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds
@@ -129,6 +130,40 @@ class PipelinePlan:
     def bound_s(self) -> float:
         """No schedule of these plans takes less: the sum over turns of what is busy longest."""
         return sum(turn.num * max(turn.plan.compute_s, turn.plan.copy_s) for turn in self.turns)
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds that the link is busy in a call."""
+        return sum(turn.num * turn.plan.copy_s for turn in self.turns)
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds that a call computes if it never waits for a copy."""
+        return sum(turn.num * turn.plan.compute_s for turn in self.turns)
+
+    def numbers(self) -> dict[str, Any]:
+        """What is predicted of a call, in bytes and seconds, and of each of its turns."""
+        turns = [
+            {
+                "component": turn.component,
+                "entry": turn.entry,
+                "num": turn.num,
+                "seconds": turn.seconds,
+                **turn.plan.numbers(),
+            }
+            for turn in joined(self.turns)
+        ]
+        return {
+            "seconds": self.seconds,
+            "bound_s": self.bound_s,
+            "copied_s": self.copied_s,
+            "computed_s": self.computed_s,
+            "copied_nbytes": self.copied_nbytes,
+            "device_nbytes": self.device_nbytes,
+            "block_nbytes": self.block_nbytes,
+            "activation_nbytes": self.activation_nbytes,
+            "turns": turns,
+        }
 
     def rows(self) -> list[tuple[str, ...]]:
         """A line for each turn: component, calls, resident, ring, moved, activations, seconds."""

@@ -1,0 +1,367 @@
+"""Pipelines of diffusers on the command line: the plan of a call, images that are written, and a comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightstream.cli.terminal import figure, grid, print_labelled, require, screen, write
+from weightstream.errors import ConfigError, OffloadError, UnsupportedError
+from weightstream.plan.amounts import human, milliseconds
+from weightstream.plan.turns import PipelinePlan, joined
+
+if TYPE_CHECKING:
+    from weightstream.pipelines import PipelineStats
+
+Height = Annotated[int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.")]
+Width = Annotated[int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps of a pipeline; default: its own.")]
+Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a video; default: the pipeline's own.")]
+Variant = Annotated[str | None, typer.Option(help="Of a pipeline's files, such as fp16.")]
+PROMPT = "a photo of a cat on the moon"
+_GIB = 2**30
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_BUDGETS = 8
+_BAR = 11
+
+
+def call_of(
+    height: int | None, width: int | None, steps: int | None, frames: int | None, **more: Any
+) -> dict[str, Any]:
+    """The keywords of a call, as far as they were given."""
+    named = {"height": height, "width": width, "num_inference_steps": steps, "num_frames": frames, **more}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def refuse(model: str, **options: Any) -> None:
+    """Raises `ConfigError` where options were given that go with the other kind of models."""
+    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
+        from weightstream.front import is_pipeline
+
+        kind = "a pipeline of diffusers" if is_pipeline(model) else "no pipeline of diffusers"
+        raise ConfigError(f"{model} is {kind}: leave out {', '.join(given)}")
+
+
+# -- its plan ----------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    model: str,
+    loading: dict[str, Any],
+    call: dict[str, Any],
+    *,
+    variant: str | None,
+    profile: Path | None,
+    sweep: bool,
+    plot: Path | None,
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    """What `weightstream plan` does for a pipeline."""
+    from weightstream.front import sketch_pipeline
+
+    about = {"device": loading["device"], "dtype": loading["dtype"], "profile": profile, "variant": variant}
+    sketch = sketch_pipeline(model, loading["config"], call=call, **about)
+    planned = sketch.plan()
+    plans: list[tuple[int, PipelinePlan]] = []
+    if sweep or plot is not None:
+        budgets = [sketch.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
+        others = ((budget, sketch.plan_at(budget)) for budget in budgets)
+        plans = [(budget, found) for budget, found in others if found is not None]
+        plans = sorted([*plans, (sketch.budget, planned)], key=lambda item: item[0])
+    if save is not None:
+        write("--save", save, json.dumps(planned.numbers(), indent=1) + "\n")
+    if plot is not None:
+        _draw(model, planned, plans, plot)
+    if as_json:
+        swept = {"sweep": [{"budget": budget} | found.numbers() for budget, found in plans]} if plans else {}
+        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **planned.numbers(), **swept}))
+        return
+    _show(model, sketch.nbytes, planned)
+    if sweep:
+        screen().print("\nseconds per call over budget", style="bold")
+        _show_sweep(planned, plans)
+
+
+def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
+    machine = next(plan.machine for plan in planned.plans.values())
+    assumed = "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine"
+    resident = planned.device_nbytes - planned.block_nbytes
+    parts = f"resident {human(resident)} + ring of all {human(planned.block_nbytes)} = {human(planned.device_nbytes)}"
+    head = {
+        "model": f"{model} ({human(nbytes)} of weights)",
+        "machine": f"{machine}, measured" if machine else assumed,
+        "memory": f"{parts}, and {human(planned.activation_nbytes)} of activations at most",
+    }
+    print_labelled(head)
+    columns = ("component", "steps", "resident", "ring", "moves", "activations", "predicted")
+    table = grid(*columns, align_left=("component", "steps"))
+    for row in planned.rows():
+        table.add_row(*row)
+    screen().print(table)
+    limit = "the link" if planned.copied_s > planned.computed_s else "compute"
+    print_labelled(
+        {
+            "moves": f"{human(planned.copied_nbytes)} over the link per call",
+            "predicted": f"{planned.seconds:.2f} s per call; limit: {limit} ({planned.bound_s:.2f} s at least)",
+        }
+    )
+
+
+def _show_sweep(planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]]) -> None:
+    table = grid("", "budget", "resident", "ring", "moves", "seconds", "", align_left=("",))
+    slowest = max(found.seconds for _, found in plans)
+    for budget, found in plans:
+        resident = found.device_nbytes - found.block_nbytes
+        sizes = (budget, resident, found.block_nbytes, found.copied_nbytes)
+        cells = [human(nbytes) for nbytes in sizes]
+        bar = "█" * max(1, round(_BAR * found.seconds / slowest))
+        style = "bold" if found is planned else None
+        table.add_row("▶" if found is planned else "", *cells, f"{found.seconds:.2f}", bar, style=style)
+    screen().print(table)
+
+
+def _draw(model: str, planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> None:
+    budgets = [budget / _GIB for budget, _ in plans]
+    with figure(path, height=4.5) as axes:
+        axes.plot(budgets, [found.seconds for _, found in plans], ".-", linewidth=3, label="predicted call")
+        axes.plot(budgets, [found.copied_s for _, found in plans], "--", label="link busy")
+        axes.plot(budgets, [found.computed_s for _, found in plans], ":", label="compute busy")
+        axes.set(xlabel="device budget for weights, GiB", ylabel="call, s", title=Path(model).name)
+        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
+# -- its images --------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """A pipeline that streams, and one call of it, over and over."""
+
+    def __init__(
+        self, model: str, loading: dict[str, Any], variant: str | None, call: dict[str, Any], *, progress: bool
+    ) -> None:
+        require("diffusers", "diffusers", "a pipeline")
+        from weightstream import pipeline_from_pretrained
+
+        options = {name: loading[name] for name in ("config", "device", "dtype")}
+        if loading["trust_remote_code"]:
+            options["trust_remote_code"] = True
+        self.call, self.seed = call, 0
+        self.pipe = pipeline_from_pretrained(model, **options, variant=variant, example_inputs=call, progress=progress)
+        self.device = self.pipe.weightstream.device
+        self.pipe.set_progress_bar_config(disable=not progress)
+        self.planned: PipelinePlan | None = None
+        try:
+            self.planned = self.pipe.weightstream.plan(**self.call)
+        except OffloadError as error:
+            typer.echo(f"warning: {error}", err=True)
+
+    def run(self, **more: Any) -> tuple[Any, float]:
+        """What a call gives, and the seconds that it took."""
+        import torch
+
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        began = time.perf_counter()
+        output = self.pipe(**self.call, generator=generator, **more)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return output, time.perf_counter() - began
+
+    def values(self) -> tuple[Any, float]:
+        """The same, as one tensor of the images or frames on the host."""
+        output, taken_s = self.run(output_type="pt")
+        return _made(output).cpu(), taken_s
+
+    def plain(self) -> None:
+        """Stop streaming; all components go to the device."""
+        import torch
+
+        self.pipe.weightstream.remove()
+        try:
+            for part in self.pipe.components.values():
+                if isinstance(part, torch.nn.Module):
+                    for tensor in (*part.parameters(), *part.buffers()):
+                        tensor.data = tensor.data.clone()  # as allocators align it, not as a file does
+                    part.to(self.device)
+        except torch.OutOfMemoryError as error:
+            raise OffloadError(f"all of it is needed on {self.device}, where it does not fit: {error}") from error
+
+
+def _made(output: Any) -> Any:
+    """The images or the frames of a call."""
+    for name in ("images", "frames"):
+        if (found := getattr(output, name, None)) is not None:
+            return found
+    raise UnsupportedError(f"{type(output).__name__} has neither images nor frames")
+
+
+def check_out(out: Path) -> None:
+    """Raises `ConfigError` where no image or video of this name can be written."""
+    if out.suffix.lower() not in (*_PICTURES, ".gif", ".mp4"):
+        raise ConfigError(f"--out {out}: name a {', '.join(_PICTURES)}, .gif or .mp4 file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+
+
+def save(output: Any, out: Path) -> list[Path]:
+    """Writes the images, or the video, of a call; where there are several, their number goes into the name."""
+    made = _made(output)
+    is_video = getattr(output, "images", None) is None
+    written = []
+    for index, item in enumerate(made):
+        path = out if len(made) == 1 else out.with_stem(f"{out.stem}-{index + 1}")
+        frames = list(item) if is_video else [item]
+        if path.suffix.lower() == ".mp4":
+            try:
+                require("diffusers.utils", "diffusers", "a video").export_to_video(frames, str(path))
+            except ImportError as error:
+                raise UnsupportedError(f"--out {out}: pip install imageio imageio-ffmpeg ({error})") from error
+        else:
+            pictures = [_picture(frame) for frame in frames]
+            more = {"save_all": True, "append_images": pictures[1:]} if len(pictures) > 1 else {}
+            if more and path.suffix.lower() not in (".gif", ".webp"):
+                raise ConfigError(f"--out {out}: a video goes into a .gif, .webp or .mp4 file")
+            pictures[0].save(path, **more)
+        written.append(path)
+    return written
+
+
+def _picture(frame: Any) -> Any:
+    """A frame as an image of PIL."""
+    import numpy
+    from PIL import Image
+
+    if isinstance(frame, Image.Image):
+        return frame
+    values = numpy.asarray(frame)
+    return Image.fromarray((values.clip(0, 1) * 255).round().astype("uint8") if values.dtype.kind == "f" else values)
+
+
+def run(
+    model: str,
+    loading: dict[str, Any],
+    call: dict[str, Any],
+    *,
+    variant: str | None,
+    out: Path,
+    seed: int,
+    verify: bool,
+    as_json: bool,
+) -> bool | None:
+    """What `weightstream run` does for a pipeline; whether the plain one gives the same, where that is asked for."""
+    import torch
+
+    check_out(out)
+    session = Session(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
+    session.seed = seed
+    output, taken_s = session.run()
+    written = save(output, out)
+    stats = session.pipe.weightstream.stats()
+    identical = None
+    if verify:
+        ours, _ = session.values()
+        session.plain()
+        identical = torch.equal(ours, session.values()[0])
+    about = {"model": model, "device": str(session.device), "files": list(map(str, written)), "identical": identical}
+    if as_json:
+        planned = session.planned
+        told = {"seconds": taken_s, "predicted_s": planned and planned.seconds, "plan": planned and planned.numbers()}
+        parts = {name: dataclasses.asdict(part) for name, part in stats.components.items()}
+        typer.echo(json.dumps(about | told | {"stats": parts, "held_nbytes": stats.held_nbytes}))
+    else:
+        _report(about, session.planned, taken_s, stats)
+    return identical
+
+
+def _report(about: dict[str, Any], planned: PipelinePlan | None, taken_s: float, stats: PipelineStats) -> None:
+    """What a run took, for a person."""
+    lines = {"image": ", ".join(about["files"])}
+    if planned is not None:
+        error = f"{planned.seconds / taken_s - 1:+.0%}"
+        lines["predicted"] = f"{planned.seconds:.2f} s; took {taken_s:.2f} s ({error})"
+    else:
+        lines["took"] = f"{taken_s:.2f} s"
+    model_nbytes = sum(part.model_nbytes for part in stats.components.values())
+    lines["device"] = f"{human(stats.held_nbytes['device'])} held on {about['device']}, of {human(model_nbytes)}"
+    moved = sum(part.filled_nbytes for part in stats.components.values())
+    waited_s = sum(part.stall_s for part in stats.components.values())
+    lines["streamed"] = f"{human(moved)}; waited {waited_s:.2f} s for copies"
+    print_labelled(lines)
+    table = grid("component", "steps", "measured", "predicted", "moved", align_left=("component",))
+    for name, part in stats.components.items():
+        measured = "" if part.step_s is None else milliseconds(part.step_s)
+        predicted = milliseconds(part.predicted_step_s)
+        table.add_row(name, str(part.steps), measured, predicted, human(part.filled_nbytes))
+    screen().print(table)
+    if about["identical"] is not None:
+        print_labelled({"identical": "yes" if about["identical"] else "no"})
+
+
+# -- a comparison ------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    model: str, loading: dict[str, Any], call: dict[str, Any], *, variant: str | None, seconds: float, as_json: bool
+) -> tuple[PipelinePlan | None, dict[str, Any]]:
+    """Times calls of a pipeline offloaded, beside the link alone and the plain pipeline on the device."""
+    import torch
+
+    from weightstream.measure.comparison import floor_of_calls, timed_calls
+
+    session = Session(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
+    planned = session.planned
+    offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
+    stats = session.pipe.weightstream.stats()
+    offloaded["weights_nbytes"] = stats.held_nbytes["device"]
+    resident, equal, skipped = None, None, ""
+    try:
+        session.plain()
+        resident, theirs = timed_calls("resident", session.values, seconds, session.device)
+        resident["weights_nbytes"] = sum(part.model_nbytes for part in stats.components.values())
+        equal = all(torch.equal(a, b) for a in ours for b in theirs)
+    except (OffloadError, torch.OutOfMemoryError) as error:
+        skipped = str(error).partition("\n")[0]
+    turns = [(turn.num, turn.plan) for turn in joined(planned.turns)] if planned else []
+    floor = floor_of_calls(turns, seconds, session.device)
+    systems = [system for system in (floor, offloaded, resident) if system]
+    for system in systems:
+        system["x_floor"] = system["p50_s"] / floor["p50_s"] if floor else None
+        system["x_resident"] = system["p50_s"] / resident["p50_s"] if resident else None
+        system["tokens_per_s"] = None
+    return planned, {
+        "device": str(session.device),
+        "call": {name: value for name, value in call.items() if isinstance(value, str | int | float)},
+        "predicted_s": planned and planned.seconds,
+        "bound_s": planned and planned.bound_s,
+        "plan": planned and planned.numbers(),
+        "systems": systems,
+        "skipped": skipped or None,
+        "num_compared": len(ours),
+        "equal": equal,
+    }
+
+
+def show_bench(planned: PipelinePlan | None, row: dict[str, Any], table: Any) -> None:
+    """Print a comparison; `table` is that of its systems."""
+    turns = joined(planned.turns) if planned else []
+    calls = ", ".join(f"{turn.num} x {turn.component}.{turn.entry}" for turn in turns)
+    print_labelled({"model": f"{row['model']} on {row['device']}", "call": calls or "unknown ahead"})
+    screen().print(table)
+    lines = {}
+    if planned is not None:
+        measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
+        off = f"{measured / planned.seconds - 1:+.1%}"
+        lines["predicted"] = f"{planned.seconds:.2f} s before it ran; measured {measured:.2f} s, {off}"
+    if row["skipped"]:
+        lines["resident"] = f"left out: {row['skipped']}"
+    verdict = {None: "not compared", True: "yes, all images are the same bits", False: "NO: images differ"}
+    print_labelled(lines | {"equal": verdict[row["equal"]]})

@@ -1,0 +1,162 @@
+"""Pipelines on the command line: plan, run, bench and pack of a tiny one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from PIL import Image
+from typer.testing import CliRunner
+
+from weightstream.cli import app
+
+pipelines = pytest.importorskip("pipelines")
+pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+CALL = ("--height", 32, "--width", 32, "--steps", 3)
+BUDGET = "800KiB"  # of 1.6 MiB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-flux")
+    pipelines.build("flux").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-wan")
+    pipelines.build("wan").save_pretrained(path)
+    return path
+
+
+def weightstream(command: str, *flags: Any) -> Result:
+    return CliRunner().invoke(app, [command, *map(str, flags), "--device", "cpu"])
+
+
+def answered(command: str, *flags: Any) -> Any:
+    result = weightstream(command, *flags, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as made:
+        return made.tobytes()
+
+
+def test_a_plan_tells_every_component(folder: Path, tmp_path: Path) -> None:
+    result = weightstream("plan", folder, "--device-budget", BUDGET, *CALL, "--sweep", "--save", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    for text in ("text_encoder_2", "3 x forward", "1 x decode", "predicted:", "seconds per call over budget", "▶"):
+        assert text in result.stdout
+    found = answered("plan", folder, "--device-budget", BUDGET, *CALL)
+    assert found["device_nbytes"] <= 800 << 10 < found["nbytes"]
+    assert [turn["num"] for turn in found["turns"]] == [1, 1, 3, 1]
+    assert found["seconds"] >= found["bound_s"] > 0
+    assert json.loads((tmp_path / "plan.json").read_text())["copied_nbytes"] == found["copied_nbytes"]
+    more = answered("plan", folder, "--device-budget", BUDGET, *CALL[:4], "--steps", 30)
+    assert more["seconds"] > 5 * found["seconds"] - found["turns"][0]["seconds"]
+
+
+def test_an_image_is_written_and_is_the_plain_one(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "image.png"
+    flags = ("--device-budget", BUDGET, *CALL, "--prompt", "w5 w9 w23", "--out", out)
+    found = answered("run", folder, *flags, "--verify", "--seed", 5)
+    assert found["identical"] is True
+    assert found["files"] == [str(out)]
+    assert found["held_nbytes"]["device"] <= 800 << 10
+    assert found["stats"]["transformer"]["steps"] == 3
+    first = pixels(out)
+    assert len(first) == 32 * 32 * 3
+    result = weightstream("run", folder, *flags, "--seed", 6)
+    assert result.exit_code == 0, result.output
+    assert "predicted:" in result.stdout
+    assert "transformer" in result.stdout
+    assert pixels(out) != first, "another seed"
+
+
+def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightstream.cli.pipelines import Session
+
+    plain = Session.plain
+
+    def other(self: Session) -> None:
+        plain(self)
+        with torch.no_grad():
+            self.pipe.transformer.proj_out.weight.mul_(1.5)
+
+    monkeypatch.setattr(Session, "plain", other)
+    flags = ("--device-budget", BUDGET, *CALL, "--out", tmp_path / "x.png", "--verify")
+    result = weightstream("run", folder, *flags)
+    assert result.exit_code == 1
+    assert "identical: no" in result.stdout
+
+
+def test_a_video_is_written(video: Path, tmp_path: Path) -> None:
+    out = tmp_path / "video.gif"
+    flags = ("--device-budget", "300KiB", *CALL, "--frames", 5, "--prompt", "w5 w9", "--out", out)
+    assert answered("run", video, *flags)["files"] == [str(out)]
+    with Image.open(out) as made:
+        assert made.n_frames == 5
+    result = weightstream("run", video, *flags[:-1], tmp_path / "video.png")
+    assert result.exit_code == 2
+    assert "a video goes into" in result.stderr
+
+
+def test_calls_are_timed(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    flags = ("--device-budget", BUDGET, *CALL, "--seconds", 0.1, "--out", out)
+    found = answered("bench", folder, *flags)
+    assert found["equal"] is True
+    assert [system["name"] for system in found["systems"]] == ["raw link floor", "offloaded", "resident"]
+    assert found["predicted_s"] > 0
+    assert json.loads(out.read_text())["systems"] == found["systems"]
+    shown = weightstream("bench", folder, *flags[:-2])
+    assert shown.exit_code == 0, shown.output
+    assert "all images are the same bits" in shown.stdout
+
+
+def test_a_pack_is_the_same_pipeline(folder: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pack", str(folder), str(tmp_path / "packed"), "--verify"])
+    assert result.exit_code == 0, result.output
+    flags = (*CALL, "--prompt", "w5 w9", "--device-budget", BUDGET)
+    files = [tmp_path / "plain.png", tmp_path / "packed.png"]
+    for model, file in zip((folder, tmp_path / "packed"), files, strict=True):
+        assert answered("run", model, *flags, "--out", file)["files"] == [str(file)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    diffusers = pytest.importorskip("diffusers")
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "packed")
+    assert torch.equal(again.vae.decoder.conv_in.weight, pipelines.build("flux").vae.decoder.conv_in.weight)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "text"),
+    [
+        ("run", ("--chat",), "leave out --chat"),
+        ("run", ("--max-new-tokens", 5), "leave out --max-new-tokens"),
+        ("run", ("--out", "x.pdf"), "--out x.pdf"),
+        ("run", ("--out", "/nowhere/x.png"), "no folder /nowhere"),
+        ("plan", ("--frames", 4), "takes no num_frames"),
+        ("plan", ("--device-budget", "1KiB"), "device budget"),
+        ("plan", ("--host-budget", "1GiB"), "device_budget"),
+    ],
+)
+def test_wrong_input(folder: Path, command: str, flags: tuple[Any, ...], text: str) -> None:
+    given = flags if "--device-budget" in flags else ("--device-budget", BUDGET, *flags)
+    result = weightstream(command, folder, *given)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_options_of_pipelines_are_refused_for_models(folder: Path) -> None:
+    for command in ("plan", "run", "bench"):
+        result = weightstream(command, folder / "text_encoder", "--device-budget", BUDGET, "--height", 32)
+        assert result.exit_code == 2
+        assert "no pipeline of diffusers: leave out --height" in result.stderr
