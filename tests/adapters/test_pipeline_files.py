@@ -83,7 +83,11 @@ def places(found: Any) -> dict[str, list[bool]]:
     }
 
 
-@pytest.mark.parametrize("name", pipelines.PIPELINES)
+SLOW = ("sdxl", "controlnet")
+KINDS = [pytest.param(name, marks=[pytest.mark.stress] if name in SLOW else []) for name in pipelines.PIPELINES]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_images_are_the_same_bits(name: str, device: str, saved: Callable[[str], Path]) -> None:
     folder = saved(name)
     want = pipelines.image(plain(folder, device), name)

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from enum import Enum
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from weightstream.errors import UnsupportedError
 from weightstream.runtime.leaves import leaves
 from weightstream.runtime.values import tensors_in
 
+_HOOKS = "_diffusers_hook"  # of caches, above all
+_AROUND = "_weightstream_around"
 _COPIED = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
 
 
@@ -35,6 +38,22 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
 def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """Where a module keeps its hooks, by the name of the attribute."""
     return {name: value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
+
+
+def forwards_of(module: nn.Module) -> list[Any]:
+    """The forwards that a module has of its own: on the instance, and what ours runs in its place."""
+    own = vars(module)
+    found = own.get("forward"), getattr(own.get(_AROUND), "patched", None)
+    return [forward for forward in found if forward is not None]
+
+
+def is_hooked(module: nn.Module, forward: Any) -> bool:
+    """Whether it is that of the module's class, with hooks of diffusers around it and nothing else."""
+    inner = forward
+    while _HOOKS in vars(module) and not isinstance(inner, MethodType) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    kinds = {getattr(kind, "forward", None) for kind in type(module).__mro__}
+    return inner is not forward and getattr(inner, "__func__", None) in kinds
 
 
 class _Copies(TorchFunctionMode):
@@ -73,13 +92,17 @@ def copied(model: nn.Module, *values: Any) -> Copied:
     """What model and values share, such as a cache, is one in the copies too. Raises what `copy.deepcopy` does."""
     memo: dict[int, Any] = {}
     weights: dict[int, list[torch.Tensor]] = {}
-    modules = list(model.modules())
+    modules, hooked = list(model.modules()), list[nn.Module]()
     for module in modules:
         for leaf in leaves(module):
             outer = leaf.shells[-1] if leaf.shells else leaf.tensor  # what wraps others is a plain tensor here
             made = memo.setdefault(id(outer), shape_of(outer))
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
         memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
+        if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
+            hooked.append(module)  # whether a cache of diffusers leaves out blocks depends on values: here none does
+            memo |= dict.fromkeys(map(id, wraps))
+        memo[id(vars(module).get(_HOOKS))] = None
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Copies(shape_of):
         made, given = copy.deepcopy((model, values), memo)
@@ -89,6 +112,10 @@ def copied(model: nn.Module, *values: Any) -> Copied:
             raise UnsupportedError(f"{type(module).__name__} or what it holds is its own copy")
     for module in made.modules():
         hf_private.forget_hooks(module)
+        vars(module).pop(_HOOKS, None)
+    for module in hooked:
+        for name in ("forward", _AROUND):
+            vars(memo[id(module)]).pop(name, None)
     return Copied(made, {id(memo[id(module)]): module for module in modules}, weights, given)
 
 

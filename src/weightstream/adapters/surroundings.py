@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from weightstream.adapters import meta
 from weightstream.errors import UnsupportedError
 
 # No state of a forward; other threads, and finalizers, change what the standard library holds at any time.
@@ -37,9 +38,9 @@ def refuse(model: nn.Module, values: Iterable[Any]) -> None:
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise UnsupportedError("modes of torch are in force, which would see it")
     for module in model.modules():
-        own = vars(module)
-        for forward in (own.get("forward"), getattr(own.get("_weightstream_around"), "patched", None)):
-            if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
+        for forward in meta.forwards_of(module):
+            is_own = isinstance(forward, MethodType) and forward.__self__ is module
+            if not is_own and not meta.is_hooked(module, forward):
                 raise UnsupportedError(f"{type(module).__name__} has a forward that may run the model itself")
     if any(isinstance(value, FunctionType | MethodType | functools.partial | Iterator) for value in _flat(values)):
         raise UnsupportedError("it takes functions or iterators")

@@ -28,6 +28,27 @@ class User(Protocol):
         """Take note that nothing of the model is in the block any more."""
 
 
+class Turn:
+    """The steps of one model until another one has the memory; it is taken to have as many as the last time."""
+
+    def __init__(self) -> None:
+        self._steps, self._usual = 0, -1
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether another model is expected to be next."""
+        return self._steps == self._usual
+
+    def step(self) -> None:
+        """A step begins."""
+        self._steps += 1
+
+    def end(self) -> None:
+        """Another model has the memory."""
+        if self._steps:
+            self._steps, self._usual = 0, self._steps
+
+
 class Block:
     """Device memory for any number of models on one backend, of which one at a time has it."""
 

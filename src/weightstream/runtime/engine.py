@@ -23,7 +23,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor, sharing
 from weightstream.runtime.backend import Backend, Copy, Event, Side
-from weightstream.runtime.block import Block
+from weightstream.runtime.block import Block, Turn
 from weightstream.runtime.timeline import Timeline, profiled
 
 
@@ -118,6 +118,7 @@ class Engine:
         self.sharing = [frozenset(units) for units in sharing(plan.extents)]
         self.live: set[int] = set()  # all whose bytes are in the ring or still read, and maybe more
         self._cursor = Cursor(plan.manifest.order, plan.after)
+        self._turn = Turn()
 
     def prime(self) -> None:
         """End the step, and start the fills that the next one begins with, where they are not made."""
@@ -126,7 +127,12 @@ class Engine:
 
     def begin_step(self) -> None:
         """Go back to position 0."""
-        self._fill_due(self._cursor.begin())
+        due = self._cursor.begin()
+        if self._block is None:
+            self._fill_due(due)
+            return
+        self._turn.step()
+        self._fill_due(self.plan.first)  # another model may have had the memory, or was to have it now
 
     def is_behind(self, unit: int) -> bool:
         """Whether the unit stands in the order, but only before the cursor."""
@@ -212,6 +218,7 @@ class Engine:
                 fence.move(State.EMPTY)
             fence.last_read, fence.in_flight = None, False
         self.live.clear()
+        self._turn.end()
 
     def forget(self, units: Iterable[int]) -> None:
         """The home of these units changed: what the ring holds of them is stale."""
@@ -258,6 +265,9 @@ class Engine:
 
     def _fill_due(self, units: Iterable[int]) -> None:
         """Queue the fills that the plan asks for now; a unit that cannot be filled is when it is waited for."""
+        if self._turn.is_last_step:  # another model is next: it fills over what is for a step after this
+            left = set(self._cursor.order[self._cursor.position :])
+            units = [unit for unit in units if unit in left]
         for unit in units:
             if self.fences[unit].state is State.EMPTY and not self.is_blocked(unit):
                 self.fill(unit)
