@@ -1,12 +1,15 @@
 """A whole pipeline at true size, random weights: seconds and GPU memory of an image, plain, ours, and diffusers' own.
 
-    python benchmarks/pipelines.py [--tiny] [--steps 28] [--size 1024] [--images 3] [--budgets 2,6,12]
-                                   [--only resident,ours,diffusers] [--out benchmarks/results/pipelines.jsonl]
+    python benchmarks/pipelines.py [--model flux|wan] [--tiny] [--steps 28] [--size 1024] [--images 3]
+                                   [--budgets 2,6,12] [--only resident,ours,block,leaf] [--codec auto]
+                                   [--save FOLDER | --load FOLDER] [--out benchmarks/results/pipelines.jsonl]
 
-FLUX.1: T5-XXL (4.8 billion weights), CLIP-L, a transformer of 11.9 billion, and the VAE, in bfloat16. Every image is
-compared with that of the pipeline whose components are all on the GPU. `bound_s` is the sum over components of the
-longer of compute, decoding included, and copies, as planned; `told_gib` the activations that the plan states, and
-`activations_gib` what the allocator had at most beside the weights.
+flux is FLUX.1: T5-XXL (4.8 billion weights), CLIP-L, a transformer of 11.9 billion, and the VAE, in bfloat16. wan is
+the transformer of Wan 2.2 with 14 billion and its VAE, behind a text encoder of one layer: 480 x 832, 33 frames. Every
+image is compared with that of the pipeline whose components are all on the GPU. `bound_s` is the sum over components of
+the longer of compute, decoding included, and copies, as planned; `told_gib` the activations that the plan states, and
+`activations_gib` what the allocator had at most beside the weights. `--save` writes the pipeline to a folder and ends;
+with `--load` it comes from there, and `host_gib` is what the process holds more than before: all of it, and anonymous.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 
 import psutil
 import torch
+from host import anon_nbytes
 from rows import RESULTS, append, environment, guarded, percentiles
 from torch import nn
 
@@ -69,6 +73,23 @@ def flux() -> Any:
     )
 
 
+def wan() -> Any:
+    """The shapes of one of Wan 2.2's two transformers, and of its VAE, on meta."""
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    sizes = {"d_model": 4096, "d_ff": 1024, "d_kv": 64, "num_layers": 1, "num_heads": 64, "vocab_size": 1024}
+    with torch.device("meta"):
+        parts = {
+            "transformer": WanTransformer3DModel(ffn_dim=13824, num_layers=40, text_dim=4096),
+            "vae": AutoencoderKLWan(),
+            "text_encoder": UMT5EncoderModel(UMT5Config(**sizes, feed_forward_proj="gated-gelu")),
+        }
+    for part in parts.values():
+        part.to(torch.bfloat16)
+    return WanPipeline(scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0), tokenizer=tiny.words(512), **parts)
+
+
 def with_weights(pipe: Any, device: torch.device) -> Any:
     """Random weights in host memory, made on the device; buffers as the classes make them."""
     generator = torch.Generator(device).manual_seed(11)
@@ -96,20 +117,19 @@ class Run:
         self.pipe, self.arguments, self.device = pipe, arguments, device
         self.want: torch.Tensor | None = None
         self.rows: list[dict[str, Any]] = []
-        length = {"max_sequence_length": 48 if arguments.tiny else 512}
-        self.call = {
-            "num_inference_steps": arguments.steps,
-            "height": arguments.size,
-            "width": arguments.size,
-            **length,
-        }
+        size = {"height": arguments.size, "width": arguments.size}
+        if arguments.model == "wan":
+            size = {"num_frames": 5, **size} if arguments.tiny else {"num_frames": 33, "height": 480, "width": 832}
+        length = 48 if arguments.tiny else 512
+        self.call = {"num_inference_steps": arguments.steps, "max_sequence_length": length, **size}
 
     def image(self) -> tuple[torch.Tensor, float]:
         self.synchronize()
         began = time.perf_counter()
         generator = torch.Generator("cpu").manual_seed(5)
-        found = self.pipe(PROMPT, generator=generator, output_type="pt", **self.call).images
+        output = self.pipe(PROMPT, generator=generator, output_type="pt", **self.call)
         self.synchronize()
+        found = output.frames if self.arguments.model == "wan" else output.images
         return found.cpu(), time.perf_counter() - began
 
     def synchronize(self) -> None:
@@ -127,6 +147,7 @@ class Run:
         later = list(seconds[1:] or seconds)
         row = {
             "bench": "pipelines",
+            "model": self.arguments.model,
             "system": system,
             "steps": self.arguments.steps,
             "size": self.arguments.size,
@@ -147,12 +168,23 @@ def resident(run: Run) -> None:
     run.pipe.to(run.device)
     run.measure("resident")
     run.pipe.to("cpu")
+    if run.arguments.load is not None:  # what comes next is loaded anew
+        run.pipe = None
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def ours(run: Run, budget: float) -> None:
-    began = time.perf_counter()
     example = {"prompt": PROMPT, **run.call}
-    weightstream.offload_pipeline(run.pipe, device=run.device, device_budget=int(budget * GIB), example_inputs=example)
+    options = {"device": run.device, "device_budget": int(budget * GIB), "codec": run.arguments.codec}
+    before = rss(), anon_nbytes()
+    began = time.perf_counter()
+    if run.arguments.load is None:
+        weightstream.offload_pipeline(run.pipe, example_inputs=example, **options)
+    else:
+        run.pipe = weightstream.pipeline_from_pretrained(run.arguments.load, example_inputs=example, **options)
+        run.pipe.set_progress_bar_config(disable=True)
     setup_s = time.perf_counter() - began
     try:
         plan = run.pipe.weightstream.plan(**example)
@@ -160,6 +192,7 @@ def ours(run: Run, budget: float) -> None:
         row = run.measure(
             f"weightstream, {budget:g} GiB",
             budget_gib=budget,
+            codec=run.arguments.codec,
             setup_s=round(setup_s, 2),
             predicted_s=round(plan.seconds, 3),
             bound_s=round(plan.bound_s, 3),
@@ -167,6 +200,11 @@ def ours(run: Run, budget: float) -> None:
             told_gib=round(plan.activation_nbytes / GIB, 3),
             copied_gib=round(plan.copied_nbytes / GIB, 2),
         )
+        if run.arguments.load is not None:
+            held = rss() - before[0], anon_nbytes() - before[1]
+            files = sum(path.stat().st_size for path in run.arguments.load.rglob("*.safetensors"))
+            row["host_gib"] = [round(nbytes / GIB, 2) for nbytes in held]
+            row["files_gib"], row["x_files"] = round(files / GIB, 2), [round(nbytes / files, 3) for nbytes in held]
         row["activations_gib"] = round(row["peak_gib"] - plan.device_nbytes / GIB, 3)
         row["x_bound"] = round(row["s"]["p50"] / plan.bound_s, 3) if plan.bound_s else None
         row["x_predicted"] = round(row["s"]["p50"] / plan.seconds, 3)
@@ -176,9 +214,17 @@ def ours(run: Run, budget: float) -> None:
             step = None if stats.step_s is None else round(stats.step_s, 4)
             row[name] = {"step_s": step, "predicted_s": round(stats.predicted_step_s, 4)}
             row[name] |= {"steps": stats.steps, "unplanned": stats.unplanned_fills, "stall_s": round(stats.stall_s, 2)}
-        print({key: row[key] for key in row if key in run.pipe.components or key.startswith(("x_", "act", "bound"))})
+        told = ("x_", "act", "bound", "host")
+        print({key: row[key] for key in row if key in run.pipe.components or key.startswith(told)}, flush=True)
     finally:
         run.pipe.weightstream.remove()
+        if run.arguments.load is not None:
+            run.pipe = None
+            gc.collect()
+
+
+def rss() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def peer(run: Run, level: str) -> None:
@@ -195,21 +241,41 @@ def peer(run: Run, level: str) -> None:
     run.measure(f"diffusers group offload, {level}", setup_s=round(time.perf_counter() - began, 2))
 
 
+def loaded(folder: Path) -> Any:
+    """As diffusers loads it, in the dtype of its files."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("flux", "wan"), default="flux")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--images", type=int, default=3)
     parser.add_argument("--budgets", default="2,6,12")
-    parser.add_argument("--only", default="resident,ours,diffusers")
+    parser.add_argument("--only", default="resident,ours,block")
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--load", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "pipelines.jsonl")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     common = environment()
-    pipe = tiny.build("flux") if arguments.tiny else with_weights(flux(), device)
     if arguments.tiny:
         arguments.size = 32
+        pipe = tiny.build(arguments.model)
+    elif arguments.load is not None:
+        pipe = loaded(arguments.load)
+    else:
+        pipe = with_weights(flux() if arguments.model == "flux" else wan(), device)
+    if arguments.save is not None:
+        pipe.save_pretrained(arguments.save)
+        return
     run, systems = Run(pipe, arguments, device), arguments.only.split(",")
     todo: list[tuple[str, Callable[[], None]]] = []
     if "resident" in systems:
@@ -217,8 +283,9 @@ def main() -> None:
     if "ours" in systems:
         for text in arguments.budgets.split(","):
             todo.append((f"weightstream, {text} GiB", lambda text=text: ours(run, float(text))))  # type: ignore[misc]
-    if "diffusers" in systems:  # the last: its hooks stay
-        todo.append(("diffusers group offload", lambda: peer(run, "block_level")))
+    for level in ("block", "leaf"):  # the last: its hooks stay
+        if level in systems:
+            todo.append((f"diffusers group offload, {level}_level", lambda level=level: peer(run, f"{level}_level")))  # type: ignore[misc]
     for system, measure in todo:
         with guarded(lambda **row: run.rows.append({"bench": "pipelines", **row}), system), torch.no_grad():
             measure()
