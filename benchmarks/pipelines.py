@@ -277,6 +277,7 @@ def main() -> None:
         pipe.save_pretrained(arguments.save)
         return
     run, systems = Run(pipe, arguments, device), arguments.only.split(",")
+    del pipe
     todo: list[tuple[str, Callable[[], None]]] = []
     if "resident" in systems:
         todo.append(("resident", lambda: resident(run)))

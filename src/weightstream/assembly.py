@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from weightstream import prospects
-from weightstream.adapters import device_map
+from weightstream.adapters import device_map, surroundings
 from weightstream.adapters.module import find_blocks
 from weightstream.adapters.shapes import Footprint
 from weightstream.adapters.unpacking import unpack_late
@@ -26,6 +26,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
 from weightstream.runtime.devices import pinned
 from weightstream.runtime.homes import Homes
+from weightstream.runtime.leaves import Role
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
@@ -77,6 +78,8 @@ class Assembly:
         self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = _weights(model)
+        if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
+            closing.callback(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
         arena, pages = pinned(backend, config)

@@ -258,7 +258,7 @@ class _Load:
         if self._file.suffix == ".gguf":
             found["quantization_config"] = _Gguf(compute_dtype=self._dtype)
         elif self._kind is not None and self._file.parent.is_dir() and is_quantised(self._file.parent):
-            found["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
+            found["device_map"] = {"": str(self._options.device)}  # where its library makes the weights
         return found
 
     def loaded(self, model: Any) -> LoadedModel:

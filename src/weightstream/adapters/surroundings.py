@@ -12,7 +12,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -117,10 +117,11 @@ def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:
             yield from _attributes(value, vars(value))
             for inner in tuple(vars(value).values()):
                 yield from _contents(inner)
+                yield from map(_uncached, _caches(inner))
     elif isinstance(value, functools._lru_cache_wrapper):
-        size = value.cache_info().misses
-        yield lambda: value.cache_clear() if value.cache_info().misses != size else None
+        yield _uncached(value)
     elif isinstance(value, FunctionType):
+        yield from map(_uncached, _caches(value))
         for cell in value.__closure__ or ():
             yield from _cell(cell)
     elif not isinstance(value, ModuleType | torch.Tensor):
@@ -131,6 +132,33 @@ def _held(value: Any, module: str) -> Iterator[Callable[[], None]]:
         yield from _attributes(value, table)
         for inner in tuple(table.values()):
             yield from _contents(inner)
+
+
+def forget_cached(model: nn.Module) -> None:
+    """Clear the caches of its classes' methods: what they computed of tensors may be where these were."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in _NEVER:
+            for value in tuple(vars(kind).values()):
+                for cache in _caches(value):
+                    cache.cache_clear()
+
+
+def _caches(value: Any) -> Iterator[Any]:
+    """The caches of a function, behind decorators too."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        yield value
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # not set yet
+                if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
+                    yield cell.cell_contents
+
+
+def _uncached(cache: Any) -> Callable[[], None]:
+    """What clears a cache that has more then than now."""
+    size = cache.cache_info().misses
+    return lambda: cache.cache_clear() if cache.cache_info().misses != size else None
 
 
 def _table_of(value: Any) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from weightstream.errors import ConfigError, OffloadError, StoreError
 from weightstream.plan.manifest import Profile
+from weightstream.plan.schedule import aligned
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.runtime.values import tensors_in
@@ -37,8 +38,7 @@ CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 M
 )
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
-_LARGE_NBYTES = 2 << 20  # of which large allocations are multiples
-_SMALL_SEGMENTS_NBYTES = 42 << 20  # a segment of each kind for what is smaller than 1, and than 10 MiB, with room
+_ALLOCATED = "allocated_bytes.all.allocated"  # since the process began
 _PORTABLE = 1  # pinned for every device, not for the current one alone
 _put = partial(torch.Tensor.copy_, non_blocking=True)
 _FED = (
@@ -66,18 +66,15 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def workspace_nbytes(device: torch.device, work: Callable[[], Any]) -> int:
-    """Bytes that running it takes beside its result; 0: less than the allocator takes at once for small ones.
+    """Bytes that running it takes from the allocator beside its result, all of them at most at once.
 
-    Counted in a pool of its own: the statistics of the process belong to the user.
+    Told by counters that only grow: the peaks of the process belong to the user.
     """
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool, device):
-        made = work()
-        torch.cuda.synchronize(device)
-    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(made)}
-    taken = sum(segment["total_size"] for segment in pool.snapshot())
-    extra = taken - sum(-(-nbytes // _LARGE_NBYTES) * _LARGE_NBYTES for nbytes in kept.values())
-    return extra if extra > _SMALL_SEGMENTS_NBYTES else 0
+    before = torch.cuda.memory_stats(device).get(_ALLOCATED, 0)
+    made = work()
+    taken = torch.cuda.memory_stats(device).get(_ALLOCATED, 0) - before
+    kept = {t.untyped_storage()._cdata: aligned(t.untyped_storage().nbytes()) for t in tensors_in(made)}
+    return max(0, int(taken) - sum(kept.values()))
 
 
 @contextmanager
