@@ -767,3 +767,16 @@ def test_streams_keep_step_with_blocks_that_compute_unevenly(monkeypatch: pytest
     assert plan.step_s == pytest.approx(plan.compute_s) == 240
     monkeypatch.setattr(choices, "_in_step", lambda *_: iter(()))
     assert place(blocks, budget=budget, profile=profile).step_s > 1.1 * plan.step_s
+
+
+def test_a_share_has_the_plan_that_it_was_cut_for() -> None:
+    """A ring that is shared is as large as the plan of one model needs, which may be no number of its largest units."""
+    blocks = model(*[[2 * GRAIN, 5 * GRAIN, 5 * GRAIN, 2 * GRAIN]] * 20, *[[3 * GRAIN, 4 * GRAIN, GRAIN]] * 20)
+    profile = replace(LINK_BOUND, unit_s=(6.6,) * 20 + (11.0,) * 20)
+    budget = 152 * GRAIN
+    alone = place(blocks, budget=budget, profile=profile)
+    share = choices.Share(choices.nbytes_of(blocks, alone.resident), alone.ring_nbytes)
+    shared = placement.search(placement.candidates(blocks, budget, profile, share))
+    assert shared is not None
+    assert shared.ring_nbytes <= share.ring_nbytes
+    assert shared.step_s == pytest.approx(alone.step_s)

@@ -135,8 +135,8 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
     """
     largest = max(streamed_nbytes(manifest, forced), default=0)
     held = nbytes_of(manifest, forced)
-    for depth in _DEPTHS:
-        ring = depth * largest
+    shared = {room.ring_nbytes} if room.ring_nbytes < room.nbytes else set()  # all of it is there anyway
+    for ring in sorted({depth * largest for depth in _DEPTHS} | shared):
         kept = min(room.kept_nbytes, room.nbytes - ring)
         if not largest or not room.has(held, ring):
             continue
