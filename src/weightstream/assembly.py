@@ -76,6 +76,7 @@ class Assembly:
     ) -> None:
         self.model = model
         self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
+        self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = _weights(model)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
@@ -121,7 +122,7 @@ class Assembly:
         streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took
-        self._closing.callback(device_map.attach(self.model, self._backend.device))
+        self._closing.callback(device_map.attach(self.model, self._backend.device, self.recast))
         _report(streamer.plan, self._config)
         return streamer
 

@@ -9,15 +9,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import diffusers
-from weightstream.adapters.diffusers import Call
+from weightstream.adapters.rehearsal import Call, rehearse, runs
 from weightstream.adapters.shapes import Footprint
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
@@ -50,48 +51,95 @@ class Part(Protocol):
         ...
 
 
+class Parts:
+    """The components of a pipeline as calls have them: as they are (`plain`), or cast to another dtype."""
+
+    def __init__(self, plain: Mapping[str, Part], calls: Sequence[Call], sketch: Callable[[nn.Module], Part]) -> None:
+        self.plain = dict(plain)
+        casts = {id(call.cast): call.cast for call in calls if call.cast is not None}
+        self._cast = {key: sketch(module) for key, module in casts.items()}
+
+    def of(self, call: Call) -> Part:
+        """That which the call runs."""
+        return self.plain[call.component] if call.cast is None else self._cast[id(call.cast)]
+
+    def prospect_of(self, call: Call) -> Prospect:
+        """The prospect for the work of the call."""
+        return self.of(call).knowing(call.work, call.kind.what)
+
+
+class Shared(NamedTuple):
+    """Of a component its part of the budget: the prospect in it, and the plan of its weights as they are."""
+
+    prospect: Prospect
+    plan: Plan
+
+    @property
+    def share(self) -> Share:
+        share = self.prospect.planners[0].share
+        assert share is not None
+        return share
+
+
 def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[Call]:
     """The calls of its components in one call of a pipeline, as far as they are known before it runs."""
-    calls, reason = diffusers.rehearse(pipe, arguments)
+    calls, reason = rehearse(pipe, arguments)
     if reason:
         logger.info("the calls of %s are known up to here only (%s): %s", type(pipe).__name__, len(calls), reason)
     return calls
 
 
-def heaviest(calls: Sequence[Call]) -> dict[str, Call]:
-    """Of each component the kind of call that comes most often, then takes most memory."""
+def heaviest(parts: Parts, calls: Sequence[Call]) -> dict[str, Call]:
+    """Of each component the kind of call whose weights are largest, then comes most often, then takes most memory."""
     nums = Counter(id(call.work) for call in calls)
     found: dict[str, Call] = {}
-    for call in sorted(calls, key=lambda call: (nums[id(call.work)], call.work.activation_nbytes)):
+    for call in sorted(
+        calls, key=lambda c: (_nbytes(parts.of(c).prospect), nums[id(c.work)], c.work.activation_nbytes)
+    ):
         found[call.component] = call
     return found
 
 
-def known_of(parts: Mapping[str, Part], calls: Sequence[Call]) -> dict[str, Prospect]:
-    """The prospect of each component, for the kind of call that it is planned for."""
-    known = {name: part.prospect for name, part in parts.items()}
-    return known | {name: parts[name].knowing(call.work, call.kind.what) for name, call in heaviest(calls).items()}
+def known_of(parts: Parts, calls: Sequence[Call]) -> dict[str, tuple[Part, Prospect]]:
+    """What each component is planned for: as it needs most memory, and for the kind of call that comes most often."""
+    known = {name: (part, part.prospect) for name, part in parts.plain.items()}
+    for name, call in heaviest(parts, calls).items():
+        if _nbytes(parts.of(call).prospect) >= _nbytes(known[name][1]):
+            known[name] = parts.of(call), parts.prospect_of(call)
+    return known
+
+
+def _nbytes(prospect: Prospect) -> int:
+    return prospect.grains[0].nbytes
 
 
 def shared_out(
-    parts: Mapping[str, Part], known: Mapping[str, Prospect], calls: Sequence[Call], budget: int | None = None
-) -> dict[str, tuple[Prospect, Plan]]:
-    """The plan of each component in its share of the budget, and the prospect that it is of; None: as the settings say.
+    parts: Parts, known: Mapping[str, tuple[Part, Prospect]], calls: Sequence[Call], budget: int | None = None
+) -> tuple[dict[str, Shared], int]:
+    """The part of each component in the budget (None: as the settings say), and the bytes of memory that all have in
+    turn.
 
     Raises `PlanError` where they have no room.
     """
-    known = dict(known)
-    times = {name: _STEPS if name in _DENOISERS else 1 for name in parts}
+    facts = {name: prospect for name, (_, prospect) in known.items()}
+    times = {name: _STEPS if name in _DENOISERS else 1 for name in facts}
     times |= Counter(call.component for call in calls)
-    budget = _budget(known, calls) if budget is None else budget
-    if sum(prospect.grains[0].nbytes for prospect in known.values()) > budget:  # some of each may have to stream
+    budget = _budget(facts, calls) if budget is None else budget
+    if sum(map(_nbytes, facts.values())) > budget:  # some of each may have to stream
         none = Share(0, budget)
-        known = {name: parts[name].with_facts(prospect.sharing(none)).sharing(None) for name, prospect in known.items()}
-    found = shares(known, times, budget)
-    ring = block_nbytes([plan for _, plan in found.values()])
-    return {
-        name: (known[name].sharing(share._replace(ring_nbytes=ring)), plan) for name, (share, plan) in found.items()
-    }
+        facts = {
+            name: part.with_facts(prospect.sharing(none)).sharing(None) for name, (part, prospect) in known.items()
+        }
+    planned = shares(facts, times, budget)
+    ring = block_nbytes([plan for _, plan in planned.values()])
+    found: dict[str, Shared] = {}
+    for name, (share, plan) in planned.items():
+        prospect, plain = facts[name].sharing(share._replace(ring_nbytes=ring)), parts.plain[name]
+        if known[name][0] is not plain:  # cast while it is called; at other times as it is
+            prospect = plain.prospect.sharing(share._replace(ring_nbytes=ring))
+            plan = prospect.plan()[1]
+        found[name] = Shared(prospect, plan)
+    return found, ring
 
 
 def block_nbytes(plans: Sequence[Plan]) -> int:
@@ -113,15 +161,20 @@ def _budget(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
 
 
 def plan_of_call(
-    calls: Sequence[Call], plans: Mapping[str, Plan], prospect_of: Callable[[Call], Prospect], nbytes: int
+    calls: Sequence[Call], parts: Parts, plans: Mapping[str, Plan], shared: Mapping[str, Share], nbytes: int
 ) -> PipelinePlan:
-    """What these calls take where the plans are in force, with `nbytes` of memory that all have in turn."""
+    """What these calls take where the plans are in force, with `nbytes` of memory that all have in turn.
+
+    Raises `PlanError` where a component that is cast has no room in its share.
+    """
     priced: dict[int, tuple[Plan, Prospect]] = {}
     turns: list[Turn] = []
-    for first, num in diffusers.runs(calls):
+    for first, num in runs(calls):
         if id(first.work) not in priced:
-            prospect = prospect_of(first)
-            priced[id(first.work)] = _priced(plans[first.component], prospect), prospect
+            prospect, plan = parts.prospect_of(first), plans[first.component]
+            if first.cast is not None:
+                plan = parts.of(first).prospect.sharing(shared[first.component]).plan()[1]
+            priced[id(first.work)] = _priced(plan, prospect), prospect
         plan, prospect = priced[id(first.work)]
         is_next = bool(turns) and turns[-1].component == first.component
         cold_s = 0.0
@@ -141,22 +194,24 @@ def _priced(plan: Plan, prospect: Prospect) -> Plan:
 class PipelineSketch:
     """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
 
-    def __init__(self, pipe: Any, parts: Mapping[str, Part], calls: Sequence[Call]) -> None:
+    def __init__(self, parts: Parts, calls: Sequence[Call]) -> None:
         self._parts, self._calls = parts, calls
         self._known = known_of(parts, calls)
-        self.name = type(pipe).__name__
-        self.budget = _budget(self._known, calls)
+        self.budget = _budget({name: prospect for name, (_, prospect) in self._known.items()}, calls)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, in plain form."""
-        return sum(prospect.grains[0].plain().nbytes for prospect in self._known.values())
+        return sum(part.prospect.grains[0].plain().nbytes for part in self._parts.plain.values())
 
     def plan(self, budget: int | None = None) -> PipelinePlan:
         """The plan of the call; raises `PlanError` where components have no room."""
-        found = shared_out(self._parts, self._known, self._calls, self.budget if budget is None else budget)
-        plans = {name: plan for name, (_, plan) in found.items()}
-        return plan_of_call(self._calls, plans, self._prospect_of, block_nbytes(list(plans.values())))
+        budget = self.budget if budget is None else budget
+        found, nbytes = shared_out(self._parts, self._known, self._calls, budget)
+        plans = {name: shared.plan for name, shared in found.items()}
+        return plan_of_call(
+            self._calls, self._parts, plans, {name: shared.share for name, shared in found.items()}, nbytes
+        )
 
     def plan_at(self, budget: int) -> PipelinePlan | None:
         """The same; None where components have no room."""
@@ -164,9 +219,6 @@ class PipelineSketch:
             return self.plan(budget)
         except PlanError:
             return None
-
-    def _prospect_of(self, call: Call) -> Prospect:
-        return self._parts[call.component].knowing(call.work, call.kind.what)
 
 
 def sketch_of_files(
@@ -184,19 +236,25 @@ def sketch_of_files(
     """
     from weightstream.adapters.pipeline_files import sketched
 
-    check_config(config)
+    check_given(config, call)
     pipe, checkpoints = sketched(path_or_repo_id, dtype=dtype, variant=variant)
-    calls, reason = diffusers.rehearse(pipe, call)
+    calls, reason = rehearse(pipe, call)
     if reason:
         raise UnsupportedError(f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}")
-    parts = {
+    plain = {
         name: prospects.sketch_of(module, checkpoints.get(name), config, machine)
         for name, module in diffusers.modules_of(pipe).items()
     }
-    return PipelineSketch(pipe, parts, calls)
+    cast = partial(prospects.sketch_of, checkpoint=None, config=config, machine=machine)
+    return PipelineSketch(Parts(plain, calls, cast), calls)
 
 
-def check_config(config: OffloadConfig) -> None:
-    """Raises `ConfigError` for settings that pipelines do not take."""
+def check_given(config: OffloadConfig, call: object) -> None:
+    """Raises `ConfigError` for settings that pipelines do not take, and for what is no example of a call."""
     if config.backend != "none" or config.host_budget is not None or dict(config.max_memory).get("cpu") is not None:
         raise ConfigError("a pipeline takes device_budget; not host_budget, nor the classic settings of layers")
+    if call is not None and not isinstance(call, Mapping):
+        raise ConfigError(
+            f"example_inputs: a pipeline takes keywords of a call, such as {{'prompt': ..., 'height': 768}}, not "
+            f"{type(call).__name__}"
+        )

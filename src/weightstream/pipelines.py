@@ -7,20 +7,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from weightstream import prospects
 from weightstream.adapters import diffusers
-from weightstream.adapters.diffusers import Call
+from weightstream.adapters.rehearsal import rehearse
 from weightstream.assembly import Assembly, Given, assembled
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, OffloadError, UnsupportedError
+from weightstream.errors import ConfigError, OffloadError, UnsupportedError, WeightstreamError
 from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
-    block_nbytes,
-    check_config,
+    Parts,
+    Shared,
+    check_given,
     heaviest,
     known_of,
     plan_of_call,
@@ -28,7 +32,7 @@ from weightstream.pipeline_plans import (
     shared_out,
 )
 from weightstream.plan.amounts import human
-from weightstream.plan.prospect import Prospect
+from weightstream.plan.choices import Share
 from weightstream.plan.turns import PipelinePlan
 from weightstream.prospects import can_decode
 from weightstream.runtime import cuda
@@ -37,6 +41,7 @@ from weightstream.runtime.block import Block
 from weightstream.runtime.devices import opened
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
+from weightstream.runtime.timeline import Kind
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 from weightstream.trace import Trace
@@ -75,7 +80,8 @@ def offload_pipeline(
         ConfigError, OffloadError: as for `offload`.
     """
     config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
-    _refuse(pipe, config)
+    _refuse(pipe)
+    check_given(config, example_inputs)
     with opened(config.device_for(device), config) as backend, torch.no_grad():
         _offloaded(pipe, backend, config, example_inputs or {})
     return pipe
@@ -127,7 +133,7 @@ def pipeline_from_pretrained(
         raise ConfigError("dtype and torch_dtype are the same: give one of them")
     settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
     config = (config or OffloadConfig()).merged(**settings).resolved()
-    check_config(config)
+    check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
@@ -145,7 +151,7 @@ def pipeline_from_pretrained(
             )
         for owned in loaded.folders:
             on_failure.callback(owned.close)
-        _refuse(loaded.pipe, config)
+        _refuse(loaded.pipe)
         with torch.no_grad():
             _offloaded(loaded.pipe, backend, config, example_inputs or {}, loaded.of, loaded.folders)
         on_failure.pop_all()
@@ -164,32 +170,33 @@ def _offloaded(
     modules = diffusers.modules_of(pipe)
     calls = rehearsed(pipe, arguments)
     with ExitStack() as stack:
-        parts = {
+        assemblies = {
             name: stack.enter_context(assembled(module, backend, config, Given(memories=memories(name))))
             for name, module in modules.items()
         }
-        found = shared_out(parts, known_of(parts, calls), calls)
-        for name, call in heaviest(calls).items():
-            parts[name].known = frozenset((call.kind,))
-        block = Block(backend, block_nbytes([plan for _, plan in found.values()]))
-        streamers: dict[str, Streamer] = {}
+        parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
+        found, nbytes = shared_out(parts, known_of(parts, calls), calls)
+        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders)
         with ExitStack() as on_failure:
-            for name, (prospect, plan) in found.items():  # the one that moves most has the first choice of memory
-                parts[name].prospect = prospect
-                streamers[name] = parts[name].attach(plan, block, diffusers.entries_of(modules[name]))
-                on_failure.callback(streamers[name].remove)
+            on_failure.callback(made.remove)
+            for name, shared in found.items():  # the one that moves most has the first choice of memory
+                kinds = frozenset(call.kind for call in heaviest(parts, calls).values() if call.component == name)
+                made.stream(name, assemblies[name], shared, kinds)
             on_failure.pop_all()
-    made = PipelineStreamer(pipe, {name: streamers[name] for name in modules}, parts, block, backend, folders)
+    made.components = {name: made.components[name] for name in modules}
     logger.info("%s", made)
     return made
 
 
-def _refuse(pipe: Any, config: OffloadConfig) -> None:
+def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> prospects.Sketch:
+    return prospects.sketch_of(module, None, config, prospects.machine_of(backend, config))
+
+
+def _refuse(pipe: Any) -> None:
     if not diffusers.is_pipeline(pipe):
         raise ConfigError(f"{type(pipe).__name__} is neither a torch module nor a pipeline of diffusers")
     if isinstance(getattr(pipe, "weightstream", None), PipelineStreamer):
         raise OffloadError(f"{type(pipe).__name__} is offloaded already: call pipe.weightstream.remove() first")
-    check_config(config)
     if not diffusers.modules_of(pipe):
         raise ConfigError(f"{type(pipe).__name__} has no component with weights")
 
@@ -202,38 +209,75 @@ class PipelineStats:
     held_nbytes: dict[str, int]
 
 
+def _with_past(stats: Stats, past: Stats | None) -> Stats:
+    """The same with what was done before."""
+    if past is None:
+        return stats
+    counted = ("steps", "fills", "filled_nbytes", "unplanned_fills", "stall_s")
+    sums = {name: getattr(stats, name) + getattr(past, name) for name in counted}
+    return replace(stats, **sums, step_s=stats.step_s or past.step_s, units=stats.units or past.units)
+
+
+def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+    """Where every tensor of a model is held, under which name, the tensor, and its values."""
+    held = [named for module in model.modules() for named in (module._parameters, module._buffers)]
+    every = [(named, key, tensor) for named in held for key, tensor in named.items() if tensor is not None]
+    return [(named, key, tensor, tensor.data) for named, key, tensor in every]
+
+
 class PipelineStreamer:
     """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
     `remove()`. `components` are the streamers, by the names that the pipeline has for them."""
 
     def __init__(
-        self,
-        pipe: Any,
-        components: Mapping[str, Streamer],
-        assemblies: Mapping[str, Assembly],
-        block: Block,
-        backend: Backend,
-        folders: Sequence[OffloadFolder],
+        self, pipe: Any, backend: Backend, config: OffloadConfig, block: Block, folders: Sequence[OffloadFolder]
     ) -> None:
-        self.components = dict(components)
-        self._pipe, self._assemblies, self._block, self._backend = pipe, assemblies, block, backend
+        self.components: dict[str, Streamer] = {}
+        self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
         self._folders = folders  # with weights that no file holds as they are needed
-        self._detach = diffusers.attach(pipe, self, backend.device, self._matching())
+        self._parts: dict[str, tuple[Assembly, Share]] = {}
+        self._past: dict[str, Stats] = {}  # of streamers that came before, in other dtypes
+        self._detach = diffusers.attach(pipe, self, backend.device)
 
     @property
     def device(self) -> torch.device:
         """Where the components compute."""
         return self._backend.device
 
-    def _matching(self) -> dict[str, str]:
-        """For each way to offload of diffusers the budget that takes as much."""
-        manifests = [streamer.plan.manifest for streamer in self.components.values()]
-        blocks = [unit.nbytes for manifest in manifests for unit in manifest.units]
-        return {
-            "enable_model_cpu_offload": human(max(manifest.nbytes for manifest in manifests)),
-            "enable_sequential_cpu_offload": human(max(blocks)),
-            "enable_group_offload": human(2 * max(blocks)),
-        }
+    def stream(self, name: str, assembly: Assembly, shared: Shared, kinds: frozenset[Kind]) -> None:
+        """Put the plan of a component in force, which is for these kinds of calls."""
+        assembly.prospect, assembly.known = shared.prospect, kinds
+        assembly.recast = partial(self._recast, name)
+        entries = diffusers.entries_of(assembly.model)
+        self.components[name] = assembly.attach(shared.plan, self._block, entries)
+        self._parts[name] = assembly, shared.share
+
+    def _recast(self, name: str, cast: Callable[[], object]) -> None:
+        """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
+        streamer, (assembly, share) = self.components[name], self._parts[name]
+        before = _with_past(streamer.stats(), self._past.get(name))
+        streamer.remove()
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = _tensors(assembly.model)
+            try:
+                cast()
+                self._stream_again(name, assembly, share)
+            except BaseException as error:
+                for named, key, tensor, data in tensors:
+                    named[key], tensor.data = tensor, data
+                self._stream_again(name, assembly, share)
+                if not isinstance(error, WeightstreamError):
+                    raise
+                raise OffloadError(
+                    f"{name} is cast while the pipeline runs, and has no room then: give offload_pipeline() "
+                    f"example_inputs= of such a call, or a larger device_budget= ({error})"
+                ) from error
+        self._past[name] = before
+
+    def _stream_again(self, name: str, past: Assembly, share: Share) -> None:
+        with assembled(past.model, self._backend, self._config, Given()) as assembly:
+            prospect = assembly.prospect.sharing(share)
+            self.stream(name, assembly, Shared(prospect, prospect.plan()[1]), past.known)
 
     def plan(
         self, *, steps: int | None = None, height: int | None = None, width: int | None = None, **call: Any
@@ -252,19 +296,18 @@ class PipelineStreamer:
         if not self.components:
             raise OffloadError("plan() after remove(): nothing streams any more")
         named = {"num_inference_steps": steps, "height": height, "width": width}
-        calls, reason = diffusers.rehearse(self._pipe, call | {k: v for k, v in named.items() if v is not None})
+        calls, reason = rehearse(self._pipe, call | {k: v for k, v in named.items() if v is not None})
         if reason:
             raise OffloadError(f"the calls of {type(self._pipe).__name__} cannot be told before it runs: {reason}")
         plans = {name: streamer.plan for name, streamer in self.components.items()}
-        nbytes = self._block.memory.numel()
-        return plan_of_call(calls, plans, self._prospect_of, nbytes)
-
-    def _prospect_of(self, call: Call) -> Prospect:
-        return self._assemblies[call.component].knowing(call.work, call.kind.what)
+        shared = {name: share for name, (_, share) in self._parts.items()}
+        plain = {name: assembly for name, (assembly, _) in self._parts.items()}
+        parts = Parts(plain, calls, lambda module: _sketch(module, self._backend, self._config))
+        return plan_of_call(calls, parts, plans, shared, self._block.memory.numel())
 
     def stats(self) -> PipelineStats:
         """Counters and bytes held, as of now."""
-        found = {name: streamer.stats() for name, streamer in self.components.items()}
+        found = {name: _with_past(s.stats(), self._past.get(name)) for name, s in self.components.items()}
         held = Counter[str]()
         for name, stats in found.items():
             plan = self.components[name].plan
@@ -276,6 +319,8 @@ class PipelineStreamer:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """As `Streamer.trace`, of all components; the names of spans begin with that of the component."""
+        if not self.components:
+            raise OffloadError("trace() after remove(): nothing streams any more")
         whole = Trace(f"{type(self._pipe).__name__} on {self.device}")
         with ExitStack() as stack:
             traces = {name: stack.enter_context(s.trace()) for name, s in self.components.items()}
@@ -297,9 +342,11 @@ class PipelineStreamer:
     def remove(self) -> None:
         """Bring every weight back to where it was and set the pipeline free; may be called twice."""
         for streamer in self.components.values():
+            streamer.refuse_inside()
+        for streamer in self.components.values():
             streamer.remove()
         self._detach()
-        self.components, self._assemblies = {}, {}
+        self.components, self._parts = {}, {}
         self._block.close()
         self._backend.close()
         for folder in self._folders:

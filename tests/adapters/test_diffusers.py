@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ pipelines = pytest.importorskip("pipelines")
 diffusers = pytest.importorskip("diffusers")
 
 # diffusers' own, of numpy
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`upcast_vae` is deprecated:FutureWarning"),
+]
 SHARES = (0.35, 0.6, 1.2)  # of the bytes of all components
+TIGHT = "900KiB"  # little more than the least for the largest convolution below
 
 
 @pytest.fixture(params=DEVICES)
@@ -73,6 +78,47 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
     assert torch.equal(pipelines.image(pipe, name), want)
     for part in parts(pipe).values():
         assert all(tensor.device.type == device for tensor in part.parameters())
+
+
+@pytest.mark.parametrize("name", ["upcast", "svd"])
+def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str) -> None:
+    """A VAE in float16 that computes in float32: the plain bits, the counts of both, room for the larger."""
+    plain = pipelines.build(name, device)
+    want = pipelines.image(plain, name)
+    pipe = pipelines.build(name, device)
+    budget = int(nbytes(pipe) * 0.5)
+    weightstream.offload(pipe, device=device, device_budget=budget, example_inputs=pipelines.arguments(name))
+    for _ in range(2):
+        assert torch.equal(pipelines.image(pipe, name), want)
+        assert pipe.vae.dtype == plain.vae.dtype
+    plan = pipe.weightstream.plan(**pipelines.arguments(name))
+    called = [turn.plan.manifest.nbytes for turn in plan.turns if turn.component == "vae"]
+    assert max(called) > 1.9 * plan.plans["vae"].manifest.nbytes
+    stats = pipe.weightstream.stats()
+    assert stats.components["vae"].steps == 2 * len(called)
+    assert 0 < stats.held_nbytes["device"] <= budget
+    pipe.weightstream.remove()
+    assert torch.equal(pipelines.image(pipe, name), want)
+    with pytest.raises(AttributeError):
+        pipe.vae.weightstream  # noqa: B018
+
+
+def test_a_cast_that_has_no_room() -> None:
+    """It is refused with the remedy, and the pipeline goes on as it was."""
+    pipe = pipelines.build("flux")
+    options = {"block_out_channels": (16, 128), "layers_per_block": 1, "norm_num_groups": 4}
+    pipe.vae = type(pipe.vae).from_config({**pipe.vae.config, **options})
+    want = pipelines.image(pipe, "flux")
+    weightstream.offload(pipe, device="cpu", device_budget=TIGHT, example_inputs=pipelines.arguments("flux"))
+    for _ in range(2):
+        with pytest.raises(weightstream.OffloadError, match=r"vae is cast.*example_inputs="):
+            pipe.vae.to(torch.float64)
+        assert pipe.vae.dtype == torch.float32
+        assert torch.equal(pipelines.image(pipe, "flux"), want)
+    with pytest.raises(weightstream.OffloadError, match=r"pipe\.weightstream\.remove"):
+        pipe.to(torch.float64)
+    pipe.weightstream.remove()
+    assert torch.equal(pipelines.image(pipe, "flux"), want)
 
 
 @pytest.mark.parametrize("name", pipelines.PIPELINES)
@@ -433,14 +479,71 @@ def test_a_move_to_where_it_is_does_nothing(pipe: Any, args: Any, caplog: pytest
 def test_other_moves_are_refused_with_the_remedy(pipe: Any, args: Any) -> None:
     with pytest.raises(weightstream.OffloadError, match=r"pipe\.weightstream\.remove\(\)"):
         pipe.to(*args)
-    with pytest.raises(weightstream.OffloadError, match=r"weightstream\.remove\(\)"):
-        pipe.transformer.to(*args)
+    for move in (("meta",), ("meta", torch.float16)):
+        with pytest.raises(weightstream.OffloadError, match=r"weightstream\.remove\(\)"):
+            pipe.transformer.to(*move)
+
+
+@pytest.mark.parametrize("way", ["half", "to"])
+def test_a_component_is_cast_and_cast_back(pipe: Any, way: str) -> None:
+    want = pipelines.image(pipelines.build("flux"), "flux")
+    plain = pipelines.build("flux").vae.half().float()
+    before = pipe.weightstream.stats().components["vae"].steps
+    assert (pipe.vae.half() if way == "half" else pipe.vae.to("cpu", torch.float16)) is pipe.vae
+    assert pipe.vae.dtype == torch.float16
+    assert {p.dtype for p in pipe.vae.parameters()} == {torch.float16}
+    assert pipe.vae.float() is pipe.vae
+    assert pipe.weightstream.components["vae"] is pipe.vae.weightstream
+    assert all(torch.equal(a, b) for a, b in zip(pipe.vae.parameters(), plain.parameters(), strict=True))
+    with torch.no_grad():
+        for param, value in zip(pipe.vae.parameters(), pipelines.build("flux").vae.parameters(), strict=True):
+            param.copy_(value)
+    assert torch.equal(pipelines.image(pipe, "flux"), want)
+    assert pipe.weightstream.stats().components["vae"].steps == before + 1
 
 
 @pytest.mark.parametrize("name", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"])
-def test_other_ways_to_offload_are_refused_with_a_budget(pipe: Any, name: str) -> None:
-    with pytest.raises(weightstream.OffloadError, match=r"remove\(\) first.*device_budget='[\d.]+[KMG]iB'"):
+def test_other_ways_to_offload_are_refused_with_the_remedy(pipe: Any, name: str) -> None:
+    with pytest.raises(weightstream.OffloadError, match=r"remove\(\) first.*device_budget="):
         getattr(pipe, name)(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_is_a_plain_pipeline(way: str) -> None:
+    want, pipe = pipelines.image(pipelines.build("flux"), "flux"), offloaded("flux")
+    pipelines.image(pipe, "flux")
+    other = copy.deepcopy(pipe) if way == "deepcopy" else pickle.loads(pickle.dumps(pipe))
+    assert type(other) is diffusers.FluxPipeline
+    assert other.weightstream is None
+    assert torch.equal(pipelines.image(other, "flux"), want)
+    assert torch.equal(pipelines.image(pipe, "flux"), want)
+    assert other.to(torch.float64).transformer.dtype == torch.float64
+    other.to(torch.float32)
+    weightstream.offload_pipeline(other, device="cpu", device_budget="500KiB")
+    pipe.weightstream.remove()
+    assert torch.equal(pipelines.image(other, "flux"), want)
+
+
+def test_remove_inside_of_a_call_is_refused_whole() -> None:
+    """In a component's forward nothing is let go; between its calls all is."""
+    want, pipe = pipelines.image(pipelines.build("flux"), "flux"), offloaded("flux", share=0.4)
+    owner = pipe.weightstream
+    hook = pipe.transformer.single_transformer_blocks[1].register_forward_hook(lambda *_: owner.remove())
+    with pytest.raises(weightstream.OffloadError, match="inside a step"):
+        pipelines.image(pipe, "flux")
+    hook.remove()
+    assert all(hasattr(part, "weightstream") for part in parts(pipe).values())
+    assert torch.equal(pipelines.image(pipe, "flux"), want)
+    owner.plan(**pipelines.arguments("flux"))
+
+    def leave(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        owner.remove()
+        return kwargs
+
+    assert torch.equal(pipelines.image(pipe, "flux", callback_on_step_end=leave), want)
+    assert not any(hasattr(part, "weightstream") for part in parts(pipe).values())
+    with pytest.raises(weightstream.OffloadError, match="nothing streams any more"), owner.trace():
+        pass
 
 
 def test_hooks_that_are_not_there_are_removed(pipe: Any) -> None:
@@ -490,6 +593,8 @@ def test_what_is_no_pipeline_is_refused() -> None:
         ({"device_budget": "1MiB", "host_budget": "1GiB"}, weightstream.ConfigError, "not host_budget"),
         ({"offload_group_size": 2}, weightstream.ConfigError, "takes device_budget"),
         ({"device_budget": "1MiB", "example_inputs": {"hight": 3}}, weightstream.ConfigError, "takes no hight"),
+        ({"device_budget": "1MiB", "example_inputs": "a cat"}, weightstream.ConfigError, "keywords of a call.*not str"),
+        ({"device_budget": "1MiB", "example_inputs": ("a",)}, weightstream.ConfigError, "keywords of a call"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], kind: type[Exception], text: str) -> None:

@@ -242,14 +242,132 @@ def qwen() -> Any:
     )
 
 
+def upcast() -> Any:
+    """SDXL in float16, whose VAE is cast to float32 around its calls."""
+    made = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+        sample_size=32,
+        scaling_factor=1.5,
+        force_upcast=True,
+    )
+    return diffusers.StableDiffusionXLPipeline(**sdxl_parts() | {"vae": randomise(made, 1)}).to(torch.float16)
+
+
+def svd() -> Any:
+    """Image to video in float16: the VAE encodes in float32, and decodes in float16."""
+    unet = diffusers.UNetSpatioTemporalConditionModel(
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        sample_size=32,
+        in_channels=8,
+        out_channels=4,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=32,
+        num_attention_heads=8,
+        projection_class_embeddings_input_dim=96,
+        addition_time_embed_dim=32,
+    )
+    vae = diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32),
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        latent_channels=4,
+        force_upcast=True,
+    )
+    encoder = transformers.CLIPVisionModelWithProjection(_vision())
+    pipe = diffusers.StableVideoDiffusionPipeline(
+        vae=randomise(vae, 1),
+        image_encoder=randomise(encoder, 2),
+        unet=randomise(unet, 3),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        feature_extractor=transformers.CLIPImageProcessor(crop_size=32, size=32),
+    )
+    return pipe.to(torch.float16)
+
+
+def _vision() -> Any:
+    return transformers.CLIPVisionConfig(
+        hidden_size=32,
+        image_size=32,
+        projection_dim=32,
+        intermediate_size=37,
+        num_attention_heads=4,
+        num_channels=3,
+        num_hidden_layers=3,
+        patch_size=16,
+    )
+
+
+def combined() -> Any:
+    """Two pipelines in one: Kandinsky's prior, and its decoder."""
+    encoder = transformers.CLIPTextConfig(**TEXT | {"projection_dim": 32, "hidden_act": "gelu"})
+    unet = diffusers.UNet2DConditionModel(
+        in_channels=4,
+        out_channels=8,
+        addition_embed_type="image",
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        encoder_hid_dim=32,
+        encoder_hid_dim_type="image_proj",
+        cross_attention_dim=32,
+        attention_head_dim=4,
+        resnet_time_scale_shift="scale_shift",
+    )
+    movq = diffusers.VQModel(
+        block_out_channels=[32, 64],
+        down_block_types=["DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
+        in_channels=3,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=8,
+        norm_type="spatial",
+        num_vq_embeddings=12,
+        out_channels=3,
+        up_block_types=["AttnUpDecoderBlock2D", "UpDecoderBlock2D"],
+        vq_embed_dim=4,
+    )
+    prior = diffusers.PriorTransformer(num_attention_heads=2, attention_head_dim=12, embedding_dim=32, num_layers=2)
+    return diffusers.KandinskyV22CombinedPipeline(
+        unet=randomise(unet, 1),
+        scheduler=diffusers.DDIMScheduler(),
+        movq=randomise(movq, 2),
+        prior_prior=randomise(prior, 3),
+        prior_image_encoder=randomise(transformers.CLIPVisionModelWithProjection(_vision()), 4),
+        prior_text_encoder=randomise(transformers.CLIPTextModelWithProjection(encoder), 5),
+        prior_tokenizer=words(77),
+        prior_scheduler=diffusers.UnCLIPScheduler(
+            variance_type="fixed_small_log",
+            prediction_type="sample",
+            num_train_timesteps=1000,
+            clip_sample=True,
+            clip_sample_range=5.0,
+        ),
+        prior_image_processor=transformers.CLIPImageProcessor(size=32, crop_size=32),
+    )
+
+
 PIPELINES: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {"flux": flux, "sd3": sd3, "sdxl": sdxl, "controlnet": controlnet, "wan": wan, "qwen": qwen}
 )
+# as special in what they do with their components
+SPECIAL: Mapping[str, Callable[[], Any]] = MappingProxyType({"upcast": upcast, "svd": svd, "combined": combined})
 _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "flux": {"max_sequence_length": 48, "guidance_scale": 3.5},
         "sd3": {"max_sequence_length": 77},
         "controlnet": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)},
+        "combined": {"prior_num_inference_steps": 2},
+        "svd": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32), "num_frames": 2},
         "wan": {"num_frames": 9, "max_sequence_length": 16},
         # its template's words, of which the first 34 are dropped, are none of the tokenizer's
         "qwen": {
@@ -264,7 +382,7 @@ _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 def build(name: str, device: str = "cpu") -> Any:
     """A fresh pipeline, always the same, that shows no bars."""
-    pipe = PIPELINES[name]()
+    pipe = {**PIPELINES, **SPECIAL}[name]()
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.to(device)
@@ -275,11 +393,13 @@ def build(name: str, device: str = "cpu") -> Any:
 def arguments(name: str, *, steps: int = 3, size: int = 32) -> dict[str, Any]:
     """Those of a call, but for the generator."""
     given = {"prompt": PROMPT, "num_inference_steps": steps, "height": size, "width": size}
+    if name == "svd":
+        del given["prompt"]
     return given | _CALLS.get(name, {})
 
 
 def image(pipe: Any, name: str, *, seed: int = 5, **call: Any) -> torch.Tensor:
     """What a call gives, with noise from a generator on the CPU."""
     output = pipe(**arguments(name) | call, generator=torch.Generator("cpu").manual_seed(seed), output_type="pt")
-    found = output.frames if name == "wan" else output.images
+    found = output.frames if name in ("wan", "svd") else output.images
     return found.detach().cpu()

@@ -20,6 +20,8 @@ from weightstream.errors import OffloadError
 
 logger = logging.getLogger("weightstream")
 
+_BASE = "_weightstream_base"
+
 
 class Placement:
     """Stands where accelerate keeps its hook. Without one, `generate` adds its own to the encoder of a model."""
@@ -36,11 +38,17 @@ class Placement:
         )
 
 
-def attach(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Give them to every transformers or diffusers model in `model`; returns what takes them away."""
+Recast = Callable[[Callable[[], object]], None]  # runs what casts a model, while that does not stream
+
+
+def attach(model: nn.Module, device: torch.device, recast: Recast | None = None) -> Callable[[], None]:
+    """Give them to every transformers or diffusers model in `model`; returns what takes them away.
+
+    `recast`: by which `model` itself may be cast; without it that is refused.
+    """
     placed = [(module, type(module)) for module in model.modules() if _is_pretrained(module)]
     for module, kind in placed:
-        module.__class__ = _placed(kind, device)
+        module.__class__ = _placed(kind, device, recast if module is model else None)
 
     def detach() -> None:
         for module, kind in placed:
@@ -69,38 +77,71 @@ def _is_pretrained(module: nn.Module) -> bool:
     return hasattr(module, "save_pretrained") and isinstance(getattr(type(module), "device", None), property)
 
 
-def _placed(base: type[nn.Module], device: torch.device) -> type[nn.Module]:
-    def new(cls: type, *args: Any, **kwargs: Any) -> nn.Module:  # `type(model)(config)` is another, plain model
-        return base(*args, **kwargs)
+def _dtype_in(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that arguments of `to()` name, where they name nothing else but where a model computes."""
+    given = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
+    dtypes = [value for value in given if isinstance(value, torch.dtype)]
+    others = [value for value in given if not isinstance(value, torch.dtype)]
+    return dtypes[0] if dtypes and (not others or is_there(None, device, others, {})) else None
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        made: Any = base.__reduce_ex__(self, 0)  # later ones insist on the object's own class
-        return made[0], tuple(base if arg is placed else arg for arg in made[1]), *made[2:]
 
+def _placed(base: type[nn.Module], device: torch.device, recast: Recast | None) -> type[nn.Module]:
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_there(self, device, args, kwargs):
             logger.debug("%s computes on %s already: to() changes nothing", base.__name__, device)
             return self
-        return base.to(self, *args, **kwargs)
+        dtype = _dtype_in(device, args, kwargs)
+        if recast is None or dtype is None:
+            return base.to(self, *args, **kwargs)
+        recast(lambda: base.to(self, dtype))
+        return self
 
     def cuda(self: Any, index: int | None = None) -> Any:
         return to(self, "cuda" if index is None else f"cuda:{index}")
 
+    def casting(dtype: torch.dtype) -> Callable[[Any], Any]:
+        return lambda self: to(self, dtype)
+
     members = {
         "to": to,
         "cuda": cuda,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__new__": new,
-        "__reduce_ex__": reduce,
+        "float": casting(torch.float32),
+        "half": casting(torch.float16),
+        "bfloat16": casting(torch.bfloat16),
         "device": property(lambda self: device),
         # a number for a GPU, as accelerate has it; "cpu" would mean offloaded, and an equal torch.device does not
         "hf_device_map": {"": device if device.index is None else device.index},
         "_hf_hook": Placement(device),
     }
+    placed: type[nn.Module] = derived(base, members)
+    return placed
+
+
+def derived(base: Any, members: Mapping[str, Any]) -> Any:
+    """A class for one instance of `base`, with these members: what is copied or pickled of that is of `base`."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:  # `type(model)(config)` is another, plain model
+        return base(*args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        made: Any = base.__reduce_ex__(self, 0)  # later ones insist on the object's own class
+        return made[0], tuple(base if arg is placed else arg for arg in made[1]), *made[2:]
+
+    own = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__new__": new,
+        "__reduce_ex__": reduce,
+        _BASE: base,
+    }
     # diffusers' `from_pipe` takes over a component whose type is among those that it expects: equal is enough
     equal = {"__eq__": lambda cls, other: other is cls or other is base, "__hash__": lambda cls: hash(base)}
     kind: Any = type("Placed", (type(base),), equal)
-    placed: type[nn.Module] = kind(base.__name__, (base,), members)
+    placed = kind(base.__name__, (base,), {**own, **members})
     return placed
+
+
+def plain(kind: type) -> Any:
+    """The class that it was derived from, if it was."""
+    return vars(kind).get(_BASE, kind)

@@ -82,3 +82,10 @@ class Gate:
                 "this model was offloaded before the process forked: the thread that copies its weights is not here. "
                 "Use the start method 'spawn', or offload in the child."
             )
+
+    def refuse_inside(self) -> None:
+        """Raise `OffloadError` inside a step of this thread; another thread waits for the step to end."""
+        self.refuse_forked()
+        with self.turn:
+            if self.is_running or self.mode is Mode.STEP:
+                raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")

@@ -122,18 +122,17 @@ class Streamer:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Bring every weight back to where it was and set the model free; may be called twice.
-
-        Raises `OffloadError` inside a step of the same thread; another thread waits for the step to end.
-        """
-        self._gate.refuse_forked()
+        """Bring every weight back to where it was and set the model free; may be called twice."""
+        self.refuse_inside()
         with self._gate.turn, self._gate.lock, torch.inference_mode(False), torch.no_grad():
-            if self._gate.is_running or self._gate.mode is Mode.STEP:
-                raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")
             if self._gate.mode is Mode.HELD:
                 self.unfix()
             if self._gate.mode is not Mode.REMOVED:
                 self._installed.remove()
+
+    def refuse_inside(self) -> None:
+        """Raise `OffloadError` inside a step, as `remove` does; one of another thread is waited for."""
+        self._gate.refuse_inside()
 
     def __enter__(self) -> Streamer:
         return self

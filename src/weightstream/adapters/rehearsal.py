@@ -1,0 +1,240 @@
+"""A rehearsal of a call of a pipeline: which components it calls, how often, and on what shapes. Knows no plan.
+
+A rehearsal is a call of the pipeline's own code, on the CPU, with stand-ins for its components: each call of one is
+followed on shapes, and answered with zeros of the shapes that it would give. So tokenizers, schedulers and guidance run
+as they do, and tell which component runs when, how often, and on what shapes, for any pipeline and any arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from weightstream.adapters import device_map, meta
+from weightstream.adapters.diffusers import entries_of, is_pipeline, modules_of
+from weightstream.adapters.shapes import Footprint, follow
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.timeline import Kind, kind_of
+from weightstream.runtime.values import tensors_in
+
+_LIMIT_S = 60.0  # of a rehearsal
+_CALL_S = 20.0  # of following one call
+_PROMPT = "a photo"
+_CPU = torch.device("cpu")
+_ON_CPU = property(lambda self: _CPU)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call of a component: its kind, and what its work is.
+
+    `cast`: where the pipeline has cast the component before, the same on meta in the other dtype.
+    """
+
+    component: str
+    kind: Kind
+    work: Footprint
+    cast: nn.Module | None = None
+
+
+def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], str]:
+    """The calls of components in one call of the pipeline; and why they end early, if they do.
+
+    Neither the pipeline nor its components nor the arguments change, and no weight is read: they may be on meta.
+    """
+    given = _arguments(pipe, arguments)
+    rehearsal = _Rehearsal()
+    twin = rehearsal.twin(pipe)
+    with warnings.catch_warnings(), _random_states_kept(), torch.inference_mode(False), torch.no_grad():
+        warnings.simplefilter("ignore")  # of zeros divided by zeros
+        try:
+            twin(**given)
+        except Exception as error:
+            return rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return rehearsal.calls, "" if rehearsal.calls else "it calls none of its components"
+
+
+def _arguments(pipe: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the call, with what it cannot do without, and without what would be noticed outside."""
+    takes = inspect.signature(type(pipe).__call__).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (unknown := sorted(given.keys() - takes.keys())):
+        raise ConfigError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: it takes {', '.join(takes)}")
+    found = {"output_type": "pt"} if "output_type" in takes else {}
+    if "prompt" in takes and not any("prompt" in name for name in given):
+        found["prompt"] = _PROMPT
+    return found | {name: _of_our_own(value) for name, value in given.items() if not name.startswith("callback")}
+
+
+def _of_our_own(value: Any) -> Any:
+    """An argument whose use changes nothing outside, on the CPU."""
+    if isinstance(value, torch.Generator):
+        return torch.Generator()
+    if type(value) in (list, tuple):
+        return type(value)(map(_of_our_own, value))
+    return value.to(_CPU) if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+
+
+class _Rehearsal:
+    """The calls so far, and what was answered to each kind of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._known: dict[Any, tuple[Footprint, Any]] = {}
+        self._until_s = time.perf_counter() + _LIMIT_S
+
+    def twin(self, pipe: Any) -> Any:
+        """The same pipeline with stand-ins for its components, on the CPU."""
+        return self._twin(pipe, {id(module): self._stand_in(name, module) for name, module in modules_of(pipe).items()})
+
+    def _twin(self, pipe: Any, twins: dict[int, Any]) -> Any:
+        """`twins`: of components, and of pipelines that others hold, by the id of what they stand for."""
+        kind = device_map.plain(type(pipe))
+        members = {"device": _ON_CPU, "_execution_device": _ON_CPU, "__module__": kind.__module__}
+        twin: Any = object.__new__(type(kind.__name__, (kind,), members))
+        twins[id(pipe)] = twin
+        for value in vars(pipe).values():
+            if id(value) not in twins and is_pipeline(value):
+                self._twin(value, twins)
+        twin.__dict__.update({name: twins.get(id(value), value) for name, value in vars(pipe).items()})
+        twin.__dict__["_progress_bar_config"] = {"disable": True}
+        if (scheduler := vars(pipe).get("scheduler")) is not None:
+            twin.__dict__["scheduler"] = copy.deepcopy(scheduler)
+        return twin
+
+    def _stand_in(self, name: str, module: nn.Module) -> Any:
+        """A shallow copy of a component whose calls are answered here; to cast it casts another, on meta."""
+        casts = _Casts(module)
+
+        def answering(entry: str) -> Callable[..., Any]:
+            def answer(_: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._answer(name, casts, entry, args, kwargs)
+
+            answer.__signature__ = inspect.signature(getattr(type(module), entry))  # type: ignore[attr-defined]
+            return answer
+
+        def apply(self: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            self.__dict__.update(casts.cast(change))
+            return self
+
+        kind = device_map.plain(type(module))
+        entries = ("forward", *entries_of(module))
+        members: dict[str, Any] = {entry: answering(entry) for entry in entries}
+        members |= {"device": _ON_CPU, "_apply": apply, "__module__": kind.__module__}
+        twin: Any = object.__new__(type(kind.__name__, (kind,), members))
+        hooks: dict[str, Any] = {key: OrderedDict() for key in meta.hooks_of(module)}
+        hidden = {*entries, "_apply"}
+        own = {key: value for key, value in vars(module).items() if key not in hidden and "weightstream" not in key}
+        twin.__dict__.update(own | hooks | casts.held())
+        return twin
+
+    def _answer(self, name: str, casts: _Casts, entry: str, args: Any, kwargs: Any) -> Any:
+        if time.perf_counter() > self._until_s:
+            raise UnsupportedError(f"the rehearsal takes more than {_LIMIT_S:.0f} s")
+        module = casts.now
+        key = id(module), entry, tuple(_signed((args, kwargs)))
+        if key not in self._known:
+            try:
+                self._known[key] = _followed(module, entry, args, kwargs)
+            except UnsupportedError:
+                unmasked = _unmasked(module, entry, args, kwargs)
+                if unmasked is None:
+                    raise
+                self._known[key] = _followed(module, entry, (), unmasked)
+        work, output = self._known[key]
+        cast = None if module is casts.module else module
+        self.calls.append(Call(component=name, kind=kind_of(args, kwargs, entry), work=work, cast=cast))
+        return copy.deepcopy(output)
+
+
+class _Casts:
+    """A component as a pipeline casts it: `now` is the component itself, or the same on meta in another dtype."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = self.now = module
+        self._made: dict[torch.dtype, nn.Module] = {}
+
+    def held(self) -> dict[str, Any]:
+        """What a stand-in has of it."""
+        return {name: dict(vars(self.now)[name]) for name in ("_modules", "_parameters", "_buffers")}
+
+    def cast(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """What a stand-in has of it from now on; `change` is what `nn.Module.to` and its like do to each tensor."""
+        floats = {tensor.dtype for tensor in self.now.parameters() if tensor.is_floating_point()}
+        wanted = {change(torch.empty(0, dtype=dtype, device=_CPU)).dtype for dtype in floats}
+        if len(wanted) != 1 or wanted == floats:
+            return self.held()
+        (dtype,) = wanted
+        if all(tensor.dtype == dtype for tensor in self.module.parameters() if tensor.is_floating_point()):
+            self.now = self.module
+        else:
+            if dtype not in self._made:
+                self._made[dtype] = nn.Module.to(meta.copied(self.module).model, dtype)
+            self.now = self._made[dtype]
+        return self.held()
+
+
+def _followed(module: nn.Module, entry: str, args: Any, kwargs: Any) -> tuple[Footprint, Any]:
+    """The work of a call, and what answers it."""
+    outputs: list[Any] = []
+
+    def answer(output: Any) -> None:
+        outputs.append(meta.zeros_for(output))
+
+    work = follow(module, args, kwargs, entry=entry, limit_s=_CALL_S, on_output=answer)
+    return work, outputs[0]
+
+
+def _unmasked(module: nn.Module, entry: str, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments without masks: transformers asks whether these hide anything. None where there are none."""
+    try:
+        given = inspect.signature(getattr(type(module), entry)).bind(module, *args, **kwargs).arguments
+    except TypeError:
+        return None
+    masks = [name for name, value in given.items() if "mask" in name and isinstance(value, torch.Tensor)]
+    given = {name: value for name, value in list(given.items())[1:] if name not in masks}
+    return given | given.pop("kwargs", {}) if masks else None
+
+
+def _signed(values: Any) -> Iterable[Any]:
+    """What tells calls apart: shapes, and plain values."""
+    for tensor in tensors_in(values):
+        yield tuple(tensor.shape), tensor.dtype
+    args, kwargs = values
+    plain = (bool, int, str, type(None))
+    yield from (value for value in args if isinstance(value, plain))
+    yield from ((key, value) for key, value in sorted(kwargs.items()) if isinstance(value, plain))
+
+
+def runs(calls: Sequence[Call]) -> list[tuple[Call, int]]:
+    """Calls of one kind in a row, and how many."""
+    found: list[tuple[Call, int]] = []
+    for call in calls:
+        last = found[-1] if found else None
+        if last is not None and last[0].work is call.work:
+            found[-1] = call, last[1] + 1
+        else:
+            found.append((call, 1))
+    return found
