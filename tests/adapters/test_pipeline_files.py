@@ -23,7 +23,10 @@ pytest.importorskip("accelerate")
 from weightstream.adapters import pipeline_files  # noqa: E402
 
 # diffusers' own, of numpy
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`upcast_vae` is deprecated:FutureWarning"),
+]
 LARGE = 4096  # bytes: what is smaller may be in memory
 
 
@@ -157,6 +160,14 @@ def test_variants(tmp_path: Path) -> None:
     assert torch.equal(found.pipe.transformer.proj_out.weight, pipe.transformer.proj_out.weight)
     with pytest.raises(weightstream.CheckpointError, match=r"bf16.*pass variant="):
         pipeline_files.load_pipeline(tmp_path, progress=False)
+    with pytest.raises(weightstream.CheckpointError, match=r"bf16.*pass variant="):
+        weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")
+    from weightstream.adapters.packing import pack
+
+    pack(str(tmp_path), tmp_path.parent / "packed-bf16", variant="bf16", verify=True)
+    packed = pipeline_files.load_pipeline(tmp_path.parent / "packed-bf16", progress=False).pipe
+    assert torch.equal(packed.transformer.proj_out.weight, pipe.transformer.proj_out.weight)
+    assert not list((tmp_path.parent / "packed-bf16").rglob("*bf16*"))
     plan = weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB", variant="bf16")
     assert plan.plans["transformer"].manifest.nbytes == sum(p.nbytes for p in pipe.transformer.parameters())
 
@@ -329,6 +340,43 @@ def test_the_plan_of_files(saved: Callable[[str], Path], tmp_path: Path) -> None
     assert bare.turns[-1].component == "vae"
 
 
+def test_the_plan_of_configs_has_one_dtype(tmp_path: Path) -> None:
+    """Components without files are in the dtype that the others tell, as long as none is given."""
+    pipe = pipelines.build("flux")
+    pipe.to(torch.float16)
+    pipe.save_pretrained(tmp_path / "flux", max_shard_size="200KB")
+    for path in (tmp_path / "flux").rglob("*.safetensors"):
+        path.unlink()
+    for name in ("text_encoder", "text_encoder_2"):
+        path = tmp_path / "flux" / name / "config.json"
+        facts = json.loads(path.read_text())
+        del facts["dtype"]
+        path.write_text(json.dumps(facts | {"torch_dtype": "float16"}))
+    assert list((tmp_path / "flux").glob("transformer/*.index.json"))
+    sketch, checkpoints = pipeline_files.sketched(tmp_path / "flux")
+    found = {f"{name}.{key}": p.dtype for name, part in parts(sketch).items() for key, p in part.named_parameters()}
+    assert {dtype for key, dtype in found.items() if ".wo." not in key} == {torch.float16}  # T5 keeps these in float32
+    assert set(checkpoints.values()) == {None}
+    given = {"device": "cpu", "device_budget": "300KiB"}
+    assert weightstream.plan_model(tmp_path / "flux", **given).seconds > 0
+    for dtype in ("float32", torch.bfloat16):
+        assert weightstream.plan_model(tmp_path / "flux", **given, dtype=dtype).seconds > 0
+
+
+def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
+    """Not those of configs, which on the hub often tell another."""
+    want = pipelines.image(pipelines.build("sdxl"), "sdxl")
+    pipelines.build("sdxl").save_pretrained(tmp_path)
+    for name in ("text_encoder", "text_encoder_2"):
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16", "torch_dtype": "float16"}))
+    pipe = loaded(tmp_path)
+    assert {p.dtype for part in parts(pipe).values() for p in part.parameters()} == {torch.float32}
+    assert torch.equal(pipelines.image(pipe, "sdxl"), want)
+    sketch, _ = pipeline_files.sketched(tmp_path)
+    assert {p.dtype for part in parts(sketch).values() for p in part.parameters()} == {torch.float32}
+
+
 # -- what is wrong is told ---------------------------------------------------------------------------------------------
 
 
@@ -392,6 +440,14 @@ def test_broken_folders(
     [
         ({"dtype": "float17"}, weightstream.ConfigError, "dtype"),
         ({"dtype": "float16", "torch_dtype": "float16"}, weightstream.ConfigError, "the same"),
+        ({"dtype": 5}, weightstream.ConfigError, "floating point dtype"),
+        ({"dtype": "int8"}, weightstream.ConfigError, "floating point dtype"),
+        ({"torch_dtype": {"transformer": torch.bfloat16}}, weightstream.ConfigError, "floating point dtype"),
+        ({"device_buget": "6GiB"}, weightstream.ConfigError, r"FluxPipeline takes no device_buget: it takes .*vae"),
+        ({"device_map": "balanced"}, weightstream.ConfigError, "device_budget="),
+        ({"quantization_config": object()}, weightstream.ConfigError, "files are loaded as they are"),
+        ({"use_safetensors": False}, weightstream.ConfigError, "takes no use_safetensors"),
+        ({"example_inputs": ["a cat"]}, weightstream.ConfigError, "keywords of a call.*not list"),
         ({"base": "."}, weightstream.ConfigError, "goes with a single file"),
         ({"host_budget": "1GiB"}, weightstream.ConfigError, "device_budget"),
         ({"device_budget": "1KiB"}, weightstream.PlanError, "device budget"),
@@ -405,6 +461,26 @@ def test_options_that_cannot_be(
     given = {"device": "cpu", "device_budget": "1MiB", "progress": False} | options
     with pytest.raises(kind, match=text):
         weightstream.pipeline_from_pretrained(saved("flux"), **given)
+
+
+def test_options_that_say_what_is_done_anyway(saved: Callable[[str], Path]) -> None:
+    pipe = loaded(saved("flux"), use_safetensors=True, low_cpu_mem_usage=True, local_files_only=True)
+    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain(saved("flux")), "flux"))
+
+
+def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> None:
+    """From files too, and told by their plan."""
+    pipelines.build("upcast").save_pretrained(tmp_path)
+    example = pipelines.arguments("upcast")
+    want = pipelines.image(plain(tmp_path, dtype=torch.float16), "upcast")
+    pipe = loaded(tmp_path, example_inputs=example)
+    for _ in range(2):
+        assert torch.equal(pipelines.image(pipe, "upcast"), want)
+    there = pipe.weightstream.plan(**example)
+    found = weightstream.plan_model(tmp_path, device="cpu", device_budget="900KiB", example_inputs=example)
+    sizes = [[t.plan.manifest.nbytes for t in p.turns if t.component == "vae"] for p in (there, found)]
+    assert sizes[0] == sizes[1]
+    assert min(sizes[0]) > 1.9 * found.plans["vae"].manifest.nbytes
 
 
 def test_a_pipeline_is_no_model_and_a_model_no_pipeline(saved: Callable[[str], Path]) -> None:

@@ -39,9 +39,12 @@ _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of t
 
 
 def check_dtype(dtype: str | torch.dtype) -> None:
-    """Raises `ConfigError` for a name that is no dtype's."""
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype = {dtype!r}: give 'auto' or the name of a torch dtype, such as 'bfloat16'")
+    """Raises `ConfigError` for what names no dtype that a model can be cast to."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(
+            f"dtype = {dtype!r}: give 'auto', or a floating point dtype of torch or its name, such as 'bfloat16'"
+        )
 
 
 def local_path(

@@ -32,21 +32,24 @@ def pack(
     codec: str = "none",
     verify: bool = False,
     trust_remote_code: bool = False,
+    variant: str | None = None,
     progress: bool = False,
     advance: Callable[[int, int], None] = lambda total, nbytes: None,
 ) -> list[store.Shard]:
     """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
 
-    `advance(total, nbytes)` is told how many more bytes of all are done. Raises as `load_pretrained` and
-    `store.growing` do.
+    `variant`: of a pipeline's files, such as "fp16". `advance(total, nbytes)` is told how many more bytes of all are
+    done. Raises as `load_pretrained` and `store.growing` do.
     """
     how = _How(codec, verify, advance)
     if is_pipeline(path_or_repo_id):
         from weightstream.adapters import pipeline_folder  # needs diffusers
 
-        folder = pipeline_folder.folder_of(path_or_repo_id, None)
+        folder = pipeline_folder.folder_of(path_or_repo_id, variant)
         with store.growing(_place(out.expanduser(), folder)) as grown:
-            return list(_pipeline(folder, pipeline_folder.specs_of(folder), grown, how))
+            return list(_pipeline(folder, pipeline_folder.specs_of(folder), grown, how, variant))
+    if variant is not None:
+        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant")
     source, folder = local_path(path_or_repo_id, trust_remote_code)
     may_write = how.may_write(folder)
     with store.growing(_place(out.expanduser(), folder)) as grown:
@@ -81,14 +84,16 @@ class _How(NamedTuple):
         return False
 
 
-def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How) -> Iterator[store.Shard]:
-    """Packs each component of a pipeline, and copies what is beside them."""
+def _pipeline(
+    folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, variant: str | None
+) -> Iterator[store.Shard]:
+    """Packs each component of a pipeline, under the names without a variant, and copies what is beside them."""
     from weightstream.adapters import pipeline_files
 
     for name, kind in specs.items():
         (grown / name).mkdir()
         may_write = how.may_write(folder / name)
-        loaded = pipeline_files.load_component(kind, folder / name, grown, may_write=may_write)
+        loaded = pipeline_files.load_component(kind, folder / name, grown, variant=variant, may_write=may_write)
         stem = "model" if hasattr(loaded.model, "base_model_prefix") else "diffusion_pytorch_model"
         yield from _packed(loaded, grown / name, how, stem)
         store.copy_beside(folder / name, grown / name)

@@ -32,12 +32,14 @@ from weightstream.adapters.hub import (
 )
 from weightstream.adapters.pipeline_folder import (
     around,
+    check_keywords,
+    common_dtype,
     dtype_of,
     folder_of,
     required,
     skeleton_of,
     specs_of,
-    weights_of,
+    weights_if_any,
 )
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
@@ -47,6 +49,7 @@ from weightstream.store.mapping import Memory
 
 _LOADING = threading.Lock()  # what diffusers is told for a load is of the process
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
+_AS_IT_IS = ("low_cpu_mem_usage", "use_safetensors")
 _SKETCHED = (*DESCRIBING, "*.txt", "*.model", "*.jinja")
 _CPU = torch.device("cpu")
 _Gguf: Any = diffusers.GGUFQuantizationConfig
@@ -108,6 +111,7 @@ def load_pipeline(
         device=device,
         may_write=may_write,
     )
+    kwargs = {name: value for name, value in kwargs.items() if not (name in _AS_IT_IS and value)}
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     path = Path(path_or_repo_id).expanduser()
     with refused_as_checkpoint(path_or_repo_id, "load", "diffusers"), diffusers_private.progress_bars(progress):
@@ -116,6 +120,7 @@ def load_pipeline(
         if base is not None:
             raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
         folder = folder_of(path_or_repo_id, variant, **hub)
+        check_keywords(folder, kwargs)
         return _assembled(folder, specs_of(folder), options, kwargs)
 
 
@@ -135,9 +140,11 @@ def sketched(
     given: dict[str, Any] = {}
     checkpoints: dict[str, Checkpoint | None] = {}
     with refused_as_checkpoint(path_or_repo_id, "build", "diffusers"), diffusers_private.progress_bars(False):
-        for name, kind in specs_of(folder).items():
-            inside = folder / name
-            file = weights_of(inside, variant)
+        specs = specs_of(folder)
+        files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
+        common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
+        for name, kind in specs.items():
+            inside, file = folder / name, files[folder / name]
             if is_quantised(inside):
                 if file is None:
                     raise UnsupportedError(f"{inside}: the plan of a quantised model needs its files: get them first")
@@ -145,20 +152,25 @@ def sketched(
                 options = _Options(dtype=dtype, variant=variant, offload_folder=None, **quiet)
                 given[name] = _component(kind, inside, options).model
                 checkpoints[name] = None
-            elif issubclass(kind, transformers.PreTrainedModel):
-                given[name], checkpoints[name] = skeleton(file or inside, dtype=dtype, model_class=kind)
+                continue
+            checkpoints[name] = None if file is None else Checkpoint.open(file)
+            wanted = common if file is None else dtype_of(dtype, checkpoints[name])
+            if issubclass(kind, transformers.PreTrainedModel):
+                given[name], checkpoints[name] = skeleton(file or inside, dtype=wanted, model_class=kind)
             else:
-                checkpoints[name] = None if file is None else Checkpoint.open(file)
-                given[name] = skeleton_of(kind, inside, dtype, checkpoints[name])
+                is_told = file is not None or dtype != "auto"
+                given[name] = skeleton_of(kind, inside, wanted, is_told=is_told)
         return around(folder, given), checkpoints
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def load_component(kind: Any, folder: Path, offload_folder: Path, *, may_write: bool = True) -> LoadedModel:
+def load_component(
+    kind: Any, folder: Path, offload_folder: Path, *, variant: str | None = None, may_write: bool = True
+) -> LoadedModel:
     """One component, in the dtype of its files. Raises as `load_pipeline`."""
-    given: dict[str, Any] = {"dtype": "auto", "variant": None, "offload_folder": offload_folder, "verify": True}
+    given: dict[str, Any] = {"dtype": "auto", "variant": variant, "offload_folder": offload_folder, "verify": True}
     options = _Options(**given, decode=lambda: False, device=_CPU, may_write=may_write)
     with refused_as_checkpoint(folder, "load", "diffusers"), diffusers_private.progress_bars(False):
         return _component(kind, folder, options)
@@ -192,10 +204,13 @@ def _components(
 def _component(kind: Any, place: Path, options: _Options, described: Path | None = None) -> LoadedModel:
     """A component of the weights in a folder, or in a single file with its config in the folder `described`."""
     if issubclass(kind, transformers.PreTrainedModel) and place.is_dir():
+        file, dtype = required(place, options.variant), options.dtype
+        if dtype == "auto" and not is_quantised(place):
+            dtype = dtype_of(dtype, Checkpoint.open(file))  # transformers would go by its config
         return load_pretrained(
-            required(place, options.variant),
+            file,
             model_class=kind,
-            dtype=options.dtype,
+            dtype=dtype,
             offload_folder=options.offload_folder,
             verify_checksums=options.verify,
             decode=options.decode,
@@ -223,6 +238,8 @@ def _single_file(path: Path, base: str | Path | None, options: _Options, kwargs:
     load = _Load(path, options, None)
     kind, config = diffusers_private.pipeline_of(load.checkpoint.entries, path, base)
     folder = Path(config)
+    if folder.is_dir():
+        check_keywords(folder, kwargs.keys() - set(_OF_THE_HUB))
     specs = specs_of(folder) if folder.is_dir() else {}
     with _components(specs, kwargs, options, folder) as (given, found), load.viewing():
         found.pipe = kind.from_single_file(str(path), config=config, **given, **load.options)

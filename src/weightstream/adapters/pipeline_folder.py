@@ -6,10 +6,12 @@ Reads configs and headers; no tensor.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
@@ -19,11 +21,20 @@ from torch import nn
 
 from weightstream.adapters import diffusers_private
 from weightstream.adapters.hub import PIPELINE
-from weightstream.errors import CheckpointError
+from weightstream.errors import CheckpointError, ConfigError
 from weightstream.store.checkpoint import Checkpoint
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 _COMPUTES = ("bfloat16", "float16", "float32", "float64")
+_PASSED_ON = frozenset(("custom_pipeline", "custom_revision", "trust_remote_code"))
+_ELSEWHERE = MappingProxyType(
+    {
+        "device_map": "device= says where a pipeline computes, and device_budget= how much of its weights stay there",
+        "max_memory": "device_budget= says how much of the device the weights may take",
+        "quantization_config": "files are loaded as they are: quantise a component with diffusers and save it, or pass "
+        "a component that is quantised",
+    }
+)
 _Pipeline: Any = diffusers.DiffusionPipeline
 
 
@@ -63,8 +74,23 @@ def specs_of(folder: Path) -> dict[str, Any]:
 def around(folder: Path, given: Mapping[str, Any]) -> Any:
     """The pipeline of a folder, with these components; diffusers loads the others."""
     # its own class: the general one does not know of components that may be left out, and would load them again
-    kind: Any = getattr(diffusers, _facts(folder).get("_class_name", ""), diffusers.DiffusionPipeline)
-    return kind.from_pretrained(str(folder), **given)
+    return _class_of(_facts(folder)).from_pretrained(str(folder), **given)
+
+
+def _class_of(facts: Mapping[str, Any]) -> Any:
+    return getattr(diffusers, facts.get("_class_name", ""), diffusers.DiffusionPipeline)
+
+
+def check_keywords(folder: Path, given: Iterable[str]) -> None:
+    """Raises `ConfigError` for keywords that a pipeline does not take: diffusers would ignore them."""
+    facts = _facts(folder)
+    kind = _class_of(facts)
+    takes = {*inspect.signature(kind.__init__).parameters, *facts} - {"self", "kwargs", "args"}
+    takes = {name for name in takes if not name.startswith("_")}
+    if elsewhere := [name for name in given if name in _ELSEWHERE]:
+        raise ConfigError(f"{elsewhere[0]}: {_ELSEWHERE[elsewhere[0]]}")
+    if unknown := sorted(set(given) - takes - _PASSED_ON):
+        raise ConfigError(f"{kind.__name__} takes no {', '.join(unknown)}: it takes {', '.join(sorted(takes))}")
 
 
 def _kind(library: str, name: str) -> Any:
@@ -93,6 +119,12 @@ def weights_of(folder: Path, variant: str | None) -> Path | None:
     return None
 
 
+def weights_if_any(folder: Path, variant: str | None) -> Path | None:
+    """The same; None where they are not here. Raises `CheckpointError` where there are weights, but of other names."""
+    is_there = any(name.endswith(".safetensors") for name in _names_in(folder))
+    return required(folder, variant) if is_there else None
+
+
 def _names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
@@ -117,13 +149,28 @@ def dtype_of(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.d
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def skeleton_of(kind: Any, folder: Path, dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> nn.Module:
-    """A model of diffusers on meta."""
+def common_dtype(files: Mapping[Path, Path | None]) -> torch.dtype:
+    """That of components whose files are not here: the most common one of what others' files and configs tell.
+
+    `files`: of each component's folder the file of its weights.
+    """
+    told: Counter[torch.dtype] = Counter()
+    for folder, file in files.items():
+        if file is not None and file.suffix == ".safetensors":
+            told[dtype_of("auto", Checkpoint.open(file))] += 1
+        elif file is None and (path := folder / "config.json").is_file():
+            facts = json.loads(path.read_bytes())
+            name = str(facts.get("dtype") or facts.get("torch_dtype") or "")
+            if name in _COMPUTES:
+                told[getattr(torch, name)] += 1
+    return max(told, key=lambda dtype: told[dtype]) if told else torch.bfloat16
+
+
+def skeleton_of(kind: Any, folder: Path, dtype: torch.dtype, *, is_told: bool) -> nn.Module:
+    """A model of diffusers on meta; `is_told`: the dtype is its own, not one that others tell."""
     with torch.device("meta"):
         model: nn.Module = kind.from_config(kind.load_config(str(folder)))
-    if checkpoint is None and dtype == "auto" and (found := _indexed_dtype(folder, model)) is not None:
-        dtype = found
-    wanted = dtype_of(dtype, checkpoint)
+    wanted = dtype if is_told else _indexed_dtype(folder, model) or dtype
     for name, param in model.named_parameters():
         kept = diffusers_private.is_kept_in_float32(kind, name)
         param.data = param.data.to(torch.float32 if kept else wanted)
@@ -135,5 +182,5 @@ def _indexed_dtype(folder: Path, model: nn.Module) -> torch.dtype | None:
     for path in folder.glob("*.index*.json"):
         facts = json.loads(path.read_bytes())
         per_weight = facts.get("metadata", {}).get("total_size", 0) / max(1, sum(p.numel() for p in model.parameters()))
-        return torch.float32 if per_weight > 3 else torch.bfloat16
+        return torch.float32 if per_weight > 3 else None  # of two bytes there are two
     return None

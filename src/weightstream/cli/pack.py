@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from weightstream.cli.pipelines import Variant
 from weightstream.cli.terminal import Model, TrustRemoteCode, require
 
 
@@ -20,6 +21,7 @@ def pack(
         typer.Option("--codec", help="Code the weights, bit for bit; auto: what gains, each by its smaller code."),
     ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,
+    variant: Variant = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write MODEL's weights to OUT in the order that they stream in.
@@ -44,7 +46,7 @@ def pack(
         bar.update(task, advance=nbytes, total=total)
 
     try:
-        how: Any = {"codec": codec, "verify": verify, "trust_remote_code": trust_remote_code}
+        how: Any = {"codec": codec, "verify": verify, "variant": variant, "trust_remote_code": trust_remote_code}
         shards = packing.pack(model, out, progress=shown, advance=advance, **how)
     finally:
         bar.stop()

@@ -234,6 +234,6 @@ def write(
 def copy_beside(source: Path, folder: Path) -> None:
     """Copies what the folder `source` holds beside weights."""
     for path in source.iterdir():
-        is_ours = path.name.endswith((*SUFFIXES, ".index.json")) or path.name.startswith(".")
+        is_ours = path.name.endswith(SUFFIXES) or ".index." in path.name or path.name.startswith(".")
         if not is_ours and path.is_file() and path.stat().st_size <= _BESIDE_NBYTES:
             shutil.copyfile(path, folder / path.name)
