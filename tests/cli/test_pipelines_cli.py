@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,51 @@ def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert "identical: no" in result.stdout
 
 
-def test_a_video_is_written(video: Path, tmp_path: Path) -> None:
+def test_a_video_is_written(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "video.gif"
     flags = ("--device-budget", "300KiB", *CALL, "--frames", 5, "--prompt", "w5 w9", "--out", out)
     assert answered("run", video, *flags)["files"] == [str(out)]
     with Image.open(out) as made:
         assert made.n_frames == 5
-    result = weightstream("run", video, *flags[:-1], tmp_path / "video.png")
+    monkeypatch.chdir(tmp_path)
+    assert answered("run", video, *flags[:-2])["files"] == ["video.gif"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.png", "a video goes into a .gif"), ("x.mp4", "pip install imageio")])
+def test_what_no_video_can_be_written_to_is_told_first(
+    video: Path, name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightstream.cli.pipelines._WRITERS", ("no_such_writer",))
+    monkeypatch.setattr("weightstream.pipeline_from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    result = weightstream("run", video, "--device-budget", "300KiB", *CALL, "--out", tmp_path / name)
     assert result.exit_code == 2
-    assert "a video goes into" in result.stderr
+    assert text in result.stderr
+
+
+def test_an_mp4_is_written(video: Path, tmp_path: Path) -> None:
+    pytest.importorskip("imageio_ffmpeg")
+    out = tmp_path / "video.mp4"
+    flags = ("--device-budget", "300KiB", *CALL, "--frames", 5, "--prompt", "w5 w9", "--out", out)
+    assert answered("run", video, *flags)["files"] == [str(out)]
+    assert out.stat().st_size > 0
+
+
+def test_what_the_pipeline_itself_refuses(video: Path, tmp_path: Path) -> None:
+    flags = ("--device-budget", "300KiB", "--height", 33, "--out", tmp_path / "x.gif")
+    result = weightstream("run", video, *flags)
+    assert result.exit_code == 2
+    assert "WanPipeline cannot run with height=33" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_pipeline_that_needs_more_than_a_prompt(command: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "i2i")
+    path = tmp_path / "i2i" / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "FluxImg2ImgPipeline"}))
+    out = ("--out", tmp_path / "x.png") if command == "run" else ()
+    result = weightstream(command, tmp_path / "i2i", "--device-budget", BUDGET, *CALL, *out)
+    assert result.exit_code == 2
+    assert "FluxImg2ImgPipeline cannot run with" in result.stderr
 
 
 def test_calls_are_timed(folder: Path, tmp_path: Path) -> None:
@@ -141,7 +178,8 @@ def test_a_pack_is_the_same_pipeline(folder: Path, tmp_path: Path) -> None:
     [
         ("run", ("--chat",), "leave out --chat"),
         ("run", ("--max-new-tokens", 5), "leave out --max-new-tokens"),
-        ("run", ("--out", "x.pdf"), "--out x.pdf"),
+        ("run", ("--out", "x.pdf"), "--out x.pdf: an image goes into a .png"),
+        ("run", ("--out", "x.gif"), "an image goes into a .png"),
         ("run", ("--out", "/nowhere/x.png"), "no folder /nowhere"),
         ("plan", ("--frames", 4), "takes no num_frames"),
         ("plan", ("--device-budget", "1KiB"), "device budget"),

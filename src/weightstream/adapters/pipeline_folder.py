@@ -9,7 +9,7 @@ import importlib
 import inspect
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 from weightstream.adapters import diffusers_private
-from weightstream.adapters.hub import PIPELINE
+from weightstream.adapters.hub import DESCRIBING, PIPELINE, local_path
 from weightstream.errors import CheckpointError, ConfigError
 from weightstream.store.checkpoint import Checkpoint
 
@@ -79,6 +79,12 @@ def around(folder: Path, given: Mapping[str, Any]) -> Any:
 
 def _class_of(facts: Mapping[str, Any]) -> Any:
     return getattr(diffusers, facts.get("_class_name", ""), diffusers.DiffusionPipeline)
+
+
+def call_keywords(path_or_repo_id: str | Path) -> Collection[str]:
+    """What a call of the pipeline takes. Raises `CheckpointError`."""
+    _, folder = local_path(path_or_repo_id, remote_code=False, files=DESCRIBING)
+    return inspect.signature(_class_of(_facts(folder)).__call__).parameters.keys()
 
 
 def check_keywords(folder: Path, given: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,8 @@ Variant = Annotated[str | None, typer.Option(help="Of a pipeline's files, such a
 PROMPT = "a photo of a cat on the moon"
 _GIB = 2**30
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_VIDEOS = (".gif", ".webp", ".mp4")
+_WRITERS = ("imageio", "imageio_ffmpeg")  # of .mp4
 _BUDGETS = 8
 _BAR = 11
 
@@ -149,12 +152,13 @@ class Session:
     def __init__(
         self, model: str, loading: dict[str, Any], variant: str | None, call: dict[str, Any], *, progress: bool
     ) -> None:
-        require("diffusers", "diffusers", "a pipeline")
         from weightstream import pipeline_from_pretrained
 
         options = {name: loading[name] for name in ("config", "device", "dtype")}
         if loading["trust_remote_code"]:
             options["trust_remote_code"] = True
+        takes = _taken(model)
+        call = {name: value for name, value in call.items() if name != "prompt" or "prompt" in takes}
         self.call, self.seed = call, 0
         self.pipe = pipeline_from_pretrained(model, **options, variant=variant, example_inputs=call, progress=progress)
         self.device = self.pipe.weightstream.device
@@ -171,7 +175,10 @@ class Session:
 
         generator = torch.Generator("cpu").manual_seed(self.seed)
         began = time.perf_counter()
-        output = self.pipe(**self.call, generator=generator, **more)
+        try:
+            output = self.pipe(**self.call, generator=generator, **more)
+        except (ValueError, TypeError) as error:  # by which pipelines refuse what they are given
+            raise ConfigError(f"{type(self.pipe).__name__} cannot run with {_named(self.call)}: {error}") from error
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return output, time.perf_counter() - began
@@ -196,6 +203,18 @@ class Session:
             raise OffloadError(f"all of it is needed on {self.device}, where it does not fit: {error}") from error
 
 
+def _taken(model: str) -> Collection[str]:
+    """The keywords that a call of the pipeline takes."""
+    require("diffusers", "diffusers", "a pipeline")
+    from weightstream.adapters.pipeline_folder import call_keywords
+
+    return call_keywords(model)
+
+
+def _named(call: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in call.items())
+
+
 def _made(output: Any) -> Any:
     """The images or the frames of a call."""
     for name in ("images", "frames"):
@@ -204,12 +223,21 @@ def _made(output: Any) -> Any:
     raise UnsupportedError(f"{type(output).__name__} has neither images nor frames")
 
 
-def check_out(out: Path) -> None:
-    """Raises `ConfigError` where no image or video of this name can be written."""
-    if out.suffix.lower() not in (*_PICTURES, ".gif", ".mp4"):
-        raise ConfigError(f"--out {out}: name a {', '.join(_PICTURES)}, .gif or .mp4 file")
+def place_of(out: Path | None, takes: Collection[str]) -> Path:
+    """Where what a call gives is written; `takes`: the keywords of the call.
+
+    Raises `ConfigError` or `UnsupportedError` where it cannot be written so.
+    """
+    is_video = "num_frames" in takes
+    out = out or Path("video.gif" if is_video else "image.png")
+    kinds = _VIDEOS if is_video else _PICTURES
+    if out.suffix.lower() not in kinds:
+        raise ConfigError(f"--out {out}: {'a video' if is_video else 'an image'} goes into a {', '.join(kinds)} file")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if out.suffix.lower() == ".mp4" and not all(map(find_spec, _WRITERS)):
+        raise UnsupportedError(f"--out {out}: to write it, pip install imageio imageio-ffmpeg; a .gif needs neither")
+    return out
 
 
 def save(output: Any, out: Path) -> list[Path]:
@@ -221,15 +249,10 @@ def save(output: Any, out: Path) -> list[Path]:
         path = out if len(made) == 1 else out.with_stem(f"{out.stem}-{index + 1}")
         frames = list(item) if is_video else [item]
         if path.suffix.lower() == ".mp4":
-            try:
-                require("diffusers.utils", "diffusers", "a video").export_to_video(frames, str(path))
-            except ImportError as error:
-                raise UnsupportedError(f"--out {out}: pip install imageio imageio-ffmpeg ({error})") from error
+            require("diffusers.utils", "diffusers", "a video").export_to_video(frames, str(path))
         else:
             pictures = [_picture(frame) for frame in frames]
             more = {"save_all": True, "append_images": pictures[1:]} if len(pictures) > 1 else {}
-            if more and path.suffix.lower() not in (".gif", ".webp"):
-                raise ConfigError(f"--out {out}: a video goes into a .gif, .webp or .mp4 file")
             pictures[0].save(path, **more)
         written.append(path)
     return written
@@ -252,7 +275,7 @@ def run(
     call: dict[str, Any],
     *,
     variant: str | None,
-    out: Path,
+    out: Path | None,
     seed: int,
     verify: bool,
     as_json: bool,
@@ -260,7 +283,8 @@ def run(
     """What `weightstream run` does for a pipeline; whether the plain one gives the same, where that is asked for."""
     import torch
 
-    check_out(out)
+    takes = _taken(model)
+    out = place_of(out, takes)
     session = Session(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
     session.seed = seed
     output, taken_s = session.run()

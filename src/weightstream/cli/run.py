@@ -38,7 +38,7 @@ def run(
     prompt: Annotated[str | None, typer.Option(help="What to go on from, or what a picture is to show.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message in a chat.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; default: 64.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where a pipeline writes its image; default: image.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where a pipeline writes; default: image.png or video.gif.")] = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,
@@ -57,8 +57,7 @@ def run(
     if is_pipeline(model):
         pipelines.refuse(model, chat=chat, max_new_tokens=max_new_tokens)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
-        path = out or Path("image.png")
-        how: dict[str, Any] = {"variant": variant, "out": path, "seed": seed or 0, "verify": verify}
+        how: dict[str, Any] = {"variant": variant, "out": out, "seed": seed or 0, "verify": verify}
         raise typer.Exit(1 if pipelines.run(model, loading, call, **how, as_json=as_json) is False else 0)
     given = {"height": height, "width": width, "steps": steps, "frames": frames, "variant": variant}
     pipelines.refuse(model, out=out, seed=seed, **given)
