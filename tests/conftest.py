@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,8 @@ from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 from weightstream.runtime.cuda import CUDA_PROFILE
 
+_NUM_MODULES = pytest.StashKey[int]()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long goes first, or one worker would wait for it alone in the end."""
@@ -29,11 +32,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _keep_modules(session.config)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file of tests leaves behind was imported, and stays: no collection of garbage looks at it again."""
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+    """What a test imported stays: no collection of garbage looks at it again (they took two thirds of the time)."""
+    if len(sys.modules) != item.config.stash[_NUM_MODULES] or nextitem is None or nextitem.path != item.path:
+        _keep_modules(item.config)
+
+
+def _keep_modules(config: pytest.Config) -> None:
+    config.stash[_NUM_MODULES] = len(sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -115,7 +115,7 @@ class Assembly:
 
     def attach(self, plan: Plan, block: Block | None = None, entries: Sequence[str] = ()) -> Streamer:
         """Put the plan in force."""
-        if short := self.prospect.shortage(plan):
+        if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
             logger.warning("device memory may run out: %s", short)
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
         around = self._homes, self._backend, refinement, plan, self._blocks, self._closing.close

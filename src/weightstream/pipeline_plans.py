@@ -31,6 +31,7 @@ from weightstream.plan.turns import PipelinePlan, Turn, shares
 
 logger = logging.getLogger("weightstream")
 
+_ROUNDED_NBYTES = 64 << 20  # by which the allocator's blocks are larger than tensors, and what a pipeline itself holds
 _STEPS = 28  # that a denoiser is taken to run where nothing tells
 _DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
@@ -181,7 +182,11 @@ def plan_of_call(
         if plan.first and not is_next:  # of the copy that a turn begins with, which nothing hides
             cold_s = prospect.planners[0].machine.profile.copy_s(plan.unit_nbytes[plan.first[0]])
         turns.append(Turn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
-    return PipelinePlan(turns=tuple(turns), plans=dict(plans), block_nbytes=nbytes)
+    machine = max((p.prospect.planners[0].machine for p in parts.plain.values()), key=lambda m: m.free_nbytes)
+    workspace = 0 if machine.on_cpu else machine.profile.workspace_nbytes + _ROUNDED_NBYTES
+    free = 0 if machine.on_cpu else machine.free_nbytes
+    about = {"workspace_nbytes": workspace, "free_nbytes": free}
+    return PipelinePlan(turns=tuple(turns), plans=dict(plans), block_nbytes=nbytes, **about)
 
 
 def _priced(plan: Plan, prospect: Prospect) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from weightstream.adapters import diffusers
 from weightstream.adapters.rehearsal import rehearse
 from weightstream.assembly import Assembly, Given, assembled
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, OffloadError, UnsupportedError, WeightstreamError
+from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
 from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
     Parts,
@@ -176,6 +176,11 @@ def _offloaded(
         }
         parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
         found, nbytes = shared_out(parts, known_of(parts, calls), calls)
+        with suppress(PlanError):  # one that is cast has no room: said when it is
+            plans = {name: shared.plan for name, shared in found.items()}
+            shares = {name: shared.share for name, shared in found.items()}
+            if short := plan_of_call(calls, parts, plans, shares, nbytes).shortage:
+                logger.warning("device memory may run out: %s", short)
         made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders)
         with ExitStack() as on_failure:
             on_failure.callback(made.remove)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import weightstream
 from coded_rig import built, code_all, exact, told
+from mapped import rss_nbytes
 from models import assert_same, floats, step, tokens, weights
 from streaming import least_budget
 from weightstream.cli import app
@@ -139,6 +140,19 @@ def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, codec: str, fold
     assert values(model) == values(reference)
     assert_equal_for_a_while(model, reference, name)
     assert [line for line in told if "converted" not in line] == []
+
+
+def test_pages_of_what_was_coded_are_not_held_beside_it(tmp_path: Path) -> None:
+    settings = {**TEXT, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    kind = transformers.LlamaForCausalLM
+    kind(transformers.LlamaConfig(**settings)).to(torch.bfloat16).save_pretrained(tmp_path)
+    shares = []
+    for codec in ("3bit", "none"):
+        options = {"device": "cpu", "codec": codec, "progress": False}
+        with weightstream.from_pretrained(tmp_path, device_budget="8MiB", **options).weightstream as streamer:
+            (file,) = streamer._homes.files
+            shares.append(rss_nbytes(file) / file.nbytes)
+    assert shares[0] < 0.1 < 0.7 < shares[1]
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torch import nn
 import weightstream.front
 import weightstream.runtime.devices
 from fixtures_structure import Block
+from mapped import rss_nbytes
 from models import MODELS, Model, floats, model_nbytes, randomise, weights
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
@@ -161,6 +162,22 @@ def test_a_mapping_tells_positions_in_its_file_and_an_empty_one_tells_none(tmp_p
     assert mapping.written() == [(4 * PAGE, 5 * PAGE)]
     (tmp_path / "empty").write_bytes(b"")
     assert FileMapping(tmp_path / "empty").written() == []
+
+
+@pytest.mark.usefixtures("way")
+def test_pages_that_are_left_count_no_more_and_writes_stay(tmp_path: Path) -> None:
+    mapping = FileMapping(file_of(tmp_path / "file", 64))
+    before = mapping.bytes(0, 64 * PAGE).clone()
+    assert rss_nbytes(mapping) == 64 * PAGE
+    for page in (10, 30):
+        mapping.bytes(page * PAGE, page * PAGE + 1).add_(1)
+    mapping.leave(PAGE - 1, 64 * PAGE - 1)  # whole pages alone: neither the first nor the last
+    assert rss_nbytes(mapping) == 4 * PAGE
+    changed = (mapping.bytes(0, 64 * PAGE) != before).nonzero().flatten().tolist()
+    assert changed == [10 * PAGE, 30 * PAGE]
+    for begin, end in ((0, 0), (5, PAGE - 1), (7 * PAGE + 1, 9 * PAGE - 1)):
+        mapping.leave(begin, end)
+    assert rss_nbytes(mapping) == 64 * PAGE
 
 
 @pytest.mark.parametrize(("request_code", "gib"), [(mapping_module._SCAN, 64), (0, 8)])

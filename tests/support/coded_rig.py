@@ -132,7 +132,8 @@ class Messages(list[str]):
         self._caplog = caplog
 
     def __iter__(self) -> Iterator[str]:
-        return iter([r.getMessage() for r in self._caplog.records if r.levelno >= logging.WARNING])
+        records = (record for record in self._caplog.records if record.name.startswith("weightstream"))
+        return iter([record.getMessage() for record in records if record.levelno >= logging.WARNING])
 
     def __len__(self) -> int:
         return len(list(iter(self)))

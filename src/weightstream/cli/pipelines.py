@@ -101,7 +101,7 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
     head = {
         "model": f"{model} ({human(nbytes)} of weights)",
         "machine": f"{machine}, measured" if machine else assumed,
-        "memory": f"{parts}, and {human(planned.activation_nbytes)} of activations at most",
+        "memory": f"{parts}, and {planned.beside}",
     }
     print_labelled(head)
     columns = ("component", "steps", "resident", "ring", "moves", "activations", "predicted")
@@ -114,6 +114,7 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
         {
             "moves": f"{human(planned.copied_nbytes)} over the link per call",
             "predicted": f"{planned.seconds:.2f} s per call; limit: {limit} ({planned.bound_s:.2f} s at least)",
+            **({"shortage": planned.shortage} if planned.shortage else {}),
         }
     )
 

@@ -99,12 +99,15 @@ class Turn:
 class PipelinePlan:
     """What one call of a pipeline takes: the turns of its components, in order, and bytes of device memory.
 
-    `block_nbytes` is the memory that they have in turn; `plans` are those in force.
+    `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what libraries
+    and the allocator keep beside weights and activations; `free_nbytes` what the device has for all, 0: unknown.
     """
 
     turns: tuple[Turn, ...]
     plans: Mapping[str, Plan]
     block_nbytes: int
+    workspace_nbytes: int = 0
+    free_nbytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -120,6 +123,22 @@ class PipelinePlan:
     def activation_nbytes(self) -> int:
         """The most bytes of activations that any step takes."""
         return max((turn.plan.activation_nbytes for turn in self.turns), default=0)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes of device memory that a call takes at most."""
+        return self.device_nbytes + self.activation_nbytes + self.workspace_nbytes
+
+    @property
+    def shortage(self) -> str | None:
+        """In words, where that is more than the device has free; None: it fits, or nobody knows."""
+        if not self.free_nbytes or self.peak_nbytes <= self.free_nbytes:
+            return None
+        return (
+            f"weights {human(self.device_nbytes)} + activations {human(self.activation_nbytes)} + workspace "
+            f"{human(self.workspace_nbytes)} = {human(self.peak_nbytes)} > {human(self.free_nbytes)} free on the "
+            "device: lower device_budget, or the size or number of images"
+        )
 
     @property
     def copied_nbytes(self) -> int:
@@ -162,8 +181,17 @@ class PipelinePlan:
             "device_nbytes": self.device_nbytes,
             "block_nbytes": self.block_nbytes,
             "activation_nbytes": self.activation_nbytes,
+            "workspace_nbytes": self.workspace_nbytes,
+            "peak_nbytes": self.peak_nbytes,
+            "shortage": self.shortage,
             "turns": turns,
         }
+
+    @property
+    def beside(self) -> str:
+        """In words, what a call takes beside weights."""
+        workspace = f" and {human(self.workspace_nbytes)} of workspace" if self.workspace_nbytes else ""
+        return f"{human(self.activation_nbytes)} of activations at most{workspace}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """A line for each turn: component, calls, resident, ring, moved, activations, seconds."""
@@ -186,10 +214,9 @@ class PipelinePlan:
         widths = [max(len(row[k]) for row in rows) for k in range(len(heads))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = (
-            f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, "
-            f"{human(self.activation_nbytes)} of activations at most"
+            f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
         )
-        return "\n".join([*lines, total])
+        return "\n".join([*lines, total, *([f"device memory may run out: {self.shortage}"] if self.shortage else [])])
 
 
 def joined(turns: Sequence[Turn]) -> list[Turn]:

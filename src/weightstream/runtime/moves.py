@@ -106,6 +106,11 @@ class Home:
         """Whether a file may still hold the bytes: no tensor was updated in place since they left it."""
         return self.file is not None and self.version == self.versions()
 
+    def leave_pages(self) -> None:
+        """The bytes are held elsewhere: those that were read from the file need not be in this process, too."""
+        for mapping, begin, end in () if self.file is None else self.file.extents:
+            mapping.leave(begin, end)
+
     def after_write(self) -> None:
         """The tensors were written to: no file holds their bytes any more."""
         if self.is_undecoded:
@@ -186,6 +191,7 @@ class Moves:
         """Copy the plain bytes to what the source views, and show that."""
         home.source.plain_into(source.view)
         home.show(source)
+        home.leave_pages()
 
     def to_device(self, home: Home) -> None:
         """Hold a group in plain form on the device; where that is the host, in place."""
@@ -253,6 +259,7 @@ class Moves:
         elif isinstance(lazy, DecodedMemory) and not lazy.extents:
             lazy.source = source
         home.show(kind(view=view, place=place, layout=layout, coded=memory))
+        home.leave_pages()
 
     def memory_of_coded(self, coded: Sequence[tuple[Home, TensorSpec]]) -> list[torch.Tensor | None]:
         """Memory of the device in one piece, as its allocator rounds up each; where plain weights are to make room for

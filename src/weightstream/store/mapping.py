@@ -30,7 +30,7 @@ import torch
 from weightstream.errors import StoreError
 
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
-_MADV_POPULATE_READ = 22
+_MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _MAP_FIXED = 0x10
 _SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
@@ -177,6 +177,17 @@ class FileMapping(Memory):
     def written(self) -> list[tuple[int, int]] | None:
         """Returns the ranges of the file that this process holds bytes of its own for; None where nobody can tell."""
         return written_ranges(self.address, self.nbytes) if self.nbytes else []
+
+    def leave(self, begin: int, end: int) -> None:
+        """Counts pages inside of [begin, end) no more as this process's, but those it wrote to: a read finds them again."""
+        start, stop = -(-(self.address + begin) // mmap.PAGESIZE), (self.address + end) // mmap.PAGESIZE
+        if start >= stop or (own := written_ranges(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)) is None:
+            return
+        at, last = start * mmap.PAGESIZE, stop * mmap.PAGESIZE
+        for first, after in [(at + first, at + after) for first, after in own] + [(last, last)]:
+            if at < first:
+                _LIBC.madvise(at, first - at, _MADV_DONTNEED)
+            at = after
 
     def window(self, begin: int, end: int) -> Window:
         """Maps bytes [begin, end), in whole pages, shared and read-only; raises `StoreError` if the file changed."""
