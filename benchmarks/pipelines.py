@@ -2,20 +2,24 @@
 
     python benchmarks/pipelines.py [--model flux|wan] [--tiny] [--steps 28] [--size 1024] [--images 3]
                                    [--budgets 2,6,12] [--only resident,ours,block,leaf] [--codec auto]
-                                   [--save FOLDER | --load FOLDER] [--out benchmarks/results/pipelines.jsonl]
+                                   [--save FOLDER | --load FOLDER] [--reference FILE]
+                                   [--out benchmarks/results/pipelines.jsonl]
 
 flux is FLUX.1: T5-XXL (4.8 billion weights), CLIP-L, a transformer of 11.9 billion, and the VAE, in bfloat16. wan is
 the transformer of Wan 2.2 with 14 billion and its VAE, behind a text encoder of one layer: 480 x 832, 33 frames. Every
 image is compared with that of the pipeline whose components are all on the GPU. `bound_s` is the sum over components of
-the longer of compute, decoding included, and copies, as planned; `told_gib` the activations that the plan states, and
-`activations_gib` what the allocator had at most beside the weights. `--save` writes the pipeline to a folder and ends;
-with `--load` it comes from there, and `host_gib` is what the process holds more than before: all of it, and anonymous.
+the longer of compute, decoding included, and copies, as planned; `told_gib` the activations and workspaces that the
+plan states, and `activations_gib` what the allocator had at most beside the weights. `--save` writes the pipeline to a
+folder and ends; with `--load` it comes from there, and `host_gib` is what the process holds more than before: all,
+anonymous, and all at its peak. `--reference` keeps the image of the resident pipeline for a later process, which then
+holds nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -115,7 +119,8 @@ class Run:
 
     def __init__(self, pipe: Any, arguments: argparse.Namespace, device: torch.device) -> None:
         self.pipe, self.arguments, self.device = pipe, arguments, device
-        self.want: torch.Tensor | None = None
+        kept = arguments.reference
+        self.want: torch.Tensor | None = torch.load(kept) if kept is not None and kept.exists() else None
         self.rows: list[dict[str, Any]] = []
         size = {"height": arguments.size, "width": arguments.size}
         if arguments.model == "wan":
@@ -143,7 +148,10 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
         images, seconds = zip(*(self.image() for _ in range(self.arguments.images)), strict=True)
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        self.want = images[0] if self.want is None else self.want
+        if self.want is None:
+            self.want = images[0]
+            if self.arguments.reference is not None:
+                torch.save(self.want, self.arguments.reference)
         later = list(seconds[1:] or seconds)
         row = {
             "bench": "pipelines",
@@ -178,6 +186,7 @@ def resident(run: Run) -> None:
 def ours(run: Run, budget: float) -> None:
     example = {"prompt": PROMPT, **run.call}
     options = {"device": run.device, "device_budget": int(budget * GIB), "codec": run.arguments.codec}
+    torch.zeros(1, device=run.device)  # what CUDA itself takes is there before
     before = rss(), anon_nbytes()
     began = time.perf_counter()
     if run.arguments.load is None:
@@ -197,11 +206,11 @@ def ours(run: Run, budget: float) -> None:
             predicted_s=round(plan.seconds, 3),
             bound_s=round(plan.bound_s, 3),
             device_gib=round(plan.device_nbytes / GIB, 3),
-            told_gib=round(plan.activation_nbytes / GIB, 3),
+            told_gib=round((plan.activation_nbytes + plan.workspace_nbytes) / GIB, 3),
             copied_gib=round(plan.copied_nbytes / GIB, 2),
         )
         if run.arguments.load is not None:
-            held = rss() - before[0], anon_nbytes() - before[1]
+            held = rss() - before[0], anon_nbytes() - before[1], peak_rss() - before[0]
             files = sum(path.stat().st_size for path in run.arguments.load.rglob("*.safetensors"))
             row["host_gib"] = [round(nbytes / GIB, 2) for nbytes in held]
             row["files_gib"], row["x_files"] = round(files / GIB, 2), [round(nbytes / files, 3) for nbytes in held]
@@ -225,6 +234,11 @@ def ours(run: Run, budget: float) -> None:
 
 def rss() -> int:
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss() -> int:
+    """The most that the process held so far."""
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) << 10
 
 
 def peer(run: Run, level: str) -> None:
@@ -262,6 +276,7 @@ def main() -> None:
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
+    parser.add_argument("--reference", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "pipelines.jsonl")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -269,8 +284,8 @@ def main() -> None:
     if arguments.tiny:
         arguments.size = 32
         pipe = tiny.build(arguments.model)
-    elif arguments.load is not None:
-        pipe = loaded(arguments.load)
+    elif arguments.load is not None:  # ours loads it itself
+        pipe = loaded(arguments.load) if {"resident", "block", "leaf"} & set(arguments.only.split(",")) else None
     else:
         pipe = with_weights(flux() if arguments.model == "flux" else wan(), device)
     if arguments.save is not None:

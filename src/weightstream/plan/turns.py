@@ -99,8 +99,8 @@ class Turn:
 class PipelinePlan:
     """What one call of a pipeline takes: the turns of its components, in order, and bytes of device memory.
 
-    `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what libraries
-    and the allocator keep beside weights and activations; `free_nbytes` what the device has for all, 0: unknown.
+    `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what
+    libraries and the allocator keep beside weights and activations; `free_nbytes` what there is for all, 0: unknown.
     """
 
     turns: tuple[Turn, ...]
@@ -213,9 +213,7 @@ class PipelinePlan:
         rows = [heads, *self.rows()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(heads))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        total = (
-            f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
-        )
+        total = f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
         return "\n".join([*lines, total, *([f"device memory may run out: {self.shortage}"] if self.shortage else [])])
 
 
