@@ -179,7 +179,7 @@ class FileMapping(Memory):
         return written_ranges(self.address, self.nbytes) if self.nbytes else []
 
     def leave(self, begin: int, end: int) -> None:
-        """Counts pages inside of [begin, end) no more as this process's, but those it wrote to; a read has them back."""
+        """Counts pages inside of [begin, end) no more as this process's, but those it wrote to; a read has them back"""
         start, stop = -(-(self.address + begin) // mmap.PAGESIZE), (self.address + end) // mmap.PAGESIZE
         if start >= stop or (own := written_ranges(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)) is None:
             return
