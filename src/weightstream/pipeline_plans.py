@@ -21,7 +21,7 @@ from weightstream.adapters import diffusers
 from weightstream.adapters.rehearsal import Call, rehearse, runs
 from weightstream.adapters.shapes import Footprint
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, PlanError, UnsupportedError
+from weightstream.errors import ConfigError, OffloadError, PlanError
 from weightstream.plan.choices import Share
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
@@ -88,6 +88,19 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[Call]:
     if reason:
         logger.info("the calls of %s are known up to here only (%s): %s", type(pipe).__name__, len(calls), reason)
     return calls
+
+
+def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], tuple[str, ...]]:
+    """The same for a plan, and a note where calls that come last cannot be told, such as those of a safety checker.
+
+    Raises `OffloadError` where they end before a denoiser has run.
+    """
+    calls, reason = rehearse(pipe, arguments)
+    if not reason:
+        return calls, ()
+    if not any(call.component in _DENOISERS for call in calls):
+        raise OffloadError(f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}")
+    return calls, (f"what comes after {calls[-1].component} cannot be told before it runs: {reason}",)
 
 
 def heaviest(parts: Parts, calls: Sequence[Call]) -> dict[str, Call]:
@@ -161,8 +174,21 @@ def _budget(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
     return min(found)
 
 
+def plan_of_shares(
+    calls: Sequence[Call], parts: Parts, found: Mapping[str, Shared], nbytes: int, notes: tuple[str, ...] = ()
+) -> PipelinePlan:
+    """What these calls take where each component has its plan in its part of the budget."""
+    plans = {name: shared.plan for name, shared in found.items()}
+    return plan_of_call(calls, parts, plans, {name: shared.share for name, shared in found.items()}, nbytes, notes)
+
+
 def plan_of_call(
-    calls: Sequence[Call], parts: Parts, plans: Mapping[str, Plan], shared: Mapping[str, Share], nbytes: int
+    calls: Sequence[Call],
+    parts: Parts,
+    plans: Mapping[str, Plan],
+    shared: Mapping[str, Share],
+    nbytes: int,
+    notes: tuple[str, ...] = (),
 ) -> PipelinePlan:
     """What these calls take where the plans are in force, with `nbytes` of memory that all have in turn.
 
@@ -185,8 +211,14 @@ def plan_of_call(
     machine = max((p.prospect.planners[0].machine for p in parts.plain.values()), key=lambda m: m.free_nbytes)
     workspace = 0 if machine.on_cpu else machine.profile.workspace_nbytes + _ROUNDED_NBYTES
     free = 0 if machine.on_cpu else machine.free_nbytes
-    about = {"workspace_nbytes": workspace, "free_nbytes": free}
-    return PipelinePlan(turns=tuple(turns), plans=dict(plans), block_nbytes=nbytes, **about)
+    return PipelinePlan(
+        turns=tuple(turns),
+        plans=dict(plans),
+        block_nbytes=nbytes,
+        workspace_nbytes=workspace,
+        free_nbytes=free,
+        notes=notes,
+    )
 
 
 def _priced(plan: Plan, prospect: Prospect) -> Plan:
@@ -199,8 +231,8 @@ def _priced(plan: Plan, prospect: Prospect) -> Plan:
 class PipelineSketch:
     """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
 
-    def __init__(self, parts: Parts, calls: Sequence[Call]) -> None:
-        self._parts, self._calls = parts, calls
+    def __init__(self, parts: Parts, calls: Sequence[Call], notes: tuple[str, ...] = ()) -> None:
+        self._parts, self._calls, self._notes = parts, calls, notes
         self._known = known_of(parts, calls)
         self.budget = _budget({name: prospect for name, (_, prospect) in self._known.items()}, calls)
 
@@ -213,10 +245,7 @@ class PipelineSketch:
         """The plan of the call; raises `PlanError` where components have no room."""
         budget = self.budget if budget is None else budget
         found, nbytes = shared_out(self._parts, self._known, self._calls, budget)
-        plans = {name: shared.plan for name, shared in found.items()}
-        return plan_of_call(
-            self._calls, self._parts, plans, {name: shared.share for name, shared in found.items()}, nbytes
-        )
+        return plan_of_shares(self._calls, self._parts, found, nbytes, self._notes)
 
     def plan_at(self, budget: int) -> PipelinePlan | None:
         """The same; None where components have no room."""
@@ -237,21 +266,19 @@ def sketch_of_files(
 ) -> PipelineSketch:
     """The pipeline in a folder, or in a repository on the hub, whose weights nobody reads, and a call of it.
 
-    Raises `CheckpointError`, `ConfigError`, `UnsupportedError`.
+    Raises `CheckpointError`, `ConfigError`, `OffloadError`, `UnsupportedError`.
     """
     from weightstream.adapters.pipeline_files import sketched
 
     check_given(config, call)
     pipe, checkpoints = sketched(path_or_repo_id, dtype=dtype, variant=variant)
-    calls, reason = rehearse(pipe, call)
-    if reason:
-        raise UnsupportedError(f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}")
+    calls, notes = told(pipe, call)
     plain = {
         name: prospects.sketch_of(module, checkpoints.get(name), config, machine)
         for name, module in diffusers.modules_of(pipe).items()
     }
     cast = partial(prospects.sketch_of, checkpoint=None, config=config, machine=machine)
-    return PipelineSketch(Parts(plain, calls, cast), calls)
+    return PipelineSketch(Parts(plain, calls, cast), calls, notes)
 
 
 def check_given(config: OffloadConfig, call: object) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import diffusers
-from weightstream.adapters.rehearsal import rehearse
 from weightstream.assembly import Assembly, Given, assembled
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
@@ -28,8 +27,10 @@ from weightstream.pipeline_plans import (
     heaviest,
     known_of,
     plan_of_call,
+    plan_of_shares,
     rehearsed,
     shared_out,
+    told,
 )
 from weightstream.plan.amounts import human
 from weightstream.plan.choices import Share
@@ -177,9 +178,7 @@ def _offloaded(
         parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
         found, nbytes = shared_out(parts, known_of(parts, calls), calls)
         with suppress(PlanError):  # one that is cast has no room: said when it is
-            plans = {name: shared.plan for name, shared in found.items()}
-            shares = {name: shared.share for name, shared in found.items()}
-            if short := plan_of_call(calls, parts, plans, shares, nbytes).shortage:
+            if short := plan_of_shares(calls, parts, found, nbytes).shortage:
                 logger.warning("device memory may run out: %s", short)
         made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders)
         with ExitStack() as on_failure:
@@ -301,14 +300,17 @@ class PipelineStreamer:
         if not self.components:
             raise OffloadError("plan() after remove(): nothing streams any more")
         named = {"num_inference_steps": steps, "height": height, "width": width}
-        calls, reason = rehearse(self._pipe, call | {k: v for k, v in named.items() if v is not None})
-        if reason:
-            raise OffloadError(f"the calls of {type(self._pipe).__name__} cannot be told before it runs: {reason}")
+        calls, notes = told(self._pipe, call | {k: v for k, v in named.items() if v is not None})
+        now = diffusers.modules_of(self._pipe)
+        for name in dict.fromkeys(call.component for call in calls):
+            if name not in self._parts or now[name] is not self._parts[name][0].model:
+                calls = [call for call in calls if call.component != name]
+                notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
         plans = {name: streamer.plan for name, streamer in self.components.items()}
         shared = {name: share for name, (_, share) in self._parts.items()}
         plain = {name: assembly for name, (assembly, _) in self._parts.items()}
         parts = Parts(plain, calls, lambda module: _sketch(module, self._backend, self._config))
-        return plan_of_call(calls, parts, plans, shared, self._block.memory.numel())
+        return plan_of_call(calls, parts, plans, shared, self._block.memory.numel(), notes)
 
     def stats(self) -> PipelineStats:
         """Counters and bytes held, as of now."""

@@ -459,6 +459,59 @@ def test_a_call_that_is_interrupted() -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain, "flux"))
 
 
+def test_calls_that_come_last_and_cannot_be_told() -> None:
+    """A safety checker reads values: the plan ends before it and says so; images are flagged as by the plain one."""
+    call = {key: value for key, value in pipelines.arguments("checked").items() if key != "prompt"}
+
+    def painted(pipe: Any) -> Any:
+        found = pipe("w5 w9", generator=torch.Generator().manual_seed(4), output_type="pt", **call)
+        return found.images, found.nsfw_content_detected
+
+    want, flags = painted(pipelines.build("checked"))
+    pipe = offloaded("checked")
+    for _ in range(2):
+        image, found = painted(pipe)
+        assert torch.equal(image, want)
+        assert found == flags
+    plan = pipe.weightstream.plan(**call)
+    assert [turn.component for turn in plan.turns][-1] == "vae"
+    assert any("what comes after vae cannot be told" in note for note in plan.notes)
+    assert plan.notes[0] in str(plan)
+
+
+def test_components_that_come_later() -> None:
+    """They do not stream, and the plan says so; `to` moves them alone."""
+    pipe, other = offloaded("flux"), pipelines.build("flux").vae
+    pipe.vae = other
+    plan = pipe.weightstream.plan(**pipelines.arguments("flux"))
+    assert "vae" not in {turn.component for turn in plan.turns}
+    assert any(note.startswith("vae is not in this plan") for note in plan.notes)
+    assert pipe.to("cpu") is pipe
+    pipe.vae = pipelines.build("flux").vae.to("meta")
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        pipe.to("cpu")
+    pipe.vae = pipelines.build("flux").vae
+    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(pipelines.build("flux"), "flux"))
+    pipe.weightstream.remove()
+
+
+def test_every_budget_from_the_least_on_plans() -> None:
+    pipe = offloaded("flux")
+    example, refused = pipelines.arguments("flux"), []
+    pipe.weightstream.remove()
+    for share in range(2, 40, 2):
+        try:
+            weightstream.offload_pipeline(
+                pipe, device="cpu", device_budget=nbytes(pipe) * share // 100, example_inputs=example
+            )
+        except weightstream.PlanError:
+            refused.append(share)
+        else:
+            pipe.weightstream.remove()
+    assert refused == list(range(2, 2 + 2 * len(refused), 2)), "larger ones than one that planned"
+    assert 0 < len(refused) < 6
+
+
 # -- manners -----------------------------------------------------------------------------------------------------------
 
 
@@ -562,13 +615,21 @@ def test_it_is_saved_as_the_plain_one(pipe: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, plain[name]) for name, value in again.state_dict().items())
 
 
-def test_compiled_blocks() -> None:
-    """`compile_repeated_blocks` on an offloaded component: close to the plain one."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_blocks(when: str) -> None:
+    """`compile_repeated_blocks` on an offloaded component, before its first call and after: close to the plain one."""
     pipe = offloaded("flux", share=0.4)
     want = pipelines.image(pipelines.build("flux"), "flux")
-    pipe.transformer.weightstream.compile("blocks", backend="aot_eager", fullgraph=True)
+    if when == "after":
+        assert torch.equal(pipelines.image(pipe, "flux"), want)
+    pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(pipelines.image(pipe, "flux"), want, atol=1e-4, rtol=1e-4)
+    block = pipe.transformer.single_transformer_blocks[0]
+    assert block._compiled_call_impl is not None
+    pipe.weightstream.remove()
+    assert block._compiled_call_impl is None
+    assert torch.equal(pipelines.image(pipe, "flux"), want)
 
 
 def test_a_trace_is_of_all_components(pipe: Any) -> None:

@@ -305,6 +305,32 @@ def _vision() -> Any:
     )
 
 
+def checked() -> Any:
+    """Stable Diffusion with a safety checker, whose forward reads values of what it computes."""
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+
+    small = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        sample_size=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
+    text = {**TEXT, "hidden_act": "gelu"}
+    config = transformers.CLIPConfig(text_config=text, vision_config=_vision().to_dict(), projection_dim=32)
+    return diffusers.StableDiffusionPipeline(
+        vae=vae(1),
+        text_encoder=clip(2),
+        tokenizer=words(77),
+        unet=randomise(small, 4),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=randomise(StableDiffusionSafetyChecker(config), 5),
+        feature_extractor=transformers.CLIPImageProcessor(crop_size=32, size=32),
+    )
+
+
 def combined() -> Any:
     """Two pipelines in one: Kandinsky's prior, and its decoder."""
     encoder = transformers.CLIPTextConfig(**TEXT | {"projection_dim": 32, "hidden_act": "gelu"})
@@ -360,7 +386,9 @@ PIPELINES: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {"flux": flux, "sd3": sd3, "sdxl": sdxl, "controlnet": controlnet, "wan": wan, "qwen": qwen}
 )
 # as special in what they do with their components
-SPECIAL: Mapping[str, Callable[[], Any]] = MappingProxyType({"upcast": upcast, "svd": svd, "combined": combined})
+SPECIAL: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {"upcast": upcast, "svd": svd, "combined": combined, "checked": checked}
+)
 _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "flux": {"max_sequence_length": 48, "guidance_scale": 3.5},

@@ -85,7 +85,7 @@ def _dtype_in(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, An
     return dtypes[0] if dtypes and (not others or is_there(None, device, others, {})) else None
 
 
-def _placed(base: type[nn.Module], device: torch.device, recast: Recast | None) -> type[nn.Module]:
+def _placed(base: Any, device: torch.device, recast: Recast | None) -> type[nn.Module]:
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_there(self, device, args, kwargs):
             logger.debug("%s computes on %s already: to() changes nothing", base.__name__, device)
@@ -102,7 +102,14 @@ def _placed(base: type[nn.Module], device: torch.device, recast: Recast | None) 
     def casting(dtype: torch.dtype) -> Callable[[Any], Any]:
         return lambda self: to(self, dtype)
 
+    def compile_repeated_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args or not hasattr(self, "weightstream"):
+            base.compile_repeated_blocks(self, *args, **kwargs)
+        else:
+            self.weightstream.compile("blocks", **kwargs)
+
     members = {
+        **({"compile_repeated_blocks": compile_repeated_blocks} if hasattr(base, "compile_repeated_blocks") else {}),
         "to": to,
         "cuda": cuda,
         "float": casting(torch.float32),

@@ -53,7 +53,11 @@ def attach(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
         parts = modules_of(self).values()
         given = {key: value for key, value in kwargs.items() if key != "silence_dtype_warnings"}
         if all(device_map.is_there(part, device, args, given) for part in parts):
-            logger.debug("%s computes on %s already: to() changes nothing", kind.__name__, device)
+            others = [part for part in parts if not hasattr(part, "weightstream")]
+            for part in others:  # that came later
+                part.to(*args, **given)
+            if not others:
+                logger.debug("%s computes on %s already: to() changes nothing", kind.__name__, device)
             return self
         raise OffloadError(
             f"{kind.__name__} is offloaded by weightstream to {device}: call pipe.weightstream.remove() before it is "

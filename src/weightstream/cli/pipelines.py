@@ -115,6 +115,7 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
             "moves": f"{human(planned.copied_nbytes)} over the link per call",
             "predicted": f"{planned.seconds:.2f} s per call; limit: {limit} ({planned.bound_s:.2f} s at least)",
             **({"shortage": planned.shortage} if planned.shortage else {}),
+            **({"note": "; ".join(planned.notes)} if planned.notes else {}),
         }
     )
 

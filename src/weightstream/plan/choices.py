@@ -149,7 +149,7 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
                 residents, high = found, rate
             else:
                 low = rate
-        if residents is not None and (most := max(streamed_nbytes(manifest, residents))):
+        if residents is not None and 0 < (most := max(streamed_nbytes(manifest, residents))) <= ring:
             yield Choice(residents, ring, most)
 
 

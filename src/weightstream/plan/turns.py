@@ -101,6 +101,7 @@ class PipelinePlan:
 
     `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what
     libraries and the allocator keep beside weights and activations; `free_nbytes` what there is for all, 0: unknown.
+    `notes` say what is not in the plan.
     """
 
     turns: tuple[Turn, ...]
@@ -108,6 +109,7 @@ class PipelinePlan:
     block_nbytes: int
     workspace_nbytes: int = 0
     free_nbytes: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -184,6 +186,7 @@ class PipelinePlan:
             "workspace_nbytes": self.workspace_nbytes,
             "peak_nbytes": self.peak_nbytes,
             "shortage": self.shortage,
+            "notes": list(self.notes),
             "turns": turns,
         }
 
@@ -214,7 +217,8 @@ class PipelinePlan:
         widths = [max(len(row[k]) for row in rows) for k in range(len(heads))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
-        return "\n".join([*lines, total, *([f"device memory may run out: {self.shortage}"] if self.shortage else [])])
+        short = [f"device memory may run out: {self.shortage}"] if self.shortage else []
+        return "\n".join([*lines, total, *short, *self.notes])
 
 
 def joined(turns: Sequence[Turn]) -> list[Turn]:
