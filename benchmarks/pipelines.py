@@ -299,6 +299,8 @@ def main() -> None:
     if "ours" in systems:
         for text in arguments.budgets.split(","):
             todo.append((f"weightstream, {text} GiB", lambda text=text: ours(run, float(text))))  # type: ignore[misc]
+    if {"block", "leaf"} <= set(systems):
+        parser.error("--only: one of block and leaf in a run, as hooks of diffusers stay")
     for level in ("block", "leaf"):  # the last: its hooks stay
         if level in systems:
             todo.append((f"diffusers group offload, {level}_level", lambda level=level: peer(run, f"{level}_level")))  # type: ignore[misc]
