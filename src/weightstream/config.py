@@ -194,6 +194,11 @@ class OffloadConfig(_Settings):
         return {key: values.pop(key) for key in _known_keys(cls) if key in values}
 
     @classmethod
+    def names(cls) -> frozenset[str]:
+        """Every setting, flat ones included."""
+        return frozenset(_known_keys(cls))
+
+    @classmethod
     def from_kwargs(cls, /, **values: Any) -> Self:
         """Build from fields, `uva=` and `prefetch=`, and their keys given flat; None means not given."""
         return cls(**_nested(values))
@@ -382,14 +387,37 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # raised by a check, or by the part at `name`: its lines are complete
         return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
-    known = _known_keys(cls)
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {known[near[0]]}?" if near else f"the options are {', '.join(known.values())}"
-        return f"{name} = {value!r}: there is no such option; {remedy}"
+        known = _known_keys(cls)
+        return no_such_option(name, value, known, known.values())
     field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
     wanted = [text for text in (field.metadata if field else ()) if isinstance(text, str)]
     return f"{name or cls.__name__} = {value!r}: {fault['msg']}{'; give ' if wanted else ''}{''.join(wanted)}"
+
+
+def no_such_option(name: str, value: object, known: Collection[str], shown: Iterable[str] = ()) -> str:
+    """What is said of a keyword that nobody knows: the nearest that is known, else all (as `shown`)."""
+    near = difflib.get_close_matches(name, known, n=1)
+    of_known = dict(zip(known, shown or known, strict=True))
+    remedy = f"did you mean {of_known[near[0]]}?" if near else f"the options are {', '.join(sorted(of_known.values()))}"
+    return f"{name} = {value!r}: there is no such option; {remedy}"
+
+
+def settled(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
+    """The settings with these laid over them. Raises `ConfigError`, also where `config` is a model's."""
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}: an OffloadConfig is taken here; the config of a model goes to "
+            "from_pretrained() or plan_model()"
+        )
+    return (config or OffloadConfig()).merged(**settings).resolved()
+
+
+def dtype_given(dtype: Any, torch_dtype: Any) -> Any:
+    """The dtype of a load, "auto" where none is given; `torch_dtype` is its older name."""
+    if dtype is not None and torch_dtype is not None:
+        raise ConfigError(f"dtype = {dtype!r} and torch_dtype = {torch_dtype!r} are the same setting: give one of them")
+    return dtype or torch_dtype or "auto"
 
 
 def _caller_depth() -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters.module import Grain
 from weightstream.assembly import Given, assembled
-from weightstream.config import OffloadConfig
+from weightstream.config import OffloadConfig, dtype_given, settled
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.measure.profile import prepare, read_profile
 from weightstream.plan.manifest import Profile
@@ -76,7 +76,7 @@ def offload(
         >>> streamer.plan.host_nbytes > 0
         True
     """
-    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    config = settled(config, device_budget=device_budget, **settings)
     if not isinstance(model, nn.Module):
         from weightstream.pipelines import offload_pipeline
 
@@ -108,22 +108,28 @@ def from_pretrained(
     *,
     device: torch.device | str | None = None,
     device_budget: int | str | None = None,
-    dtype: str | torch.dtype = "auto",
-    config: OffloadConfig | None = None,
+    dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    config: OffloadConfig | Any | None = None,
     offload_folder: str | Path | None = None,
     host_budget: int | str | None = None,
     progress: bool | None = None,
+    allow_missing: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a transformers model straight from its safetensors and stream it; no second copy of it in RAM.
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, config, host_budget: as for `offload`; its other settings may be given too.
-        dtype: "auto" keeps the checkpoint's; another casts once, into `offload_folder`.
+        device, device_budget, host_budget: as for `offload`; its other settings may be given too.
+        dtype: "auto", the default, keeps the checkpoint's; another casts once, into `offload_folder`. `torch_dtype` is
+            an older name.
+        config: an `OffloadConfig`, as for `offload`; or a config of transformers, in place of config.json.
         offload_folder: where weights are written that have to be converted; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
-        kwargs: passed on to the model class, such as `trust_remote_code`, `revision`, `attn_implementation`.
+        allow_missing: give weights that the checkpoint lacks random values; else it is refused.
+        kwargs: what the model's config has, such as `use_cache`, is set there; the hub and transformers take
+            `revision`, `subfolder`, `trust_remote_code`, `attn_implementation` and the like.
 
     Returns:
         The transformers model, in eval mode; its streamer is at `model.weightstream`.
@@ -140,14 +146,17 @@ def from_pretrained(
         ) from error
     settings = OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
-    config = (config or OffloadConfig()).merged(**settings).resolved()
+    config, model_config = _of_model(config)
+    config = settled(config, **settings)
     # the device first: a wrong one is told before gigabytes are read
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
             loaded = load_pretrained(
                 path_or_repo_id,
-                dtype=dtype,
+                dtype=dtype_given(dtype, torch_dtype),
+                model_config=model_config,
+                allow_missing=allow_missing,
                 offload_folder=config.offload_folder,
                 progress=progress,
                 verify_checksums=config.verify_checksums,
@@ -171,9 +180,10 @@ def plan_model(
     *,
     device: torch.device | str | None = None,
     device_budget: int | str | None = None,
-    dtype: str | torch.dtype = "auto",
+    dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
     profile: Profile | str | Path | None = None,
-    config: OffloadConfig | None = None,
+    config: OffloadConfig | Any | None = None,
     trust_remote_code: bool = False,
     variant: str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
@@ -185,8 +195,8 @@ def plan_model(
     pipeline of diffusers it is what `pipeline_from_pretrained` would do, as a `PipelinePlan`.
 
     Args:
-        path_or_repo_id, device, device_budget, dtype, config: as for `from_pretrained`; its other settings may be given
-            too, such as `host_budget`, `batch`, `context` and `tokens`.
+        path_or_repo_id, device, device_budget, dtype, torch_dtype, config: as for `from_pretrained`; its other settings
+            may be given too, such as `host_budget`, `batch`, `context` and `tokens`.
         variant, example_inputs: of a pipeline alone, as for `pipeline_from_pretrained`.
         profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
             default: this one's GPU, or where there is none a GPU with assumed bandwidths.
@@ -199,15 +209,21 @@ def plan_model(
         >>> plan = weightstream.plan_model("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
         >>> print(plan)  # doctest: +SKIP
     """
-    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    config, model_config = _of_model(config)
+    config, dtype = settled(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
     if is_pipeline(path_or_repo_id):
         about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
         return sketch_pipeline(path_or_repo_id, config, device=device, profile=profile, **about).plan()
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
-    return prospect(
-        path_or_repo_id, config, device=device, dtype=dtype, profile=profile, trust_remote_code=trust_remote_code
-    ).plan()[1]
+    about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
+    return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
+
+
+def _of_model(config: Any) -> tuple[OffloadConfig | None, Any]:
+    """Whose config it is: ours, or a model's of transformers."""
+    is_models = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
+    return (None, config) if is_models else (config, None)
 
 
 def is_pipeline(path_or_repo_id: str | Path) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters import diffusers
 from weightstream.assembly import Assembly, Given, assembled
-from weightstream.config import OffloadConfig
+from weightstream.config import OffloadConfig, dtype_given, settled
 from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
 from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
@@ -80,7 +80,7 @@ def offload_pipeline(
         PlanError: the budget cannot work; the message holds the arithmetic.
         ConfigError, OffloadError: as for `offload`.
     """
-    config = (config or OffloadConfig()).merged(device_budget=device_budget, **settings).resolved()
+    config = settled(config, device_budget=device_budget, **settings)
     _refuse(pipe)
     check_given(config, example_inputs)
     with opened(config.device_for(device), config) as backend, torch.no_grad():
@@ -130,17 +130,15 @@ def pipeline_from_pretrained(
         raise UnsupportedError(
             f"pipeline_from_pretrained needs diffusers: pip install 'weightstream[diffusers]' ({error})"
         ) from error
-    if dtype is not None and torch_dtype is not None:
-        raise ConfigError("dtype and torch_dtype are the same: give one of them")
     settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
-    config = (config or OffloadConfig()).merged(**settings).resolved()
+    config = settled(config, **settings)
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
             loaded = load_pipeline(
                 path_or_repo_id,
-                dtype=dtype or torch_dtype or "auto",
+                dtype=dtype_given(dtype, torch_dtype),
                 variant=variant,
                 base=base,
                 offload_folder=config.offload_folder,

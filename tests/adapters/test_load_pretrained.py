@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import weightstream
 from models import TEXT
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
+from weightstream.plan.amounts import human
 from weightstream.store.folder import OffloadFolder
 
 pytestmark = pytest.mark.usefixtures("no_loading_bars")
@@ -129,7 +132,7 @@ def test_dtype_change_is_written(
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     (record,) = [r for r in caplog.records if r.name == "weightstream"]
     assert loaded.folder is not None
-    assert f"{loaded.folder.nbytes} bytes written to {loaded.folder.path} for this process" in record.getMessage()
+    assert f"{human(loaded.folder.nbytes)} written to {loaded.folder.path} for this process" in record.getMessage()
     assert given is None or loaded.folder.path.parent == given
     loaded.folder.close()
     assert given is None or list(given.iterdir()) == []
@@ -221,13 +224,83 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
     missing = "model.layers.1.mlp.up_proj.weight"
     tensors["surplus.weight"] = tensors.pop(missing)
     save_file(tensors, file, metadata={"format": "pt"})
-    loaded = load_pretrained(llama)
+    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of LlamaForCausalLM: {missing}; pass allow_missing"):
+        load_pretrained(llama)
+    loaded = load_pretrained(llama, allow_missing=True)
     assert homes(loaded).pop(missing) is None
     assert sum(home is None for home in homes(loaded).values()) == 1
     param = loaded.model.get_parameter(missing)
     assert not param.is_meta
     assert 0 < param.std() < 1  # initialised, not left as memory was
     assert not [name for name, _ in loaded.model.named_parameters() if "surplus" in name]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"device_budgett": "1GiB"}, "device_budgett = '1GiB': there is no such option; did you mean device_budget"),
+        ({"attn_implementatio": "sdpa"}, "did you mean attn_implementation"),
+        ({"load_in_8bit": True}, r"quantization_config=BitsAndBytesConfig\(load_in_8bit=True\)"),
+        ({"zzz": 1}, "zzz = 1: there is no such option; the options are .*quantization_config"),
+        ({"variant": "fp16"}, "variant: weightstream decides this itself"),
+        ({"dtype": "float16", "torch_dtype": "float16"}, "are the same setting"),
+        ({"config": 3}, "config is a int: an OffloadConfig is taken here"),
+    ],
+)
+def test_keywords_that_nobody_takes(given: dict[str, Any], text: str, llama: Path) -> None:
+    with pytest.raises(ConfigError, match=text):
+        weightstream.from_pretrained(llama, device="cpu", device_budget="1MiB", progress=False, **given)
+
+
+def test_keywords_that_the_config_has(llama: Path) -> None:
+    """They are set there, as transformers does; a config of transformers stands in place of config.json."""
+    options = {"device": "cpu", "device_budget": "1MiB", "progress": False}
+    for given in ({"num_hidden_layers": 1, "use_cache": False}, {}):
+        config = transformers.AutoConfig.from_pretrained(llama)
+        if not given:
+            config.num_hidden_layers = 1
+            config.use_cache = False
+        model = weightstream.from_pretrained(llama, **options, **given or {"config": config})
+        assert (len(model.model.layers), model.config.use_cache) == (1, False)
+        reference = transformers.LlamaForCausalLM.from_pretrained(llama, num_hidden_layers=1, use_cache=False)
+        got, want = (dict(m.named_parameters()) for m in (model, reference.eval()))
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        model.weightstream.remove()
+        assert config.num_hidden_layers == (2 if given else 1), "that of the caller stays as it is"
+    planned = weightstream.plan_model(llama, device="cpu", device_budget="1MiB", config=config)
+    assert sum("layers.1." in tensor.name for tensor in planned.manifest.tensors()) == 0
+    with pytest.raises(ConfigError, match="config is a LlamaConfig: an OffloadConfig is taken here"):
+        weightstream.offload(reference, config=config)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_torch_dtype_is_a_name_of_dtype(name: str, llama: Path) -> None:
+    options = {"device": "cpu", "device_budget": "1MiB", name: torch.float16}
+    model = weightstream.from_pretrained(llama, progress=False, **options)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    model.weightstream.remove()
+    planned = weightstream.plan_model(llama, **options)
+    assert {t.dtype for t in planned.manifest.tensors() if t.name.endswith("weight")} == {"float16"}
+
+
+def test_a_folder_in_the_folder(llama: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "outer"
+    shutil.copytree(llama, outer / "text")
+    options = {"device": "cpu", "device_budget": "1MiB", "progress": False}
+    weightstream.from_pretrained(outer, subfolder="text", **options).weightstream.remove()
+    for name in ("txt", "../outer/..", "/"):
+        with pytest.raises(CheckpointError, match="no folder"):
+            weightstream.from_pretrained(outer, subfolder=name, **options)
+
+
+def test_what_diffusers_loads_is_named(llama: Path, tmp_path: Path) -> None:
+    edit_config(llama, _class_name="FluxTransformer2DModel", model_type=None)
+    with pytest.raises(CheckpointError, match=r"FluxTransformer2DModel: weightstream\.pipeline_from_pretrained loads"):
+        load_pretrained(llama)
+    (llama / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json there. A single file with a pipeline of diffusers"):
+        load_pretrained(llama / "model.safetensors")
 
 
 def test_misaligned_tensors_get_a_home(llama: Path) -> None:

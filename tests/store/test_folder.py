@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_any_name_is_a_file_in_the_folder(tmp_path: Path) -> None:
     folder = OffloadFolder(tmp_path / "inner")
     found = [folder.write(name, torch.tensor([number])) for number, name in enumerate([*NAMES, *NAMES])]
     assert [tensor.item() for tensor in found] == list(range(2 * len(NAMES)))
-    assert len(list(folder.path.iterdir())) == 2 * len(NAMES)
+    assert len(list(folder.path.glob("*.safetensors"))) == 2 * len(NAMES)
     assert [path.name for path in tmp_path.iterdir()] == ["inner"]
 
 
@@ -78,6 +79,35 @@ def test_a_folder_goes_at_close_and_at_exit(inside: bool, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "weightstream-" in done.stdout
     assert not Path(done.stdout.strip()).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_signal_left_is_removed_by_the_next(number: signal.Signals, tmp_path: Path) -> None:
+    """That of no process that lives, nor what only has such a name."""
+    code = (
+        "import sys, time, torch; from pathlib import Path; from weightstream.store.folder import OffloadFolder;"
+        "f = OffloadFolder(Path(sys.argv[1])); f.write('a', torch.zeros(3)); print(f.path, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    alive, dead = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
+    try:
+        paths = [Path(process.stdout.readline().strip()) for process in (alive, dead) if process.stdout]
+        dead.send_signal(number)
+        dead.wait()
+        (tmp_path / "weightstream-llama70b").mkdir()
+        assert paths[1].is_dir()
+        folder = OffloadFolder(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([paths[0], folder.path, tmp_path / "weightstream-llama70b"])
+        assert list(paths[0].glob("*.safetensors"))
+    finally:
+        alive.kill()
+        alive.wait()
+        for process in (alive, dead):
+            if process.stdout:
+                process.stdout.close()
+    folder.close()
+    OffloadFolder(tmp_path).close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "weightstream-llama70b"]
 
 
 def test_two_folders_in_one_place_do_not_meet(tmp_path: Path) -> None:
@@ -106,7 +136,7 @@ def test_a_disk_that_fills_while_writing_leaves_nothing(tmp_path: Path) -> None:
             folder.write("big", torch.zeros(10_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.stat().st_size < 4096 for path in folder.path.iterdir()] == [True]
+    assert [path.stat().st_size < 4096 for path in folder.path.glob("*.safetensors")] == [True]
     assert len(folder.mappings) == 1
     assert kept.tolist() == list(range(8))
 
@@ -116,4 +146,4 @@ def test_a_full_disk_is_refused_before_writing(tmp_path: Path, monkeypatch: pyte
     folder = OffloadFolder(tmp_path)
     with pytest.raises(StoreError, match=r"'big': needs 40 bytes, 39 are free: not enough space"):
         folder.write("big", torch.zeros(10))
-    assert list(folder.path.iterdir()) == []
+    assert list(folder.path.glob("*.safetensors")) == []

@@ -8,6 +8,7 @@ tensor.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import json
 import logging
@@ -35,6 +36,7 @@ DESCRIBING = ("*.json",)
 # methods whose weights stream as they are
 QUANTISED = frozenset(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"))
 _LIBRARIES = MappingProxyType({"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")})  # as transformers asks for
+_NOT_OF_CONFIGS = frozenset(("attn_implementation", "experts_implementation", "quantization_config"))  # for the load
 _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 
 
@@ -48,7 +50,7 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 
 
 def local_path(
-    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, **hub: Any
+    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
 ) -> tuple[Path, Path]:
     """The folder or file of a checkpoint, got from the hub where it is no path, and its folder.
 
@@ -56,26 +58,42 @@ def local_path(
     """
     path = Path(name).expanduser()
     if path.exists():
+        path = _inside(path, subfolder)
         return path, path if path.is_dir() else path.parent
     if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
     wanted = [*files, *(["*.py"] if remote_code else [])]
+    about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
+    if subfolder:
+        about = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
     try:
-        found = huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(_SPARED), **hub)
+        found = huggingface_hub.snapshot_download(name, **about, **hub)
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
         raise CheckpointError(
             f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
             "check the name, the network and `hf auth login`, or pass a folder"
         ) from error
-    return Path(found), Path(found)
+    return _inside(Path(found), subfolder), _inside(Path(found), subfolder)
 
 
-def config_and_class(folder: Path, model_class: Any, remote_code: bool) -> tuple[Any, Any]:
-    """The config of a folder and the class of the model that it describes.
+def _inside(folder: Path, subfolder: str) -> Path:
+    """A folder in a folder, and nowhere else. Raises `CheckpointError`."""
+    path = folder / subfolder
+    if subfolder and (not path.is_dir() or not path.resolve().is_relative_to(folder.resolve())):
+        raise CheckpointError(f"{folder}: no folder {subfolder!r} in it")
+    return path
 
-    Raises as `load_pretrained`.
+
+def config_and_class(
+    folder: Path, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """The config of a folder, or the one `given`, and the class of the model that it describes.
+
+    What the config has of `options` is taken out of these and set there, as transformers does. Raises as
+    `load_pretrained`.
     """
-    config = _read_config(folder, remote_code)
+    config = _checked(folder, _read_config(folder, remote_code) if given is None else copy.deepcopy(given))
+    _override(config, {} if options is None else options)
     cls = _class_of(config, model_class, remote_code)
     if isinstance(config, cls.config_class or object):
         return config, cls
@@ -106,11 +124,41 @@ def is_quantised(folder: Path) -> bool:
     return False
 
 
+def _override(config: Any, options: dict[str, Any]) -> None:
+    """Set what the config has of these, and take it out of them; a dict of a part goes into that part."""
+    for name in [name for name in options if hasattr(config, name) and name not in _NOT_OF_CONFIGS]:
+        value, part = options.pop(name), getattr(config, name)
+        if isinstance(value, dict) and isinstance(part, transformers.PreTrainedConfig):
+            value = type(part)(**{**part.to_dict(), **value})
+        setattr(config, name, value)
+
+
 def _read_config(folder: Path, remote_code: bool) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: cannot read config.json: {error}") from error
+        raise CheckpointError(f"{folder}: {_elsewhere(folder) or f'cannot read config.json: {error}'}") from error
+
+
+def _elsewhere(folder: Path) -> str:
+    """Who loads it, if it is of diffusers, or may be."""
+    try:
+        kind = json.loads((folder / "config.json").read_bytes()).get("_class_name")
+    except FileNotFoundError:
+        return (
+            "no config.json there. A single file with a pipeline of diffusers is loaded by "
+            "weightstream.pipeline_from_pretrained; of a transformers model give the folder with its config.json"
+        )
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return kind and (
+        f"a component of a pipeline of diffusers, {kind}: weightstream.pipeline_from_pretrained loads the pipeline; or "
+        "load the component with diffusers and give it to weightstream.offload()"
+    )
+
+
+def _checked(folder: Path, config: Any) -> Any:
+    """The config, unless it is of a method of quantisation that is not supported."""
     quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if quantization:
         config.quantization_config = quantization
@@ -164,6 +212,7 @@ def skeleton(
     dtype: str | torch.dtype = "auto",
     model_class: type | None = None,
     trust_remote_code: bool = False,
+    model_config: Any = None,
 ) -> tuple[Any, Checkpoint | None]:
     """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
 
@@ -174,7 +223,7 @@ def skeleton(
     path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     checkpoint = weights_in(path)
     with refused_as_checkpoint(path_or_repo_id, "build"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code)
+        config, cls = config_and_class(folder, model_class, trust_remote_code, model_config)
         model = build(cls, config, dtype, checkpoint)
         if checkpoint is not None:
             _compare(folder, model, checkpoint)

@@ -10,6 +10,7 @@ folder and replaced by a view of that file, one at a time in memory.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from collections import Counter
@@ -40,7 +41,9 @@ from weightstream.adapters.hub import (
 )
 from weightstream.adapters.ranges import gather
 from weightstream.adapters.unpacking import unpack_late
+from weightstream.config import OffloadConfig, no_such_option
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
+from weightstream.plan.amounts import human
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
@@ -48,10 +51,17 @@ from weightstream.store.mapping import FileMapping, Memory
 
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
-_OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
+_OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir", "force_download", "subfolder")
 _CPU = torch.device("cpu")
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
-_OURS = ("config", "state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size")
+_OURS = ("state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size", "variant")
+_PASSED_ON = frozenset(  # keywords of transformers that mean here what they mean there
+    (
+        *("attn_implementation", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
+        *("key_mapping", "kernel_config", "low_cpu_mem_usage", "quantization_config", "use_kernels", "use_safetensors"),
+        "weights_only",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +90,17 @@ def load_pretrained(
     decode: Callable[[], bool] = lambda: False,
     device: torch.device = _CPU,
     may_write: bool = True,
+    model_config: Any = None,
+    allow_missing: bool = False,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
-    quantises, one by one on `device`. Without `may_write` a model that needs that is refused. Other keywords go to the
-    hub or to transformers.
+    quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
+    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. Other keywords go to the
+    hub, to the config or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -105,10 +118,11 @@ def load_pretrained(
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code)
+        config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)
+        _refuse_unknown(cls, kwargs)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options, may_write).run(decode, device)
+            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -118,7 +132,11 @@ def load_pretrained(
 
 
 def described(
-    path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    model_config: Any = None,
 ) -> tuple[Any, Checkpoint | None]:
     """What `hub.skeleton` gives; of a quantised checkpoint the model itself, whose tensors view files that nobody has
     read: what is made of its tensors its library alone knows.
@@ -127,21 +145,43 @@ def described(
     """
     path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     if not is_quantised(folder):
-        return skeleton(path_or_repo_id, dtype=dtype, trust_remote_code=trust_remote_code)
+        about: dict[str, Any] = {"trust_remote_code": trust_remote_code, "model_config": model_config}
+        return skeleton(path_or_repo_id, dtype=dtype, **about)
     if weights_in(path) is None:
         raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "progress": False}
+    options["model_config"] = model_config
     model = load_pretrained(path, **options, verify_checksums=False, may_write=False).model
     unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
     return model, None
+
+
+def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for keywords that neither transformers nor the model's class takes."""
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    takes = parameters.keys() | _PASSED_ON
+    for name, value in given.items():
+        if name in ("load_in_8bit", "load_in_4bit"):
+            raise ConfigError(f"{name}: pass quantization_config=BitsAndBytesConfig({name}={value!r})")
+        if name not in takes:
+            raise ConfigError(no_such_option(name, value, {*OffloadConfig.names(), *takes} - {"self", "config"}))
 
 
 class _Load:
     """One load: what transformers makes goes to the folder."""
 
     def __init__(
-        self, checkpoint: Checkpoint, folder: OffloadFolder, cls: Any, options: dict[str, Any], may_write: bool
+        self,
+        checkpoint: Checkpoint,
+        folder: OffloadFolder,
+        cls: Any,
+        options: dict[str, Any],
+        may_write: bool,
+        allow_missing: bool,
     ) -> None:
+        self._allow_missing = allow_missing
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
@@ -171,9 +211,9 @@ class _Load:
             memory.forget()
         if (num := self._homing.num_written - len(self._coded) * decode) > 0:
             _LOGGER.warning(
-                "transformers converted %d tensors: %d bytes written to %s for this process only; "
+                "transformers converted %d tensors: %s written to %s for this process only; "
                 "`weightstream pack` keeps what it converts, in the dtype of config.json",
-                *(num, self._folder.nbytes, self._folder.path),
+                *(num, human(self._folder.nbytes), self._folder.path),
             )
         return model
 
@@ -197,9 +237,9 @@ class _Load:
             model = self._build(sources)
         if num := self._homing.num_written:
             _LOGGER.warning(
-                "%d tensors were quantised, or brought in the order of a kernel: %d bytes written to %s for this "
+                "%d tensors were quantised, or brought in the order of a kernel: %s written to %s for this "
                 "process only; save_pretrained keeps them",
-                *(num, self._folder.nbytes, self._folder.path),
+                *(num, human(self._folder.nbytes), self._folder.path),
             )
         return model
 
@@ -213,12 +253,12 @@ class _Load:
 
     def _tell_of_decoding(self) -> None:
         _LOGGER.warning(
-            "%s: %d coded tensors are decoded into %s for this process only: %d bytes on disk and on every way from "
-            "there in place of %d, since they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, "
-            "or on the CPU codec='3bit' or '4bit'; and neither codec='none' nor uva)",
+            "%s: %d coded tensors are decoded into %s for this process only: %s on disk and on every way from "
+            "there in place of %s, since they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, "
+            "or on the CPU codec='small' or 'fast'; and neither codec='none' nor uva)",
             *(self._where, len(self._coded), self._folder.path),
-            sum(layout.raw_nbytes for layout in self._coded.values()),
-            sum(layout.nbytes for layout in self._coded.values()),
+            human(sum(layout.raw_nbytes for layout in self._coded.values())),
+            human(sum(layout.nbytes for layout in self._coded.values())),
         )
 
     def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, hf_private.Place]) -> None:
@@ -257,10 +297,11 @@ class _Load:
         if left := [name for name, tensor in named if tensor.is_meta]:
             raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
         if missing := sorted(info["missing_keys"]):
-            _LOGGER.warning(
-                "%s: %d weights of %s are not in the checkpoint and have random values, such as %s",
-                *(self._where, len(missing), self._cls.__name__, ", ".join(missing[:4])),
-            )
+            names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
+            text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
+            if not self._allow_missing:
+                raise CheckpointError(f"{text}; pass allow_missing=True to give them random values")
+            _LOGGER.warning("%s: they have random values", text)
         return model
 
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:

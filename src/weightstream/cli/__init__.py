@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import warnings
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +26,8 @@ class Commands(TyperGroup):
     """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
+        with suppress(ValueError):  # in the main thread alone
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which removes temporary files
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             try:

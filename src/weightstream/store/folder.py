@@ -1,11 +1,17 @@
-"""OffloadFolder: where weights are written that no file holds as they are needed. It knows tensors, not models."""
+"""OffloadFolder: where weights are written that no file holds as they are needed. It knows tensors, not models.
+
+A process that a signal ends removes nothing. So each folder has a file that its process holds locked as long as it
+lives, and whoever makes a folder removes those beside it whose lock is free.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,10 +22,38 @@ from weightstream.errors import StoreError
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.mapping import FileMapping
 
+_PREFIX, _LOCK = "weightstream-", ".lock"
 
-def _remove(folder: Path, owner: int) -> None:
+
+def _remove(folder: Path, owner: int, lock: int | None) -> None:
     if os.getpid() == owner:  # a fork that ends must not take its parent's files along
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None where the file system has none."""
+    descriptor = os.open(folder / f"{_LOCK}-new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(folder / f"{_LOCK}-new", folder / _LOCK)  # seen by others once it is locked
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of processes that have ended."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # another user's, or held, or gone meanwhile
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class OffloadFolder:
@@ -32,10 +66,12 @@ class OffloadFolder:
         try:
             if inside is not None:
                 inside.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix="weightstream-", dir=inside))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=inside))
+            lock = _locked(self.path)
+            _sweep(self.path.parent)
         except OSError as error:
             raise StoreError(f"offload_folder {inside}: cannot create it: {error}") from error
-        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
         self.mappings: list[FileMapping] = []
 
     @property
