@@ -43,6 +43,7 @@ from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
 
+_TEXT = 512  # tokens that an encoder is given where nobody says how many
 _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so many
 _FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
 Grains = list[list[UnitModule]]
@@ -320,8 +321,10 @@ def prospect_of(model: nn.Module | None, by_alias: dict[str, Group], grains: Gra
     if model is None or settings is None:
         return found
     positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
-    context = max(config.tokens, config.context or min(_CONTEXT, positions))
-    workload = Workload(batch=config.batch, tokens=config.tokens, context=context)
+    usual = min(_CONTEXT if _generates(model) else _TEXT, positions)
+    context = max(config.tokens, config.context or usual)
+    tokens = config.tokens if _generates(model) else context  # what does not generate is given all at once
+    workload = Workload(batch=config.batch, tokens=tokens, context=context)
     try:
         return with_work(found, by_alias, grains, observe(model, workload), workload)
     except UnsupportedError as error:

@@ -66,6 +66,16 @@ def assert_same_plan(path: Path, **settings: Any) -> Plan:
     return plan
 
 
+def test_an_encoder_is_given_its_text_at_once(tmp_path: Path) -> None:
+    """512 tokens where nobody says how many: a T5 names no number of positions."""
+    options = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
+    config = transformers.T5Config(**options)
+    transformers.T5EncoderModel(config).save_pretrained(tmp_path / "encoder")
+    for given, length in (({}, 512), ({"context": 32}, 32), ({"tokens": 48}, 512), ({"tokens": 600}, 600)):
+        planned = weightstream.plan_model(tmp_path / "encoder", device="cpu", device_budget="200KiB", **given)
+        assert planned.workload == Workload(batch=1, tokens=length, context=length)
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("times", [1.0, 1.5, 99])
 def test_it_is_the_plan_of_the_loaded_model(folders: Mapping[str, Path], name: str, times: float) -> None:

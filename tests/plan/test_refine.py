@@ -16,6 +16,7 @@ from test_planner import DECODE, HEAD, PREFILL, SMALL, TABLE, WIDE, decoder, pro
 from torch import nn
 
 import weightstream
+from models import TEXT
 from weightstream import prospects
 from weightstream.plan import cost
 from weightstream.plan import refine as refinement
@@ -464,6 +465,20 @@ def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
         learned = Refinement(given, lambda *_: given, lambda: doubts.append(1))
         learned.foresee(plan, Kind("forward", 2 * WIDTH), (), {})
         look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=Kind("forward", size), num_steps=3))
+        assert len(doubts) == num_doubts
+
+
+@pytest.mark.parametrize(("num_tokens", "num_doubts"), [(1, 1), (7, 0)])
+def test_a_profile_is_doubted_by_the_steps_that_were_planned_for(num_tokens: int, num_doubts: int) -> None:
+    """Those of a language model are known before any call."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    with weightstream.offload(model, device="cpu", device_budget="80KiB") as streamer:
+        doubts: list[int] = []
+        learned = Refinement(streamer._installed.refinement.prospect, doubt=lambda: doubts.append(1))
+        plan = streamer.plan
+        kind = Kind("forward", num_tokens)
+        look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=kind, num_steps=3))
         assert len(doubts) == num_doubts
 
 

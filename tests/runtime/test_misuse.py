@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +128,23 @@ def test_backward_is_refused_however_the_output_is_hidden() -> None:
             output.sum().backward()
     model(types.SimpleNamespace(x=x)).x.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_transforms_of_functions() -> None:
+    """A trace is right; an export and gradients of functions are refused with the reason, and break nothing."""
+    model, x = chain(), torch.randn(2, WIDTH)
+    want = model(x)
+    with weightstream.offload(model, device="cpu", device_budget=3 * WIDTH * WIDTH * 4), torch.no_grad():
+        for _ in range(3):
+            with pytest.raises(OffloadError, match=r"torch\.export copies weights: call model\.weightstream\.remove"):
+                torch.export.export(model, (x,))
+            with pytest.raises(OffloadError, match="offloading is for inference"):
+                torch.func.jacrev(model)(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the tracer's, and that there is a tracer at all
+                traced = torch.jit.trace(model, (x,), check_trace=False)
+            assert torch.equal(traced(x), want)
+            assert torch.equal(model(x), want)
 
 
 def test_a_patched_forward_is_copied_and_survives() -> None:
@@ -365,5 +383,7 @@ class TestCheckpoints:
     def test_weights_that_the_file_lacks_are_named(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         path, there = folder / "config.json", TEXT["num_hidden_layers"]
         path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": there + 1}))
-        weightstream.from_pretrained(folder, device="cpu", progress=False)
+        with pytest.raises(CheckpointError, match=rf"lacks 9 weights of .*layers\.{there}.*allow_missing=True"):
+            weightstream.from_pretrained(folder, device="cpu", progress=False)
+        weightstream.from_pretrained(folder, device="cpu", progress=False, allow_missing=True)
         assert any("9 weights" in r.getMessage() and f"layers.{there}" in r.getMessage() for r in caplog.records)

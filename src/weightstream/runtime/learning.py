@@ -231,7 +231,11 @@ class Learning:
             reason = error
             if self.outside and not self._has_told:
                 names = ", ".join(self.read_outside)
-                logger.warning("%s are read outside of their module's forward, which is slow here: %s", names, error)
+                logger.warning(
+                    "%s are read outside of their module's forward: they are copied for each read, which is slow. They "
+                    "would stay on the device with more room: %s",
+                    *(names, error),
+                )
                 self._has_told = True
         self._has_room = reason is None
         if units:

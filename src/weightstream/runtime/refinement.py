@@ -47,7 +47,7 @@ class Refinement:
         self._doubt = doubt
         self.kept = frozenset[str]()  # on the device for good
         self._kind: Kind | None = None  # of the steps that the plan was held against last
-        self._foreseen: Kind | None = None  # of the call that the plan was predicted for from its work
+        self._foreseen = _planned(prospect)  # of the call that the plan was predicted for from its work
         self._num_moves = 0
         self._left: tuple[Plan, Measured] | None = None  # what the last move left, and how long its steps took
         self._is_whole = False  # no unit's times told what was measured last: others may be gone by the next look
@@ -163,6 +163,14 @@ class Refinement:
         self._kind = None  # the steps of the new plan are to be measured
         prove(refined.better)
         return refined.plan, refined.better
+
+
+def _planned(prospect: Prospect) -> Kind | None:
+    """The kind of the steps whose work was known before any call."""
+    demand = prospect.planners[0].demand
+    if demand.workload is None or not demand.work:
+        return None
+    return Kind("forward", demand.workload.batch * demand.workload.tokens)
 
 
 def _times(measured: Measured) -> Times:

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
     """The kind of a forward with these arguments."""
     first = next(tensors_in((args, kwargs)), None)
-    return Kind(what, 0 if first is None else first.numel())
+    return Kind(what, 0 if first is None else int(first.numel()))  # a tensor while torch.jit traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
