@@ -235,6 +235,18 @@ def refuse_backward(unit: str) -> AbstractContextManager[None]:
     return found if torch.is_grad_enabled() else nullcontext()
 
 
+def refuse_functional_gradients() -> None:
+    """Raise `OffloadError` inside of a gradient of torch.func, before anything is filled: it allows no saved hooks."""
+    try:
+        with refuse_backward(""):
+            pass
+    except RuntimeError as error:
+        raise OffloadError(
+            "gradients through streamed weights, whose bytes are overwritten after a forward: offloading is for "
+            "inference, call remove() first"
+        ) from error
+
+
 def refuse_foreign(modules: dict[str, nn.Module]) -> None:
     """Raise `OffloadError` if another library offloads one of these modules."""
     for name, module in modules.items():

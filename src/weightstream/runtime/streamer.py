@@ -174,6 +174,7 @@ class Streamer:
                 return forward(*args, **kwargs)
             if torch.compiler.is_exporting():
                 raise OffloadError("torch.export copies weights: call model.weightstream.remove() first")
+            guards.refuse_functional_gradients()
             self._modules.refuse_foreign()
             self._modules.adopt(self.device)
             self._learning.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
@@ -194,11 +195,6 @@ class Streamer:
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
                 self._learning.watching = True  # a weight may have been read outside of its unit: the next step sees it
-            if "saved tensor hooks" in str(error):  # torch.func says no more
-                raise OffloadError(
-                    "gradients through streamed weights, whose bytes are overwritten after a forward: offloading is "
-                    "for inference, call remove() first"
-                ) from error
             if self._modules.was_replaced():
                 raise OffloadError(
                     "parameters or modules of the model were replaced while it is offloaded: call remove(), "
