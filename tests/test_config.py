@@ -22,10 +22,9 @@ from weightstream.config import (
     OffloadConfig,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
-    name_matches,
-    unmatched_patterns,
 )
 from weightstream.errors import ConfigError, WeightstreamError
+from weightstream.given import codec_named, name_matches, unmatched_patterns
 
 GIB = 2**30
 PIN, UVA = "WEIGHTSTREAM_DISABLE_PIN_MEMORY", "WEIGHTSTREAM_DISABLE_UVA"
@@ -420,7 +419,7 @@ def test_backend(values: dict[str, Any], backend: str) -> None:
         ({"device_budget": 5, "offload_group_size": 1}, ["device_budget = 5", "'prefetch'"]),
         ({"device_budget": "8%", "offload_group_size": 1}, ["device_budget = 8%", "'prefetch'"]),
         ({"max_memory": {0: 5, "cpu": 7}, "cpu_offload_gb": 1}, ["max_memory[0] = 5", "'uva'"]),
-        ({"codec": "3bit", "cpu_offload_gb": 1}, ["codec = '3bit'", "'auto' selects 'uva'"]),
+        ({"codec": "3bit", "cpu_offload_gb": 1}, ["codec = 'small'", "'auto' selects 'uva'"]),
     ],
 )
 def test_an_ignored_setting_warns_once_and_says_how_to_silence_it(values: dict[str, Any], named: list[str]) -> None:
@@ -749,3 +748,12 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(config, name)
         found |= _fields(value, f"{name}.") if hasattr(type(value), "model_fields") else {prefix + name: value}
     return found
+
+
+@pytest.mark.parametrize(("given", "name"), [("3bit", "small"), ("4bit", "fast"), ("small", "small"), ("auto", "auto")])
+def test_codecs_have_old_spellings(given: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f'codec = "{given}"')
+    assert OffloadConfig(codec=given).codec == codec_named(given) == name
+    assert OffloadConfig.from_toml(tmp_path / "a.toml") == OffloadConfig(codec=name)
+    with pytest.raises(ConfigError, match=r"'5bit'.*'auto', 'none', 'small' or 'fast'"):
+        codec_named("5bit")

@@ -186,7 +186,7 @@ def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
     found = {codec: plan("--codec", codec) for codec in ("none", "3bit", "4bit", "auto")}
-    assert [found[codec]["code"] for codec in ("none", "3bit", "4bit")] == [None, "3-bit", "4-bit"]
+    assert [found[codec]["code"] for codec in ("none", "3bit", "4bit")] == [None, "small", "fast"]
     assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["3bit"]["nbytes"]
     assert found["3bit"]["held_nbytes"] < found["4bit"]["held_nbytes"] < found["none"]["nbytes"]
     assert found["3bit"]["buffer_nbytes"] > 0 == found["none"]["buffer_nbytes"]
@@ -204,7 +204,7 @@ def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.M
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)
     assert row["equal"] is True
-    assert row["code"] == "3-bit"
+    assert row["code"] == "small"
     assert [system["name"] for system in row["systems"]] == ["raw link floor", "offloaded", "resident"]
     assert row["step_nbytes"] < 0.8 * sum(sizes), "the floor moves what the step streams as it is without a code"
     assert sum(sizes) < row["nbytes"]
@@ -217,6 +217,6 @@ def test_doctor_tells_how_fast_codes_are() -> None:
     backend.profile = MACHINE
     finding = importlib.import_module("weightstream.measure.findings")._codec(backend)
     backend.close()
-    assert finding.text.startswith("decoded at 1.2 TB/s in the 3-bit code, 1.7 TB/s in the 4-bit code")
-    assert "--codec 3bit" in finding.text
+    assert finding.text.startswith("lossless: decoded at 1.2 TB/s (codec small), 1.7 TB/s (fast)")
+    assert "--codec small" in finding.text
     assert finding.value == {"3bit": 1.2e12, "4bit": 1.7e12}

@@ -16,8 +16,9 @@ from weightstream.adapters import device_map, surroundings
 from weightstream.adapters.module import find_blocks
 from weightstream.adapters.shapes import Footprint
 from weightstream.adapters.unpacking import unpack_late
-from weightstream.config import OffloadConfig, unmatched_patterns
+from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError
+from weightstream.given import unmatched_patterns
 from weightstream.measure.profile import doubt
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect

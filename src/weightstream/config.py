@@ -11,8 +11,9 @@ import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
@@ -91,6 +92,12 @@ _Count = Annotated[int, Field(strict=True, ge=0), "a whole number >= 0"]
 _Positive = Annotated[int, Field(strict=True, ge=1), "a whole number >= 1"]
 _OptionalPositive = Annotated[int | None, Field(strict=True, ge=1), "a whole number >= 1"]
 _Switch = Annotated[bool, "true or false"]
+CODES: Mapping[str, int] = MappingProxyType({"small": 3, "fast": 4})  # bits that each keeps of an exponent
+_OLD_CODECS = MappingProxyType({f"{bits}bit": name for name, bits in CODES.items()})
+_Codec = Annotated[
+    Literal["auto", "none", "small", "fast"],
+    BeforeValidator(lambda value: _OLD_CODECS.get(value, value) if isinstance(value, str) else value),
+]
 _Names = Annotated[
     frozenset[str],
     PlainSerializer(sorted, return_type=list[str], when_used="json"),
@@ -181,10 +188,10 @@ class OffloadConfig(_Settings):
     pin_memory: _Switch = True
     use_uva: _Switch = True
     zero_copy_params: _Names = _setting(frozenset(), "Read matching weights from host memory.")
-    codec: Literal["auto", "none", "3bit", "4bit"] = _setting(
+    codec: _Codec = _setting(
         "auto",
         "Compress weights without loss, and decode them on the GPU as they are needed: auto (the default) where that "
-        "is predicted to be faster, 3bit and 4bit always, none never.",
+        "is predicted to be faster, small or fast (to decode) always, none never.",
     )
     verify_checksums: _Switch = True
 
@@ -310,7 +317,7 @@ class OffloadConfig(_Settings):
                     f"{listed} ignored: {why}. Remove to silence this; to use, set "
                     f"offload_backend = {section!r} and {section}.{switch} > 0"
                 )
-        if self.codec in ("3bit", "4bit") and self.backend == "uva":
+        if self.codec in CODES and self.backend == "uva":
             yield f"codec = {self.codec!r} ignored: {why}, whose weights are read as they are. Remove to silence this"
         budget = f"max_memory[{self._of_map[0]}] = {self._of_map[1]}" if self._of_map else None
         if self.device_budget is not None:
@@ -320,22 +327,6 @@ class OffloadConfig(_Settings):
                 f"{budget} ignored: {why}, which places weights by its own settings. "
                 f"Remove it to silence this; to use it, remove the settings of {self.backend!r}"
             )
-
-
-def name_matches(pattern: str, name: str) -> bool:
-    """Whether the dotted `pattern` is a run of whole segments of `name`: "w2" is not in "mlp.w2_weight"."""
-    return f".{pattern}." in f".{name}."
-
-
-def selects(patterns: Collection[str], name: str) -> bool:
-    """Whether one of the patterns matches the name; where there are none, every name is selected."""
-    return not patterns or any(name_matches(pattern, name) for pattern in patterns)
-
-
-def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of `patterns` that match none of `names`, sorted."""
-    known = tuple(names)
-    return sorted(p for p in set(patterns) if not any(name_matches(p, name) for name in known))
 
 
 def _switched_on(variable: str) -> bool:
@@ -388,36 +379,17 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
     if isinstance(cause, ConfigError):  # raised by a check, or by the part at `name`: its lines are complete
         return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(cls)
-        return no_such_option(name, value, known, known.values())
+        return no_such_option(name, value, _known_keys(cls))
     field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
     wanted = [text for text in (field.metadata if field else ()) if isinstance(text, str)]
     return f"{name or cls.__name__} = {value!r}: {fault['msg']}{'; give ' if wanted else ''}{''.join(wanted)}"
 
 
-def no_such_option(name: str, value: object, known: Collection[str], shown: Iterable[str] = ()) -> str:
-    """What is said of a keyword that nobody knows: the nearest that is known, else all (as `shown`)."""
+def no_such_option(name: str, value: object, known: Mapping[str, str]) -> str:
+    """What is said of a keyword that is none of these, each with its full name."""
     near = difflib.get_close_matches(name, known, n=1)
-    of_known = dict(zip(known, shown or known, strict=True))
-    remedy = f"did you mean {of_known[near[0]]}?" if near else f"the options are {', '.join(sorted(of_known.values()))}"
+    remedy = f"did you mean {known[near[0]]}?" if near else f"the options are {', '.join(known.values())}"
     return f"{name} = {value!r}: there is no such option; {remedy}"
-
-
-def settled(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
-    """The settings with these laid over them. Raises `ConfigError`, also where `config` is a model's."""
-    if config is not None and not isinstance(config, OffloadConfig):
-        raise ConfigError(
-            f"config is a {type(config).__name__}: an OffloadConfig is taken here; the config of a model goes to "
-            "from_pretrained() or plan_model()"
-        )
-    return (config or OffloadConfig()).merged(**settings).resolved()
-
-
-def dtype_given(dtype: Any, torch_dtype: Any) -> Any:
-    """The dtype of a load, "auto" where none is given; `torch_dtype` is its older name."""
-    if dtype is not None and torch_dtype is not None:
-        raise ConfigError(f"dtype = {dtype!r} and torch_dtype = {torch_dtype!r} are the same setting: give one of them")
-    return dtype or torch_dtype or "auto"
 
 
 def _caller_depth() -> int:

@@ -17,8 +17,9 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters.module import Grain
 from weightstream.assembly import Given, assembled
-from weightstream.config import OffloadConfig, dtype_given, settled
+from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.given import dtype_given, settled
 from weightstream.measure.profile import prepare, read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from weightstream.adapters.module import GRAINS, Grain
-from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, selects
+from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, OffloadError, PlanError
 from weightstream.front import offload_layers
+from weightstream.given import selects
 from weightstream.runtime.leaves import leaves_of, storage_of
 from weightstream.runtime.streamer import Streamer
 

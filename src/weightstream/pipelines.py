@@ -17,8 +17,9 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters import diffusers
 from weightstream.assembly import Assembly, Given, assembled
-from weightstream.config import OffloadConfig, dtype_given, settled
+from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
+from weightstream.given import dtype_given, settled
 from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
     Parts,

@@ -110,9 +110,9 @@ def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(plan: Callable
     assert {row[5] for row in swept} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
     assert [row[1] for row in swept if row[0]] == [f"{8 / 1024:.2f}"]
     assert swept[-1][7] == "all fits"
-    codes = {"3-bit": "3", "4-bit": "4", "3-bit and 4-bit": "3+4", None: ""}
+    codes = {"small": "small", "fast": "fast", "small and fast": "small+fast", None: ""}
     assert {(row[4], row[5]) for row in swept} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
-    assert found["code"] == "3-bit"
+    assert found["code"] == "small"
     assert swept[-1][4] == "", "all of it fits as it is"
 
 

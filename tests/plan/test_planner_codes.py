@@ -495,13 +495,13 @@ def test_a_coded_plan_says_so() -> None:
     plan = plan_of(EIGHT, noise=0.004, device_budget=6 * GIB)
     summary = plan.summary()
     assert " decode buffer" in summary
-    assert "(3-bit code of 15.0GiB)" in summary
+    assert "(lossless code, small, of 15.0GiB)" in summary
     text = str(plan)
-    assert "coded: 9.1GiB in place of 13.0GiB, in the 3-bit code; decoding takes 11.6 ms of a step's compute" in text
+    assert "coded: 9.1GiB in place of 13.0GiB, lossless (small); decoding takes 11.6 ms of a step's compute" in text
 
 
 def test_a_model_that_fits_coded_says_so() -> None:
     plan = plan_of(EIGHT, device_budget=13 * GIB, on=machine(maps_host_memory=False))
     assert plan.offloaded_nbytes == 0
     assert plan.summary().startswith("everything fits: 12.")
-    assert "(4-bit code of 15.0GiB) resident + 336.0MiB decode buffer, nothing streams" in plan.summary()
+    assert "(lossless code, fast, of 15.0GiB) resident + 336.0MiB decode buffer, nothing streams" in plan.summary()

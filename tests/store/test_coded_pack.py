@@ -130,7 +130,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", *
 # The same weights
 
 
-@pytest.mark.parametrize("codec", ["none", "auto", "3bit", "4bit"])
+@pytest.mark.parametrize("codec", ["none", "auto", "small", "fast"])
 def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
     told = packed(source, out, "--codec", codec, "--verify")
@@ -141,8 +141,8 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
     if codec == "none":
         assert (coded, " of " in told) == ({}, False)
     else:
-        assert coded == dict.fromkeys(large, 4 if codec == "4bit" else 3)
-        assert ratio < (0.77 if codec == "4bit" else 0.72)
+        assert coded == dict.fromkeys(large, 4 if codec == "fast" else 3)
+        assert ratio < (0.77 if codec == "fast" else 0.72)
         assert f", {ratio:.2f} of 2.4MiB, in 1 files" in told
     expected = transformers.LlamaForCausalLM.from_pretrained(source)
     loaded = load_pretrained(out, decode=lambda: True, offload_folder=tmp_path / "offload")
@@ -231,14 +231,14 @@ def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
     sizes = {layout.bits: layout.nbytes for layout in coding.layouts(bits(values), "bfloat16", [3, 4])}
     assert 0.75 < sizes[4] / values.nbytes < 0.97
     assert sizes[4] < sizes[3]
-    for codec, expected in (("auto", 4), ("3bit", 3), ("4bit", 4)):
+    for codec, expected in (("auto", 4), ("small", 3), ("fast", 4)):
         (layout,) = choose(tensors, codec, [], torch.device("cpu"), lambda nbytes: None).values()
         assert layout.bits == expected
     values[::3] *= 1e-25
     values[1::9] *= 1e25
     (size,) = (layout.nbytes for layout in coding.layouts(bits(values), "bfloat16", [4]))
     assert 0.97 < size / values.nbytes < 1
-    assert choose(tensors, "4bit", [], torch.device("cpu"), lambda nbytes: None)
+    assert choose(tensors, "fast", [], torch.device("cpu"), lambda nbytes: None)
     assert not choose(tensors, "auto", [], torch.device("cpu"), lambda nbytes: None)
 
 

@@ -15,6 +15,7 @@ from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.given import codec_named
 from weightstream.plan.placement import always_resident
 from weightstream.runtime.weights import groups, manifest, merge_tied
 from weightstream.store import pack as store
@@ -41,7 +42,7 @@ def pack(
     `variant`: of a pipeline's files, such as "fp16". `advance(total, nbytes)` is told how many more bytes of all are
     done. Raises as `load_pretrained` and `store.growing` do.
     """
-    how = _How(codec, verify, advance)
+    how = _How(codec_named(codec), verify, advance)
     if is_pipeline(path_or_repo_id):
         from weightstream.adapters import pipeline_folder  # needs diffusers
 

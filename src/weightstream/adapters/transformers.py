@@ -166,7 +166,8 @@ def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
         if name in ("load_in_8bit", "load_in_4bit"):
             raise ConfigError(f"{name}: pass quantization_config=BitsAndBytesConfig({name}={value!r})")
         if name not in takes:
-            raise ConfigError(no_such_option(name, value, {*OffloadConfig.names(), *takes} - {"self", "config"}))
+            known = sorted({*OffloadConfig.names(), *takes} - {"self", "config"})
+            raise ConfigError(no_such_option(name, value, dict(zip(known, known, strict=True))))
 
 
 class _Load:

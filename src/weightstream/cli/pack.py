@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -17,8 +17,11 @@ def pack(
     model: Model,
     out: Annotated[Path, typer.Argument(help="Folder to write: the same model, to be used in its place.")],
     codec: Annotated[
-        Literal["none", "auto", "3bit", "4bit"],
-        typer.Option("--codec", help="Code the weights, bit for bit; auto: what gains, each by its smaller code."),
+        str,
+        typer.Option(
+            "--codec",
+            help="Code the weights without loss: small, fast (to decode), none; auto: what gains, the smaller.",
+        ),
     ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,
     variant: Variant = None,
@@ -46,7 +49,12 @@ def pack(
         bar.update(task, advance=nbytes, total=total)
 
     try:
-        how: Any = {"codec": codec, "verify": verify, "variant": variant, "trust_remote_code": trust_remote_code}
+        how: Any = {
+            "codec": codec,
+            "verify": verify,
+            "variant": variant,
+            "trust_remote_code": trust_remote_code,
+        }
         shards = packing.pack(model, out, progress=shown, advance=advance, **how)
     finally:
         bar.stop()

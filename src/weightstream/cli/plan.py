@@ -150,7 +150,7 @@ def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
         table.add_row(
             "▶" if plan is planned else "",
             *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
-            "+".join(str(bits) for bits in sorted({bits for bits, _ in plan.manifest.codes.values()})),
+            plan.code.replace(" and ", "+"),
             f"{1e3 * plan.step_s:,.1f}",
             rate(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",

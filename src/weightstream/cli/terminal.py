@@ -37,7 +37,13 @@ _File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags w
 _LOADING = MappingProxyType(  # beside the settings: annotation and default
     {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
 )
-_READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
+_READ_AS: MappingProxyType[Any, Any] = MappingProxyType(
+    {
+        frozenset[str]: list[str],
+        int | str | None: str,
+        OffloadConfig.model_fields["codec"].annotation: str,  # which has older spellings, too
+    }
+)
 _COLUMNS, _LABEL = 100, 9
 
 

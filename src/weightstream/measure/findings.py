@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from weightstream.codec import coding
+from weightstream.config import CODES
 from weightstream.errors import ConfigError
 from weightstream.measure import machine, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
@@ -229,10 +230,10 @@ def _speed(profile: Profile, *, on_gpu: bool) -> Iterator[Finding]:
 
 def _codec(backend: Backend) -> Finding:
     """Whether coded weights can be used, and how fast they are decoded."""
-    rates = {f"{bits}bit": backend.profile.decode_bytes_per_s(bits) for bits in (3, 4)}
-    text = f"decoded at {per_second(rates['3bit'])} in the 3-bit code, {per_second(rates['4bit'])} in the 4-bit code"
+    rates = {name: backend.profile.decode_bytes_per_s(bits) for name, bits in CODES.items()}
+    text = f"lossless: decoded at {per_second(rates['small'])} (codec small), {per_second(rates['fast'])} (fast)"
     if backend.device.type == "cpu":
-        return Finding("coded weights", f"{text}: used on request alone, --codec 3bit", "note", value=rates)
+        return Finding("coded weights", f"{text}: used on request alone, --codec small", "note", value=rates)
     if (reason := coding.why_not(backend.device)) is None:
         return Finding("coded weights", text, value=rates)
     return _judged("coded weights", f"cannot be used: {reason}", is_good=False)

@@ -16,8 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig, selects
+from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import PlanError
+from weightstream.given import selects
 from weightstream.plan import cost
 from weightstream.plan.amounts import human
 from weightstream.plan.choices import Choice, Share, choices, columns_of, fitting, nbytes_of, plain_nbytes

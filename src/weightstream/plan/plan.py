@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
+from weightstream.config import CODES
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import Manifest, Workload
@@ -185,14 +186,15 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """The codes in use: `3-bit`, `3-bit and 4-bit`; empty where nothing is coded."""
-        return " and ".join(f"{bits}-bit" for bits in sorted({bits for bits, _ in self.manifest.codes.values()}))
+        """The lossless codes in use: `small`, `small and fast`; empty where nothing is coded."""
+        used = {bits for bits, _ in self.manifest.codes.values()}
+        return " and ".join(name for name, bits in CODES.items() if bits in used)
 
     def summary(self) -> str:
         """The plan in one line."""
         total, buffer = human(self.manifest.nbytes), ""
         if self.manifest.codes:
-            total += f" ({self.code} code of {human(self.manifest.decoded_nbytes)})"
+            total += f" (lossless code, {self.code}, of {human(self.manifest.decoded_nbytes)})"
             buffer = f" + {human(self.buffer_nbytes)} decode buffer"
         if not self.offloaded_nbytes:
             return f"everything fits: {total} resident{buffer}, nothing streams"
@@ -210,7 +212,7 @@ class Plan:
         lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}"}
         if codes := self.manifest.codes:
             nbytes, span = sum(n for _, n in codes.values()), sum(self.manifest.spans[alias] for alias in codes)
-            coded = f"{human(nbytes)} in place of {human(span)}, in the {self.code} code"
+            coded = f"{human(nbytes)} in place of {human(span)}, lossless ({self.code})"
             lines["coded"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
         busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
         if any(busy.values()):

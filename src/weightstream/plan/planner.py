@@ -17,8 +17,9 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from weightstream.config import OffloadConfig, selects
+from weightstream.config import CODES, OffloadConfig
 from weightstream.errors import PlanError
+from weightstream.given import selects
 from weightstream.plan import cost, placement
 from weightstream.plan.choices import Share
 from weightstream.plan.codes import Sizes, codings, decoding_less
@@ -33,7 +34,7 @@ _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
 _WORTH = 0.97  # of its bytes: a code that saves less is none
-_BITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"auto": (3, 4), "none": (), "3bit": (3,), "4bit": (4,)})
+_BITS = MappingProxyType({"auto": tuple(CODES.values()), "none": ()} | {name: (n,) for name, n in CODES.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

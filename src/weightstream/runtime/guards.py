@@ -235,8 +235,10 @@ def refuse_backward(unit: str) -> AbstractContextManager[None]:
     return found if torch.is_grad_enabled() else nullcontext()
 
 
-def refuse_functional_gradients() -> None:
-    """Raise `OffloadError` inside of a gradient of torch.func, before anything is filled: it allows no saved hooks."""
+def refuse_transforms() -> None:
+    """Raise `OffloadError` inside of an export or a gradient of torch.func, which allows no hooks of saved tensors."""
+    if torch.compiler.is_exporting():
+        raise OffloadError("torch.export copies weights: call model.weightstream.remove() first")
     try:
         with refuse_backward(""):
             pass

@@ -172,9 +172,7 @@ class Streamer:
                 if self._modules.session.streams:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
-            if torch.compiler.is_exporting():
-                raise OffloadError("torch.export copies weights: call model.weightstream.remove() first")
-            guards.refuse_functional_gradients()
+            guards.refuse_transforms()
             self._modules.refuse_foreign()
             self._modules.adopt(self.device)
             self._learning.foresee(kind := kind_of(args, kwargs, what), args, kwargs)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from weightstream import config
 from weightstream.codec import coding
 from weightstream.codec.format import ALIGN_NBYTES, BITS, Layout, can_code
 from weightstream.errors import ConfigError, StoreError, UnsupportedError
@@ -31,8 +32,8 @@ from weightstream.store.mapping import Memory
 _PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
 _LEAST_CODED = 64 << 10  # weights
-_CODES = MappingProxyType({"none": (), "auto": BITS, "3bit": (3,), "4bit": (4,)})
-_WORTH = MappingProxyType({"auto": 0.97, "3bit": 1.0, "4bit": 1.0})  # of the bytes: decoding has a price
+_CODES = MappingProxyType({"none": (), "auto": BITS, **{name: (bits,) for name, bits in config.CODES.items()}})
+_WORTH = MappingProxyType({"auto": 0.97, **dict.fromkeys(config.CODES, 1.0)})  # of the bytes: decoding has a price
 
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
 
