@@ -18,7 +18,10 @@ from weightstream.codec import reference
 from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code, layout_of
 from weightstream.errors import StoreError
 
-DOCS = (Path(__file__).parents[2] / "docs/codec.md").read_text(encoding="utf-8")
+DOCS = "".join(
+    (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    for page in ("docs/codec.md", "tests/codec/golden.md")
+)
 GOLDEN = re.findall(
     r"^(hashed|peaked) (\w+) bits=(\d) escapes=(\d+) nbytes=(\d+)\n"
     r"  sha256  (\w{64})\n  head    (\w{128})\n  symbols (\w{64})\n  tail    (\w{64})$",
@@ -30,7 +33,7 @@ kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
 
 
 def documented() -> dict[str, Callable[..., Any]]:
-    """The functions that docs/codec.md defines."""
+    """The functions that docs/codec.md and golden.md define."""
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", DOCS, re.M | re.S):
         exec(block, names)
