@@ -18,7 +18,7 @@ from weightstream.codec import reference
 from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code, layout_of
 from weightstream.errors import StoreError
 
-DOCS = (Path(__file__).parents[2] / "docs/codec.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parent / "golden.md").read_text(encoding="utf-8")
 GOLDEN = re.findall(
     r"^(hashed|peaked) (\w+) bits=(\d) escapes=(\d+) nbytes=(\d+)\n"
     r"  sha256  (\w{64})\n  head    (\w{128})\n  symbols (\w{64})\n  tail    (\w{64})$",
@@ -30,7 +30,7 @@ kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
 
 
 def documented() -> dict[str, Callable[..., Any]]:
-    """The functions that docs/codec.md defines."""
+    """The functions that golden.md defines."""
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", DOCS, re.M | re.S):
         exec(block, names)
@@ -111,7 +111,7 @@ def test_gaussian_weights_take_few_bits(dtype: str, bits: int, scale: float) -> 
 
 @kinds
 @pytest.mark.parametrize("pattern", ["random bits", "wide"])
-def test_the_decoder_in_the_documentation(dtype: str, bits: int, pattern: str) -> None:
+def test_the_documented_decoder(dtype: str, bits: int, pattern: str) -> None:
     data = PATTERNS[pattern](dtype)
     layout, coded = reference.encode(data, dtype, bits)
     values = documented()["decode"](bytes(coded.tolist()), dtype, bits, layout.count, layout.num_escapes)
