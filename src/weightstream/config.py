@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -43,11 +44,13 @@ def _checked(value: Any, least: int = 0) -> int | str:
         if not 0 < float(share[1]) <= 100:
             raise ValueError("not a share over 0 and up to 100 %")
         return f"{float(share[1]):g}%"
-    if isinstance(value, str) and not _SIZE.fullmatch(value):
-        raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
-    if (nbytes := _BYTE_SIZE.validate_python(value)) < least:
-        raise ValueError("not greater than 0")
-    return nbytes
+    with contextlib.suppress(ValidationError):  # whose words are of pydantic's types
+        is_size = not isinstance(value, str) or _SIZE.fullmatch(
+            value
+        )  # pydantic reads a beginning: "6,5GiB" as 6 bytes
+        if is_size and (nbytes := _BYTE_SIZE.validate_python(value)) >= least:
+            return nbytes
+    raise ValueError(f"not a number of bytes >= {least}")
 
 
 def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
@@ -60,10 +63,9 @@ def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
         if name in budgets or (name != "cpu" and budgets.keys() - {"cpu"}):
             raise ValueError("more than one device: weightstream computes on one, with the whole model")
         try:
-            budgets[name] = _checked(given, least=name != "cpu")
+            budgets[name] = _checked(given, least=int(name != "cpu"))
         except ValueError as error:
-            cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise ValueError(f"{key!r}: {given!r}: {cause}") from None
+            raise ValueError(f"{key!r}: {given!r}: {error}") from None
     return tuple(sorted(budgets.items()))
 
 
@@ -389,7 +391,8 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
         return f"{name} = {value!r}: there is no such option; {remedy}"
     field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
     wanted = [text for text in (field.metadata if field else ()) if isinstance(text, str)]
-    return f"{name or cls.__name__} = {value!r}: {fault['msg']}{'; give ' if wanted else ''}{''.join(wanted)}"
+    message = fault["msg"].removeprefix("Value error, ")  # what pydantic puts before the words of a check
+    return f"{name or cls.__name__} = {value!r}: {message}{'; give ' if wanted else ''}{''.join(wanted)}"
 
 
 def _caller_depth() -> int:

@@ -147,6 +147,10 @@ def test_what_it_advises(plan: Callable[..., Result], flags: tuple[object, ...],
     assert note in " ".join(shown_of(plan(*flags)).split())
 
 
+def test_no_budget_is_no_budget_to_leave_out(plan: Callable[..., Result]) -> None:
+    assert "     note: everything fits and nothing streams\n" in shown_of(plan())
+
+
 def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) -> None:
     flags = ("--batch", 64, "--tokens", 2048, "--json")
     found = facts(plan("--device-budget", "14MiB", *flags))

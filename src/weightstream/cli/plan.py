@@ -130,7 +130,8 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
         plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
         return {"note": f"everything fits, coded; in plain form it would take {plain}, and {saved} less per step"}
     if not planned.offloaded_nbytes:
-        return {"note": "everything fits and nothing streams: leave out the budget, offloading gains nothing here"}
+        remedy = ": leave out the budget, offloading gains nothing here" * ahead.planners[0].config.has_budget
+        return {"note": f"everything fits and nothing streams{remedy}"}
     enough = ahead.enough(planned)
     if enough is not None and _budget(enough) < _LESS * _budget(planned):
         return {"note": f"a budget of {human(_budget(enough))} would be as fast"}

@@ -97,7 +97,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
     """What is to be said of this machine, and its profile."""
     wanted = device or ("cuda" if cuda.available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        raise ConfigError(f"device {device!r} is none: name cpu, cuda or cuda:N")
+        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
     on_gpu = wanted != "cpu" and cuda.available()
     with closing(backend_of(torch.device(wanted if on_gpu else "cpu"))) as backend:
         backend.profile = profile = profile_for(backend, anew=anew)
