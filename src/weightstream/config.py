@@ -23,7 +23,7 @@ from weightstream.errors import ConfigError
 
 # Strict: else pydantic reads `true` as 1, one byte.
 _BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
-_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")  # all of it: pydantic takes 6 bytes out of "6,5GiB"
 _SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
 _MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
@@ -44,10 +44,8 @@ def _checked(value: Any, least: int = 0) -> int | str:
         if not 0 < float(share[1]) <= 100:
             raise ValueError("not a share over 0 and up to 100 %")
         return f"{float(share[1]):g}%"
+    is_size = not isinstance(value, str) or _SIZE.fullmatch(value)
     with contextlib.suppress(ValidationError):  # whose words are of pydantic's types
-        is_size = not isinstance(value, str) or _SIZE.fullmatch(
-            value
-        )  # pydantic reads a beginning: "6,5GiB" as 6 bytes
         if is_size and (nbytes := _BYTE_SIZE.validate_python(value)) >= least:
             return nbytes
     raise ValueError(f"not a number of bytes >= {least}")
@@ -381,8 +379,7 @@ def _config_error(cls: type[BaseModel], error: ValidationError) -> ConfigError:
 def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
     """Field, value and remedy, one line per fault."""
     name, value = ".".join(map(str, fault["loc"])), fault["input"]
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # raised by a check, or by the part at `name`: its lines are complete
+    if isinstance(cause := fault.get("ctx", {}).get("error"), ConfigError):  # of a check, or the part at `name`: whole
         return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
     known = _known_keys(cls)
     if fault["type"] == "extra_forbidden":
@@ -391,8 +388,8 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
         return f"{name} = {value!r}: there is no such option; {remedy}"
     field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
     wanted = [text for text in (field.metadata if field else ()) if isinstance(text, str)]
-    message = fault["msg"].removeprefix("Value error, ")  # what pydantic puts before the words of a check
-    return f"{name or cls.__name__} = {value!r}: {message}{'; give ' if wanted else ''}{''.join(wanted)}"
+    message = "; give ".join([fault["msg"].removeprefix("Value error, "), *wanted])
+    return f"{name or cls.__name__} = {value!r}: {message}"
 
 
 def _caller_depth() -> int:

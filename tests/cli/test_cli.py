@@ -96,6 +96,7 @@ def test_shows_text_then_summary(folder: Path) -> None:
     text, *summary = result.stdout.splitlines()
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
+    labels = [label for label in labels if label != "advice"]  # on a busy machine
     assert labels == ["plan", "speed", "decode", "device", "streamed", "waited", "predicted", "identical"]
     assert f"   decode: eager ({EAGER})" in summary
     assert summary[-1] == "identical: yes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from typing import Annotated, Any
 
@@ -23,6 +25,8 @@ class Commands(TyperGroup):
     """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a name that it cannot encode ends no command
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             try:

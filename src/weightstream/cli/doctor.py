@@ -22,8 +22,8 @@ _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
         "ok": ("ok", "green", ""),
         "note": ("", "", ""),
         "broken": ("X", "bold red", "broken"),
-        "better": ("!", "yellow", "could be better"),
-        "missing": ("-", "yellow", "missing"),
+        "better": ("!", "magenta", "could be better"),  # yellow is hard to read on white
+        "missing": ("-", "magenta", "missing"),
     }
 )
 

@@ -15,7 +15,7 @@ import typer
 
 from weightstream.cli import pipelines
 from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
-from weightstream.cli.terminal import AsJson, Model, print_labelled, require, takes_model
+from weightstream.cli.terminal import AsJson, Model, foretold, print_labelled, require, takes_model
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, per_second
 
@@ -127,8 +127,7 @@ def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
     }
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
     if measured_s is not None and predicted_s:
-        error = f"{predicted_s / measured_s - 1:+.0%}"
-        lines["predicted"] = f"{milliseconds(predicted_s)} per step; measured {milliseconds(measured_s)} ({error})"
+        lines |= foretold(predicted_s, measured_s)
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
