@@ -217,6 +217,25 @@ def test_tokenizer_missing(folder: Path, tmp_path: Path) -> None:
     assert "no tokenizer" in refused(run(tmp_path, "--device-budget", BUDGET))
 
 
+def test_no_weights_are_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    assert "no model.safetensors" in refused(run(tmp_path, "--device-budget", BUDGET))
+
+
+def test_broken_weights_are_not_blamed_on_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    copy_weights(folder, tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(5000)
+    message = refused(run(tmp_path, "--device-budget", BUDGET))
+    assert "model.safetensors" in message
+    assert "tokenizer" not in message
+
+
+def test_a_broken_config_is_not_blamed_on_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    copy_weights(folder, tmp_path)
+    (tmp_path / "config.json").write_text("no json")
+    assert "config.json" in refused(run(tmp_path, "--device-budget", BUDGET))
+
+
 def test_chat_without_a_template(folder: Path, tmp_path: Path) -> None:
     copy_weights(folder, tmp_path)
     tokenizer(None).save_pretrained(tmp_path)
