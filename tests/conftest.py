@@ -23,6 +23,7 @@ from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 from weightstream.runtime.cuda import CUDA_PROFILE
 
+os.environ.pop("COLUMNS", None)  # tests of screens say how wide these are
 _NUM_MODULES = pytest.StashKey[int]()
 
 

@@ -122,7 +122,14 @@ def test_host_budget_may_be_zero_and_device_budget_may_not() -> None:
     assert OffloadConfig(host_budget=None, device_budget=None) == OffloadConfig()
     text = refusal(OffloadConfig, device_budget=0)
     assert text.startswith("device_budget = 0: ")
-    assert "greater than 0" in text
+    assert "a number of bytes >= 1" in text
+
+
+@pytest.mark.parametrize("given", [-1, 0, "lots", "-1", "abc", 0.5])
+def test_what_is_no_size_is_told_in_one_line_without_pydantics_words(given: object) -> None:
+    text = refusal(OffloadConfig, device_budget=given)
+    assert text.startswith(f"device_budget = {given!r}: not a number of bytes >= 1; give bytes, a size")
+    assert "\n" not in text
 
 
 # --- shares, and a map of budgets
@@ -269,7 +276,7 @@ def test_configurations_are_frozen_hashable_and_survive_copies() -> None:
         ("max_memory", {True: "1GiB"}, "True is no memory"),
         ("max_memory", {-1: "1GiB"}, "-1 is no memory"),
         ("max_memory", {0: "1 parsec"}, "0: '1 parsec'"),
-        ("max_memory", {0: 0}, "0: 0: not greater than 0"),
+        ("max_memory", {0: 0}, "0: 0: not a number of bytes >= 1"),
         ("max_memory", {"cpu": "101%"}, "'cpu': '101%'"),
         ("offload_backend", "none", "'auto', 'uva' or 'prefetch'"),
         ("offload_backend", 1, "'auto', 'uva' or 'prefetch'"),

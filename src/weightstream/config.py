@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -23,7 +24,7 @@ from weightstream.errors import ConfigError
 
 # Strict: else pydantic reads `true` as 1, one byte.
 _BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
-_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")  # all of it: pydantic takes 6 bytes out of "6,5GiB"
 _SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
 _MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
@@ -44,11 +45,11 @@ def _checked(value: Any, least: int = 0) -> int | str:
         if not 0 < float(share[1]) <= 100:
             raise ValueError("not a share over 0 and up to 100 %")
         return f"{float(share[1]):g}%"
-    if isinstance(value, str) and not _SIZE.fullmatch(value):
-        raise ValueError("not a number of bytes with a unit")  # pydantic reads a beginning: "6,5GiB" as 6 bytes
-    if (nbytes := _BYTE_SIZE.validate_python(value)) < least:
-        raise ValueError("not greater than 0")
-    return nbytes
+    is_size = not isinstance(value, str) or _SIZE.fullmatch(value)
+    with contextlib.suppress(ValidationError):  # whose words are of pydantic's types
+        if is_size and (nbytes := _BYTE_SIZE.validate_python(value)) >= least:
+            return nbytes
+    raise ValueError(f"not a number of bytes >= {least}")
 
 
 def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
@@ -61,10 +62,9 @@ def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
         if name in budgets or (name != "cpu" and budgets.keys() - {"cpu"}):
             raise ValueError("more than one device: weightstream computes on one, with the whole model")
         try:
-            budgets[name] = _checked(given, least=name != "cpu")
+            budgets[name] = _checked(given, least=int(name != "cpu"))
         except ValueError as error:
-            cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise ValueError(f"{key!r}: {given!r}: {cause}") from None
+            raise ValueError(f"{key!r}: {given!r}: {error}") from None
     return tuple(sorted(budgets.items()))
 
 
@@ -375,14 +375,14 @@ def _config_error(cls: type[BaseModel], error: ValidationError) -> ConfigError:
 def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
     """Field, value and remedy, one line per fault."""
     name, value = ".".join(map(str, fault["loc"])), fault["input"]
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # raised by a check, or by the part at `name`: its lines are complete
+    if isinstance(cause := fault.get("ctx", {}).get("error"), ConfigError):  # of a check, or the part at `name`: whole
         return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
     if fault["type"] == "extra_forbidden":
         return no_such_option(name, value, _known_keys(cls))
     field = cls.model_fields.get(str(fault["loc"][0])) if fault["loc"] else None
     wanted = [text for text in (field.metadata if field else ()) if isinstance(text, str)]
-    return f"{name or cls.__name__} = {value!r}: {fault['msg']}{'; give ' if wanted else ''}{''.join(wanted)}"
+    message = "; give ".join([fault["msg"].removeprefix("Value error, "), *wanted])
+    return f"{name or cls.__name__} = {value!r}: {message}"
 
 
 def no_such_option(name: str, value: object, known: Mapping[str, str]) -> str:

@@ -160,6 +160,35 @@ def test_what_is_said_of_a_profile(age: float, load: float, mark: str, said: str
 
 
 @pytest.mark.parametrize(
+    ("policy", "mark", "said"),
+    [
+        ("passive", "ok", "OMP_WAIT_POLICY=passive: compute threads that wait leave their core"),
+        ("PASSIVE", "ok", "OMP_WAIT_POLICY=PASSIVE"),
+        ("active", "better", "OMP_WAIT_POLICY=active: compute threads that wait may spin"),
+        (None, "better", "OMP_WAIT_POLICY is not set"),
+    ],
+)
+def test_what_is_said_of_threads_that_wait(policy: str | None, mark: str, said: str) -> None:
+    found = findings.waiting_finding(2, policy)
+    assert found.mark == mark
+    assert said in found.text
+    assert ("export OMP_WAIT_POLICY=passive" in found.remedy) is (mark == "better")
+
+
+@pytest.mark.parametrize(("cores", "num"), [(2, 1), (4, 1), (5, 0)])
+def test_threads_that_wait_matter_where_cores_are_few(cores: int, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert sum(found.label == "waiting" for found in findings._host()) == num
+
+
+@pytest.mark.parametrize(("launch_s", "mark"), [(20e-6, "ok"), (301e-6, "better")])
+def test_a_launch_that_takes_long_is_to_be_measured_again(launch_s: float, mark: str) -> None:
+    found = findings.kernels_finding(replace(PROFILE, op_launch_s=launch_s))
+    assert found.mark == mark
+    assert found.remedy == "Measure again when idle: weightstream doctor --measure" * (mark == "better")
+
+
+@pytest.mark.parametrize(
     ("gpus", "driver", "built", "visible", "said", "remedy"),
     [
         ((), None, None, None, "no driver", "--gpus all"),
@@ -325,6 +354,12 @@ def test_a_disk_that_cannot_be_measured_is_no_error(no_disk: Path) -> None:
     assert "not measured" in result.stdout
     assert "--path FOLDER" in result.stdout
     assert value(run(no_disk, "--json"), "reads") is None
+
+
+def test_the_folder_of_a_model_may_be_given_alone(disk: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", str(disk)])
+    assert result.exit_code == 0, result.output
+    assert f"in {disk}" in "".join(line.strip() for line in result.stdout.splitlines()).replace("in/", "in /")
 
 
 def test_what_is_not_installed_is_named_with_its_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

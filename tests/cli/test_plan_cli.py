@@ -104,16 +104,44 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
 def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(plan: Callable[..., Result]) -> None:
     text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
-    swept = [row for row in rows if len(row) == 9]
+    swept = [row for row in rows if len(row) == 8]
     found = facts(plan("--device-budget", "8MiB", "--sweep", "--json"))
     plans = [*found["sweep"], found]
-    assert {row[5] for row in swept} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
-    assert [row[1] for row in swept if row[0]] == [f"{8 / 1024:.2f}"]
-    assert swept[-1][7] == "all fits"
-    codes = {"small": "small", "fast": "fast", "small and fast": "small+fast", None: ""}
-    assert {(row[4], row[5]) for row in swept} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
+    assert {row[4] for row in swept} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
+    assert [row[0] for row in swept if "▶" in row[0]] == ["▶ 8.00"]
+    assert "budget MiB" in text
+    assert swept[-1][6] == "all fits"
+    codes = {"small": "small", "fast": "fast", "small and fast": "both", None: ""}
+    assert {(row[3], row[4]) for row in swept} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
     assert found["code"] == "small"
-    assert swept[-1][4] == "", "all of it fits as it is"
+    assert swept[-1][3] == "", "all of it fits as it is"
+
+
+@pytest.mark.parametrize(("width", "lost"), [(60, {"", "code"}), (80, set()), (100, set())])
+def test_a_sweep_is_a_line_per_budget_at_any_width(
+    plan: Callable[..., Result], width: int, lost: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--device-budget", "8MiB", "--sweep")
+    num = len(facts(plan(*flags, "--json"))["sweep"]) + 1
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = shown_of(plan(*flags))
+    assert max(map(len, text.splitlines())) <= width
+    swept = text.partition("step time over budget")[2].splitlines()
+    assert sum(line.startswith("│") for line in swept) == num
+    heads = zip(*(line.strip("┃").split("┃") for line in swept if line.startswith("┃")), strict=True)
+    shown = {" ".join(" ".join(head).split()).replace(" /", "/") for head in heads}
+    assert {"budget MiB", "resident", "ring", "code", "step ms", "tokens/s", "limit", ""} - shown == lost
+
+
+@pytest.mark.parametrize("charset", ["ascii", "latin-1"])
+def test_a_stream_that_encodes_no_boxes_gets_plain_ones(folder: Path, machine: Path, charset: str) -> None:
+    flags = ["--profile", str(machine), "--host-budget", "30GiB", "--device-budget", "8MiB", "--sweep"]
+    result = CliRunner(charset=charset).invoke(app, ["plan", str(folder), *flags])
+    text = shown_of(result)
+    assert text.isascii()
+    assert "> 8.00" in text
+    assert "model.layers.0..5" in text
+    assert "| #" in text
 
 
 def test_every_part_of_the_memory_is_named_and_they_add_up() -> None:
@@ -145,6 +173,10 @@ def test_what_a_plan_says_of_itself_is_on_the_screen(plan: Callable[..., Result]
 )
 def test_what_it_advises(plan: Callable[..., Result], flags: tuple[object, ...], note: str) -> None:
     assert note in " ".join(shown_of(plan(*flags)).split())
+
+
+def test_no_budget_is_no_budget_to_leave_out(plan: Callable[..., Result]) -> None:
+    assert "     note: everything fits and nothing streams\n" in shown_of(plan())
 
 
 def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) -> None:

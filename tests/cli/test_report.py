@@ -52,7 +52,7 @@ def test_the_table_has_a_row_for_each_run_of_equal_units() -> None:
     resident = frozenset({"blocks.90.0", "blocks.0.1", "blocks.1.1", "blocks.2.1"})
     plan = Plan.build(manifest, resident, 4 * MIB)
     assert cells(printed(plan)) == [
-        ["unit", "units", "resident", "streams"],
+        ["unit", "units", "resident each", "streams each"],
         ["(root)", "1", "1.0MiB", "0B"],
         ["blocks.0…2", "3", "1.0MiB", "2.0MiB"],
         ["blocks.3", "1", "0B", "3.0MiB"],
@@ -86,7 +86,7 @@ def test_what_is_read_from_disk_is_beside_what_streams() -> None:
     manifest = Manifest(units=tuple(unit_of(i, MIB, 2 * MIB) for i in range(4)), order=(0, 1, 2, 3, 0))
     plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 6 * MIB)
     assert cells(printed(replace(plan, disk=frozenset(f"blocks.{i}.1" for i in (1, 2, 3))))) == [
-        ["unit", "units", "resident", "streams", "from disk"],
+        ["unit", "units", "resident each", "streams each", "from disk each"],
         ["blocks.0", "1", "1.0MiB", "2.0MiB", "0B"],
         ["blocks.1…3", "3", "0B", "3.0MiB", "2.0MiB"],
     ]
@@ -104,6 +104,6 @@ def test_blocks_whose_coded_bytes_differ_by_chance_are_one_kind() -> None:
     codes = {alias: (3, 700_000 + 512 * i) for i, alias in enumerate(manifest.aliases)}
     plan = Plan.build(manifest.coded(codes), frozenset(), 4 * MIB)
     assert cells(printed(plan)) == [
-        ["unit", "units", "plain", "resident", "streams"],
+        ["unit", "units", "plain each", "resident each", "streams each"],
         ["blocks.0…8", "9", "1.0MiB", "0B", "685.6KiB"],
     ]

@@ -7,6 +7,8 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from models import MODELS, TEXT
 from weightstream import __version__
 from weightstream.adapters.steps import Steps
-from weightstream.cli import app
+from weightstream.cli import app, terminal
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison
 from weightstream.plan.manifest import Workload
@@ -115,12 +117,12 @@ def test_the_table_says_what_the_row_says(folder: Path, tmp_path: Path) -> None:
         assert [p20, p50, p80] == [f"{1e3 * found[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
         assert [x_floor, x_resident] == [f"{found[key]:.3f}" for key in ("x_floor", "x_resident")]
         assert rate == (f"{found['tokens_per_s']:,.1f}" if name != "raw link floor" else "")
-        assert memory == (f"{found['weights_nbytes'] / 2**30:.3f}" if name != "raw link floor" else "")
+        assert memory == (f"{found['weights_nbytes'] / 2**20:.2f}" if name != "raw link floor" else "")
     lines = dict(line.strip().split(": ", 1) for line in result.stdout.splitlines() if ": " in line)
     assert lines["step"] == "batch 2, tokens 3, context 12"
     assert lines["plan"] == row["plan"]
-    off_by = system(row, "offloaded")["p50_s"] / row["predicted_s"] - 1
-    assert f"{off_by:+.1%}" in lines["predicted"]
+    foretold = terminal.foretold(row["predicted_s"], system(row, "offloaded")["p50_s"])
+    assert lines["predicted"].startswith(" ".join(foretold["predicted"].split()))
     assert lines["limit"].startswith(row["limit"])
     assert f"{row['link_bytes_per_s'] / 1e9:.1f} GB/s" in lines["link"]
     assert lines["equal"].startswith("yes, 4 outputs")
@@ -151,19 +153,49 @@ def made_up(name: str, p50_s: float) -> dict[str, Any]:
     return found | {"weights_nbytes": 2**39, "peak_nbytes": 2**40}
 
 
+TIMES = ("p20_s", "p50_s", "p80_s")
 SYSTEMS = [made_up("raw link floor", 119.9), made_up("offloaded", 123.45678), made_up("resident", 31.25)]
 
 
-def test_large_numbers_of_a_gpu_fit_too() -> None:
-    console = bench.screen()
-    with console.capture() as shown:
-        console.print(bench._table(SYSTEMS))
-    lines = shown.get().splitlines()
+def test_large_numbers_of_a_gpu_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.print_systems(SYSTEMS)
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
-    assert "…" not in shown.get()
+    assert "…" not in shown
     row = next(line for line in lines if "offloaded" in line)
     assert "│ 111,111.10 │ 123,456.78 │ 135,802.46 │" in row
-    assert row.split("│")[-2].strip() == "1024.000"
+    assert row.split("│")[-2].strip() == "1024.00"
+
+
+@pytest.mark.parametrize(("width", "lost"), [(60, {"x floor", "p20 ms", "p80 ms"}), (80, set()), (100, set())])
+def test_a_narrow_table_loses_what_matters_least(
+    width: int, lost: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    bench.print_systems(
+        [found | {key: 1e-4 * found[key] for key in TIMES} | {"peak_nbytes": 2**36} for found in SYSTEMS]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("│ offloaded " in line for line in lines) == 1
+    heads = zip(*(line.strip("┃").split("┃") for line in lines if line.startswith("┃")), strict=True)
+    shown = {" ".join(" ".join(head).split()).replace(" /", "/") for head in heads}
+    assert {"system", "p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB"} - shown == lost
+
+
+def test_what_it_is_at_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def told(text: str, *_: object, **__: object) -> Iterator[Callable[..., None]]:
+        said.append(text)
+        yield lambda *, description="": said.append(description)
+
+    monkeypatch.setattr("weightstream.measure.progress.told", told)
+    run(folder)
+    phases = ["timing: offloaded", "timing: raw link floor", "timing: resident"]
+    assert said == ["loading libraries", "timing", *phases]
 
 
 def test_everything_fits(folder: Path, tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def test_an_error_enables_it_again() -> None:
         assert gc.isenabled()
 
 
+def test_a_name_that_is_none_is_answered_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"^device 'gpu': give cuda, cuda:1 or cpu$"), opened("gpu", CONFIG):
+        pass
+
+
 def test_what_was_frozen_stays_frozen() -> None:
     gc.freeze()
     num = gc.get_freeze_count()

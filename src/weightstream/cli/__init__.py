@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import warnings
@@ -28,6 +29,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with suppress(ValueError):  # in the main thread alone
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which removes temporary files
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a name that it cannot encode ends no command
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             try:

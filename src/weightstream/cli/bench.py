@@ -14,13 +14,23 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from weightstream import __version__
 from weightstream.cli import pipelines
 from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
-from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
-from weightstream.plan.amounts import human, milliseconds, per_second
+from weightstream.cli.terminal import (
+    AsJson,
+    Model,
+    figure,
+    foretold,
+    grid,
+    print_labelled,
+    print_table,
+    require,
+    takes_model,
+    write,
+)
+from weightstream.plan.amounts import human, milliseconds, per_second, scale
 from weightstream.plan.plan import Plan
 
 _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
@@ -82,17 +92,22 @@ def bench(
     elif plan is not None:
         show(plan, row)
     else:
-        pipelines.show_bench(planned, row, _table(row["systems"]))
+        pipelines.show_bench(planned, row, print_systems)
     raise typer.Exit(1 if row["equal"] is False else 0)
 
 
 def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: bool) -> tuple[Plan, dict[str, Any]]:
-    """A comparison of a language model."""
-    from weightstream import from_pretrained
-    from weightstream.adapters.steps import Steps
-    from weightstream.measure.comparison import compare
+    """A comparison of a language model; a terminal shows what it is at."""
+    from weightstream.measure.progress import told
 
-    return compare(from_pretrained(model, progress=progress, **loading), Steps, seconds)
+    with told("loading libraries", progress):
+        from weightstream import from_pretrained
+        from weightstream.adapters.steps import Steps
+        from weightstream.measure.comparison import compare
+
+    loaded = from_pretrained(model, progress=progress, **loading)
+    with told("timing", progress, total=4) as advance:
+        return compare(loaded, Steps, seconds, lambda name: advance(description=f"timing: {name}"))
 
 
 def environment() -> dict[str, Any]:
@@ -117,14 +132,12 @@ def environment() -> dict[str, Any]:
 
 def show(plan: Plan, row: dict[str, Any]) -> None:
     print_labelled({"model": f"{row['model']} on {_machine(row)}", "step": str(plan.workload), "plan": row["plan"]})
-    screen().print(_table(row["systems"]))
+    print_systems(row["systems"])
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
-    off_by = f", {measured / row['predicted_s'] - 1:+.1%}" if row["predicted_s"] else ""
-    predicted = f"{milliseconds(row['predicted_s'])} before it ran; measured {milliseconds(measured)}{off_by}"
-    if plan.step_s != row["predicted_s"]:
-        predicted += f"; {milliseconds(plan.step_s)} from what was measured since"
     all_weights = f"all {human(row['nbytes'])} of weights take {milliseconds(row['whole_floor_s'])}"
-    lines = plan.predictions() | {"predicted": predicted}
+    lines = plan.predictions() | (foretold(row["predicted_s"], measured) if row["predicted_s"] else {})
+    if plan.step_s != row["predicted_s"]:
+        lines["predicted"] += f"; {milliseconds(plan.step_s)} from what was measured since"
     lines["link"] = f"{per_second(row['link_bytes_per_s'])} now; {all_weights}"
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
@@ -135,16 +148,18 @@ def _machine(row: dict[str, Any]) -> str:
     return f"{row['device']} ({row['machine']})" if row["machine"] else str(row["device"])
 
 
-def _table(systems: list[dict[str, Any]]) -> Table:
-    headings = ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB")
+def print_systems(systems: list[dict[str, Any]]) -> None:
+    """The table of what was timed."""
+    held = [system["peak_nbytes"] or system["weights_nbytes"] for system in systems]
+    unit, nbytes_of_one = scale(max((nbytes for nbytes in held if nbytes), default=0))
+    headings = ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", f"device {unit}")
     table = grid("system", *headings, align_left=("system",))
-    for system in systems:
-        nbytes = system["peak_nbytes"] or system["weights_nbytes"]
+    for system, nbytes in zip(systems, held, strict=True):
         cells = [f"{1e3 * system[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
         cells += [_cell(system[key], ".3f") for key in ("x_floor", "x_resident")]
-        cells += [_cell(system["tokens_per_s"], ",.1f"), _cell(nbytes and nbytes / 2**30, ".3f")]
+        cells += [_cell(system["tokens_per_s"], ",.1f"), _cell(nbytes and nbytes / nbytes_of_one, ".2f")]
         table.add_row(system["name"], *cells)
-    return table
+    print_table(table, drop=("x floor", "p80 ms", "p20 ms"))
 
 
 def _cell(value: float | None, spec: str) -> str:

@@ -22,13 +22,16 @@ _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
         "ok": ("ok", "green", ""),
         "note": ("", "", ""),
         "broken": ("X", "bold red", "broken"),
-        "better": ("!", "yellow", "could be better"),
-        "missing": ("-", "yellow", "missing"),
+        "better": ("!", "magenta", "could be better"),  # yellow is hard to read on white
+        "missing": ("-", "magenta", "missing"),
     }
 )
 
 
 def doctor(
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder of a model, to measure its disk; as --path.", show_default=False)
+    ] = None,
     device: Device = None,
     path: Annotated[
         Path, typer.Option(help="Measure the disk of this folder, with a scratch file of 256 MiB.", show_default="here")
@@ -47,7 +50,7 @@ def doctor(
     from weightstream.measure.findings import examine
     from weightstream.measure.profile import to_json
 
-    sections, profile = examine(device, path.expanduser(), anew=measure)
+    sections, profile = examine(device, (model or path).expanduser(), anew=measure)
     if save is not None:
         write("--save", save, to_json(profile) + "\n")
     findings = [finding._asdict() | {"section": name} for name, part in sections.items() for finding in part]

@@ -6,16 +6,16 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightstream.cli.terminal import figure, grid, print_labelled, require, screen, write
+from weightstream.cli.terminal import add_budget, figure, foretold, grid, print_labelled, print_table, require, write
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
-from weightstream.plan.amounts import human, milliseconds
+from weightstream.plan.amounts import human, milliseconds, scale
 from weightstream.plan.turns import PipelinePlan, joined
 
 if TYPE_CHECKING:
@@ -27,12 +27,10 @@ Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps of a pip
 Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a video; default: the pipeline's own.")]
 Variant = Annotated[str | None, typer.Option(help="Of a pipeline's files, such as fp16.")]
 PROMPT = "a photo of a cat on the moon"
-_GIB = 2**30
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _VIDEOS = (".gif", ".webp", ".mp4")
 _WRITERS = ("imageio", "imageio_ffmpeg")  # of .mp4
 _BUDGETS = 8
-_BAR = 11
 
 
 def call_of(
@@ -89,7 +87,6 @@ def plan(
         return
     _show(model, sketch.nbytes, planned)
     if sweep:
-        screen().print("\nseconds per call over budget", style="bold")
         _show_sweep(planned, plans)
 
 
@@ -108,7 +105,7 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
     table = grid(*columns, align_left=("component", "steps"))
     for row in planned.rows():
         table.add_row(*row)
-    screen().print(table)
+    print_table(table, drop=("activations", "ring"))
     limit = "the link" if planned.copied_s > planned.computed_s else "compute"
     print_labelled(
         {
@@ -121,25 +118,24 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
 
 
 def _show_sweep(planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]]) -> None:
-    table = grid("", "budget", "resident", "ring", "moves", "seconds", "", align_left=("",))
+    table = grid("budget", "resident", "ring", "moves", "seconds", "", align_left=("",))
     slowest = max(found.seconds for _, found in plans)
     for budget, found in plans:
         resident = found.device_nbytes - found.block_nbytes
         sizes = (budget, resident, found.block_nbytes, found.copied_nbytes)
-        cells = [human(nbytes) for nbytes in sizes]
-        bar = "█" * max(1, round(_BAR * found.seconds / slowest))
-        style = "bold" if found is planned else None
-        table.add_row("▶" if found is planned else "", *cells, f"{found.seconds:.2f}", bar, style=style)
-    screen().print(table)
+        cells = [*map(human, sizes), f"{found.seconds:.2f}"]
+        add_budget(table, cells, found.seconds / slowest, is_own=found is planned)
+    print_table(table, "seconds per call over budget", drop=("ring", ""))
 
 
 def _draw(model: str, planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> None:
-    budgets = [budget / _GIB for budget, _ in plans]
+    unit, nbytes_of_one = scale(max(budget for budget, _ in plans))
+    budgets = [budget / nbytes_of_one for budget, _ in plans]
     with figure(path, height=4.5) as axes:
         axes.plot(budgets, [found.seconds for _, found in plans], ".-", linewidth=3, label="predicted call")
         axes.plot(budgets, [found.copied_s for _, found in plans], "--", label="link busy")
         axes.plot(budgets, [found.computed_s for _, found in plans], ":", label="compute busy")
-        axes.set(xlabel="device budget for weights, GiB", ylabel="call, s", title=Path(model).name)
+        axes.set(xlabel=f"device budget for weights, {unit}", ylabel="call, s", title=Path(model).name)
         axes.set(xlim=(0, None), ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend()
@@ -312,10 +308,9 @@ def _report(about: dict[str, Any], planned: PipelinePlan | None, taken_s: float,
     """What a run took, for a person."""
     lines = {"image": ", ".join(about["files"])}
     if planned is not None:
-        error = f"{planned.seconds / taken_s - 1:+.0%}"
-        lines["predicted"] = f"{planned.seconds:.2f} s; took {taken_s:.2f} s ({error})"
+        lines |= foretold(planned.seconds, taken_s, _seconds)
     else:
-        lines["took"] = f"{taken_s:.2f} s"
+        lines["took"] = _seconds(taken_s)
     model_nbytes = sum(part.model_nbytes for part in stats.components.values())
     lines["device"] = f"{human(stats.held_nbytes['device'])} held on {about['device']}, of {human(model_nbytes)}"
     moved = sum(part.filled_nbytes for part in stats.components.values())
@@ -327,9 +322,13 @@ def _report(about: dict[str, Any], planned: PipelinePlan | None, taken_s: float,
         measured = "" if part.step_s is None else milliseconds(part.step_s)
         predicted = milliseconds(part.predicted_step_s)
         table.add_row(name, str(part.steps), measured, predicted, human(part.filled_nbytes))
-    screen().print(table)
+    print_table(table)
     if about["identical"] is not None:
         print_labelled({"identical": "yes" if about["identical"] else "no"})
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"
 
 
 # -- a comparison ------------------------------------------------------------------------------------------------------
@@ -376,17 +375,16 @@ def bench(
     }
 
 
-def show_bench(planned: PipelinePlan | None, row: dict[str, Any], table: Any) -> None:
-    """Print a comparison; `table` is that of its systems."""
+def show_bench(planned: PipelinePlan | None, row: dict[str, Any], print_systems: Callable[[Any], None]) -> None:
+    """Print a comparison."""
     turns = joined(planned.turns) if planned else []
     calls = ", ".join(f"{turn.num} x {turn.component}.{turn.entry}" for turn in turns)
     print_labelled({"model": f"{row['model']} on {row['device']}", "call": calls or "unknown ahead"})
-    screen().print(table)
+    print_systems(row["systems"])
     lines = {}
     if planned is not None:
         measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
-        off = f"{measured / planned.seconds - 1:+.1%}"
-        lines["predicted"] = f"{planned.seconds:.2f} s before it ran; measured {measured:.2f} s, {off}"
+        lines = foretold(planned.seconds, measured, _seconds)
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
     verdict = {None: "not compared", True: "yes, all images are the same bits", False: "NO: images differ"}

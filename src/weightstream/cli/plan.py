@@ -18,14 +18,25 @@ from rich.text import Text
 
 from weightstream.cli import pipelines
 from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
-from weightstream.cli.terminal import AsJson, Model, figure, grid, print_labelled, require, screen, takes_model, write
-from weightstream.plan.amounts import human, milliseconds, rate
+from weightstream.cli.terminal import (
+    AsJson,
+    Model,
+    add_budget,
+    drawn,
+    figure,
+    grid,
+    print_labelled,
+    print_table,
+    require,
+    takes_model,
+    write,
+)
+from weightstream.plan.amounts import human, milliseconds, rate, scale
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
 
 _GIB = 2**30
-_BAR = 11  # columns of a table
 _BUDGETS = 20
 _LESS = 0.98  # a smaller budget that is worth a word
 
@@ -80,8 +91,7 @@ def plan(
         return
     show(model, planned, advice(ahead, planned))
     if sweep:
-        screen().print("\nstep time over budget", style="bold")
-        screen().print(_sweep_table(planned, plans))
+        print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "code", ""))
 
 
 def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
@@ -102,7 +112,7 @@ def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     )
     machine = f"{planned.machine}, measured" if planned.machine else assumed
     print_labelled({"model": f"{model} ({size})", "machine": machine, "memory": memory(planned)})
-    screen().print(table(planned))
+    print_table(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
 
@@ -130,7 +140,8 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
         plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
         return {"note": f"everything fits, coded; in plain form it would take {plain}, and {saved} less per step"}
     if not planned.offloaded_nbytes:
-        return {"note": "everything fits and nothing streams: leave out the budget, offloading gains nothing here"}
+        remedy = ": leave out the budget, offloading gains nothing here" * ahead.planners[0].config.has_budget
+        return {"note": f"everything fits and nothing streams{remedy}"}
     enough = ahead.enough(planned)
     if enough is not None and _budget(enough) < _LESS * _budget(planned):
         return {"note": f"a budget of {human(_budget(enough))} would be as fast"}
@@ -143,20 +154,20 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 
 
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
-    headings = ("", "budget GiB", "resident GiB", "ring GiB", "code", "step ms", "tokens/s", "limit", "")
+    """Sizes are in the unit of the budget."""
+    unit, nbytes_of_one = scale(max(map(_budget, plans)))
+    headings = (f"budget {unit}", "resident", "ring", "code", "step ms", "tokens/s", "limit", "")
     table, slowest = grid(*headings, align_left=("", "limit")), max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
-        table.add_row(
-            "▶" if plan is planned else "",
-            *(f"{nbytes / _GIB:.2f}" for nbytes in sizes),
-            plan.code.replace(" and ", "+"),
+        cells = (
+            *(f"{nbytes / nbytes_of_one:.2f}" for nbytes in sizes),
+            "both" if " and " in plan.code else plan.code,
             f"{1e3 * plan.step_s:,.1f}",
             rate(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",
-            "█" * max(1, round(_BAR * plan.step_s / slowest)),
-            style="bold" if plan is planned else None,
         )
+        add_budget(table, cells, plan.step_s / slowest, is_own=plan is planned)
     return table
 
 
@@ -179,16 +190,17 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
 
 def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
     """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
-    budgets = [_budget(plan) / _GIB for plan in plans]
+    unit, nbytes_of_one = scale(max(map(_budget, plans)))
+    budgets = [_budget(plan) / nbytes_of_one for plan in plans]
     with figure(path, height=4.5) as axes:
         axes.plot(budgets, [1e3 * plan.step_s for plan in plans], ".-", linewidth=3, label="predicted step")
         axes.plot(budgets, [1e3 * plan.copy_s for plan in plans], "--", label="link busy")
         axes.plot(budgets, [1e3 * plan.compute_s for plan in plans], ":", label="compute busy")
-        own = f"this plan: {_budget(planned) / _GIB:.2f} GiB, {milliseconds(planned.step_s)}"
-        axes.plot(_budget(planned) / _GIB, 1e3 * planned.step_s, "o", markersize=9, label=own)
+        own = f"this plan: {human(_budget(planned))}, {milliseconds(planned.step_s)}"
+        axes.plot(_budget(planned) / nbytes_of_one, 1e3 * planned.step_s, "o", markersize=9, label=own)
         title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
         title += f", {planned.workload}" if planned.workload else ""
-        axes.set(xlabel="device budget for weights, GiB", ylabel="step, ms", title=title)
+        axes.set(xlabel=f"device budget for weights, {unit}", ylabel="step, ms", title=title)
         axes.set(xlim=(0, None), ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend()
@@ -210,12 +222,13 @@ def table(plan: Plan) -> Table:
         held, plain = (_shares(plan, unit, places, sizes) for sizes in (plan.manifest.aliases, plan.manifest.spans))
         kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
         kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * coded, *held]))
-    shown = grid("unit", "units", *["plain"] * coded, *places, align_left=("unit",))
-    shown.columns[0].no_wrap, shown.columns[0].overflow = True, "ellipsis"
+    shown = grid("unit", "units", *(f"{place} each" for place in ["plain"] * coded + places), align_left=("unit",))
+    overflow: Any = "ellipsis" if drawn("…", "") else "crop"  # which rich draws as it is
     for units in kinds.values():
         columns = zip(*(sizes for _, sizes in units), strict=True)
         cells = (human(sum(sizes) / len(units)) for sizes in columns)
-        shown.add_row(Text(_span([name for name, _ in units])), str(len(units)), *cells)
+        name = Text(_span([name for name, _ in units]), no_wrap=True, overflow=overflow)  # it alone gives way
+        shown.add_row(name, str(len(units)), *cells)
     return shown
 
 
@@ -230,8 +243,8 @@ def _shares(plan: Plan, unit: UnitSpec, places: Sequence[str], sizes: Mapping[st
 
 def _span(names: list[str]) -> str:
     """`layers.0…7.mlp`."""
-    last = iter(re.findall(r"\d+", names[-1]))
-    return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}…{end}", names[0])
+    last, to = iter(re.findall(r"\d+", names[-1])), drawn("…", "..")
+    return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}{to}{end}", names[0])
 
 
 def memory(plan: Plan) -> str:

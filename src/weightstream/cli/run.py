@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightstream.cli import pipelines
+from weightstream.cli.chat import Messages, converse
 from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
-from weightstream.cli.terminal import AsJson, Model, print_labelled, require, takes_model
+from weightstream.cli.terminal import AsJson, Model, foretold, print_labelled, require, takes_model
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, per_second
 
@@ -36,7 +39,9 @@ def run(
     loading: dict[str, Any],
     *,
     prompt: Annotated[str | None, typer.Option(help="What to go on from, or what a picture is to show.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message in a chat.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk: --prompt, or each line that comes in, is a user's message.")
+    ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; default: 64.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where a pipeline writes; default: image.png or video.gif.")] = None,
     height: Height = None,
@@ -50,7 +55,8 @@ def run(
 ) -> None:
     """Generate text with MODEL, greedily, or an image or video with a pipeline, while weights stream.
 
-    Text goes on from --prompt, or from what comes in by a pipe.
+    Text goes on from --prompt, or from what comes in by a pipe. With --chat and no --prompt it is a conversation, of a
+    turn per line, up to the end of what comes in or /exit; /clear begins another one, and Ctrl-C stops an answer.
     """
     from weightstream.front import is_pipeline
 
@@ -65,7 +71,11 @@ def run(
     from weightstream.measure.comparison import first_difference
 
     session = Session(model, loading["trust_remote_code"])
-    inputs = session.encode(prompt if prompt is not None else _piped() or DEFAULT_PROMPT, chat=chat)
+    if chat and prompt is None and not verify and not as_json:
+        _converse(session, loading, max_new_tokens)
+        return
+    text = prompt if prompt is not None else _piped() or DEFAULT_PROMPT
+    inputs = session.encode([{"role": "user", "content": text}] if chat else text)
     if loading["config"].context is None:
         context = inputs["input_ids"].shape[1] + max_new_tokens
         loading["config"] = loading["config"].model_copy(update={"context": context})
@@ -83,13 +93,20 @@ def run(
     raise typer.Exit(0 if difference is None else 1)
 
 
+def _converse(session: Session, loading: dict[str, Any], max_new_tokens: int) -> None:
+    session.check_chat()
+    session.load(progress=sys.stderr.isatty(), **loading)
+    converse(functools.partial(session.answer, max_new_tokens))
+
+
 class Tokens:
     """The tokens that `generate` makes, and the time of each; `text`, a transformers streamer, gets them too."""
 
     def __init__(self, text: Any) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
-        self.decoding: Decoding | None = None  # set at the end
+        self.decoding: Decoding | None = None  # set at the end, as is the next
+        self.is_cut = False  # more would have come
         self._text = text
 
     def put(self, ids: torch.Tensor) -> None:
@@ -116,6 +133,7 @@ class Tokens:
 def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
     """A report for a person."""
     stats, speed = found["stats"], f"{tokens.per_second:.1f} tokens/s ({len(tokens.ids)} generated"
+    speed += ", cut by --max-new-tokens" if tokens.is_cut else ""
     held = f"{human(stats['held_nbytes']['device'])} held on {found['device']}"
     lines = {
         "plan": found["plan"],
@@ -127,8 +145,7 @@ def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
     }
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
     if measured_s is not None and predicted_s:
-        error = f"{predicted_s / measured_s - 1:+.0%}"
-        lines["predicted"] = f"{milliseconds(predicted_s)} per step; measured {milliseconds(measured_s)} ({error})"
+        lines |= foretold(predicted_s, measured_s)
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
@@ -139,29 +156,39 @@ class Session:
 
     def __init__(self, name: str, trust_remote_code: bool) -> None:
         transformers = require("transformers", "transformers", "weightstream run")
-        from weightstream.adapters.hub import local_path
+        from weightstream.adapters.hub import config_and_class, local_path, refused_as_checkpoint
+        from weightstream.store.checkpoint import Checkpoint
 
-        _, folder = local_path(name, trust_remote_code)
+        path, folder = local_path(name, trust_remote_code)
+        Checkpoint.open(path)  # headers alone; what is wrong with the weights is not to be told of the tokenizer
+        with refused_as_checkpoint(name, "load"):
+            config_and_class(folder, None, trust_remote_code)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever transformers makes of the files
             raise CheckpointError(f"{name}: no tokenizer that can be read: {error}") from error
         self.name = name
 
-    def encode(self, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:
-        """The model's inputs, each of shape (1, tokens)."""
-        if chat and not self.tokenizer.chat_template:
-            raise ConfigError(f"{self.name} has no chat template: leave out --chat")
-        if chat:
-            messages = [{"role": "user", "content": prompt}]
-            try:
-                prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # a template is a program
-                raise CheckpointError(f"{self.name}: its chat template cannot be used: {error}") from error
-        encoded = self.tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")
+    def encode(self, prompt: str | Messages) -> dict[str, torch.Tensor]:
+        """The model's inputs, each of shape (1, tokens), of a text or of a chat."""
+        text = prompt if isinstance(prompt, str) else self._templated(prompt)
+        encoded = self.tokenizer(text, add_special_tokens=isinstance(prompt, str), return_tensors="pt")
         if not encoded["input_ids"].numel():
-            raise ConfigError(f"the prompt {prompt!r} has no tokens: give one with --prompt")
+            raise ConfigError(f"the prompt {text!r} has no tokens: give one with --prompt")
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+    def _templated(self, messages: Messages) -> str:
+        self.check_chat()
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program
+            raise CheckpointError(f"{self.name}: its chat template cannot be used: {error}") from error
+        return text
+
+    def check_chat(self) -> None:
+        """Raises `ConfigError` where there is no chat template."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(f"{self.name} has no chat template: leave out --chat")
 
     def load(self, **options: Any) -> None:
         """Load the model; `options` go to `from_pretrained`."""
@@ -175,8 +202,16 @@ class Session:
         if not self.model.can_generate():
             raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
 
-    def generate(self, inputs: dict[str, torch.Tensor], max_new_tokens: int, *, show: bool = False) -> Tokens:
-        """Generate greedily, and print the text meanwhile if it is to `show`."""
+    def generate(
+        self,
+        inputs: dict[str, torch.Tensor],
+        max_new_tokens: int,
+        *,
+        show: bool = False,
+        is_stopped: Callable[[], bool] | None = None,
+    ) -> Tokens:
+        """Generate greedily, and print the text meanwhile if it is to `show`; `is_stopped` is asked at each token."""
+        import torch
         from transformers import TextStreamer
 
         from weightstream.adapters.generation import generate
@@ -184,8 +219,28 @@ class Session:
         text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
         tokens = Tokens(text)
         options = self.greedy(inputs) | {"max_new_tokens": max_new_tokens, "streamer": tokens}
+        if is_stopped is not None:
+            options["stopping_criteria"] = [lambda ids, _: torch.full((len(ids),), is_stopped(), device=ids.device)]
         generate(self.model, **options, on_decoding=tokens.set_decoding)
+        ends = self.model.generation_config.eos_token_id
+        has_ended = tokens.ids[-1] in (ends if isinstance(ends, list) else [ends])
+        tokens.is_cut = len(tokens.ids) == max_new_tokens and not has_ended
         return tokens
+
+    def answer(self, max_new_tokens: int, messages: Messages, is_stopped: Callable[[], bool]) -> str | None:
+        """The answer to the last message, shown on stdout as far as it came, what is to be said of it on stderr."""
+        inputs = self.encode(messages)
+        num = inputs["input_ids"].shape[1]
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and num + max_new_tokens > positions:
+            need = f"{num} tokens so far + {max_new_tokens} of --max-new-tokens > {positions} that the model takes"
+            typer.echo(f"[{need}: /clear begins another conversation]", err=True)
+            return None
+        tokens = self.generate(inputs, max_new_tokens, show=True, is_stopped=is_stopped)
+        if tokens.is_cut and not is_stopped():
+            typer.echo(f"[cut at {max_new_tokens} tokens: raise --max-new-tokens]", err=True)
+        text: str = self.tokenizer.decode(tokens.ids, skip_special_tokens=True)
+        return text
 
     def greedy(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The arguments of `generate`: the inputs on the device, and no sampling."""

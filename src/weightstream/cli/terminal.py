@@ -1,6 +1,7 @@
 """The terminal: the options that every command takes for a model, and the lines, tables and files that it writes.
 
-Lines and tables take at most 100 columns, and have no colour in a pipe. Reads settings; loads no model.
+Lines and tables take at most 100 columns, have no colour in a pipe, and are of ASCII where stdout encodes no more.
+Colours are those that can be read on light and on dark. Reads settings; loads no model.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
+import sys
 import textwrap
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
@@ -24,6 +27,7 @@ from rich.text import Text
 
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.plan.amounts import milliseconds
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
@@ -44,7 +48,8 @@ _READ_AS: MappingProxyType[Any, Any] = MappingProxyType(
         OffloadConfig.model_fields["codec"].annotation: str,  # which has older spellings, too
     }
 )
-_COLUMNS, _LABEL = 100, 9
+_COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
+_FACTOR = 2  # that a prediction is off by, if the machine is no longer what was measured
 
 
 def require(package: str, extra: str, what: str) -> Any:
@@ -100,10 +105,20 @@ def _settings() -> dict[str, Any]:
 
 
 def screen() -> Console:
-    """The console of stdout. A pipe is as wide as the widest terminal."""
+    """The console of stdout. A pipe is as wide as COLUMNS says, else as the widest terminal."""
     console = Console(highlight=False, emoji=False, markup=False)
-    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
+    is_known = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    console.width = max(_FEWEST, min(_COLUMNS, console.width)) if is_known else _COLUMNS
     return console
+
+
+def drawn(text: str, plain: str) -> str:
+    """The text, or a plain one where stdout cannot encode it."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return plain
+    return text
 
 
 def grid(*headings: str, align_left: Container[str]) -> Table:
@@ -113,6 +128,32 @@ def grid(*headings: str, align_left: Container[str]) -> Table:
         is_left = heading in align_left
         shown.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
     return shown
+
+
+def add_budget(shown: Table, cells: Sequence[str], share: float, *, is_own: bool) -> None:
+    """A row of a sweep over budgets, with a bar of the largest one's `share`; that of what was asked for is marked."""
+    mark = f"{drawn('▶', '>')} " * is_own
+    bar = drawn("█", "#") * max(1, round(_BAR * share))
+    shown.add_row(mark + cells[0], *cells[1:], bar, style="bold" if is_own else None)
+
+
+def print_table(shown: Table, title: str = "", *, drop: Container[str] = ()) -> None:
+    """A table below its title; where it is too wide, its headings are broken, and then the last of `drop` goes."""
+    console = screen()
+    endless = console.options.update(max_width=10 * _COLUMNS)
+
+    def is_wide() -> bool:
+        return console.measure(shown, options=endless).maximum > console.width
+
+    less_important = [column for column in shown.columns if column.header in drop]
+    if is_wide():
+        for column in shown.columns:
+            column.header = str(column.header).replace(" ", "\n").replace("/", "\n/")
+    while less_important and is_wide():
+        shown.columns.remove(less_important.pop())
+    if title:
+        console.print(f"\n{title}", style="bold")
+    console.print(shown)
 
 
 def print_folded(head: Text, body: str, style: str = "") -> None:
@@ -127,6 +168,17 @@ def print_labelled(lines: Mapping[str, str]) -> None:
     """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
     for label, value in lines.items():
         print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value)
+
+
+def foretold(predicted_s: float, measured_s: float, text: Callable[[float], str] = milliseconds) -> dict[str, str]:
+    """What was predicted beside what was measured, as labelled lines."""
+    ratio = measured_s / predicted_s
+    off = f"{abs(ratio - 1):.0%}".replace("%", " %")
+    verdict = "as predicted" if off == "0 %" else f"{off} {'slower' if ratio > 1 else 'faster'} than predicted"
+    lines = {"predicted": f"{text(predicted_s)}, measured {text(measured_s)}: {verdict}"}
+    if not 1 / _FACTOR <= ratio <= _FACTOR:
+        lines["advice"] = "measure again with `weightstream doctor --measure`"
+    return lines
 
 
 def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:

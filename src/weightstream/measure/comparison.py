@@ -26,8 +26,12 @@ Step = Callable[[], torch.Tensor]  # the same step, over and over
 NUM_COMPARED = 4  # steps without a pause between them, so that the ring wraps
 
 
-def compare(model: Any, steps_of: Callable[..., Step], seconds: float) -> tuple[Plan, dict[str, Any]]:
+def compare(
+    model: Any, steps_of: Callable[..., Step], seconds: float, on_phase: Callable[[str], object] = lambda _: None
+) -> tuple[Plan, dict[str, Any]]:
     """Time an offloaded model, which is plain and on the device in the end; `steps_of(model, workload, device)`.
+
+    `on_phase` is told the name of each system before it is timed.
 
     Gives the plan that was timed, and all numbers, in bytes and seconds. `predicted_s` is from before it ran, and
     `first_difference` the 1-based place of the first output that differs, if the resident model repeats its own.
@@ -39,11 +43,14 @@ def compare(model: Any, steps_of: Callable[..., Step], seconds: float) -> tuple[
     steps = partial(steps_of, model, workload, device)
     try:
         with closing(bench.backend_of(device)) as backend:  # the streamer's ends with the streamer
+            on_phase("offloaded")
             offloaded, ours = _timed("offloaded", steps(), backend, seconds)
             plan, read = streamer.plan, streamer.read_in_place
             offloaded["weights_nbytes"] = streamer.stats().held_nbytes["device"]
             streamer.remove()
+            on_phase("raw link floor")
             floor, bytes_per_s = _floor(plan, read, backend, seconds)
+            on_phase("resident")
             resident, theirs, skipped = _resident(model, steps, plan, backend, seconds)
             verdict = {"reproducible": True, "equal": None, "first_difference": None}
             verdict |= _verdict(ours, theirs, steps) if resident else {}

@@ -43,6 +43,8 @@ _REMEDIES = MappingProxyType(  # by label, where a finding could be better
         "pinning": "Raise the memlock limit (ulimit -l), or the memory of the container.",
         "huge pages": "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         "measured": "Measure again while nothing else runs there: weightstream doctor --measure",
+        "kernels": "Measure again when idle: weightstream doctor --measure",
+        "waiting": "export OMP_WAIT_POLICY=passive",
         "coded weights": "Weights move as they are, 1.4 times the bytes. pip install -U triton, or a torch that brings "
         "it.",
         "reads": "This file system takes no direct reads: keep weights on a local disk.",
@@ -70,6 +72,8 @@ _QUANTISING = MappingProxyType(  # a library, and what it is needed for
 )
 _OF_A_GPU = frozenset({"triton", _NVML})
 _GOOD_SHARE = 0.75  # of the link's rate
+_LAUNCH_S = 300e-6  # of a kernel from Python, at most; an idle machine takes 5 to 30 us
+_FEW_CORES = 4
 _FILE_NBYTES = 256 << 20
 
 
@@ -98,7 +102,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
     """What is to be said of this machine, and its profile."""
     wanted = device or ("cuda" if cuda.available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        raise ConfigError(f"device {device!r} is none: name cpu, cuda or cuda:N")
+        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
     on_gpu = wanted != "cpu" and cuda.available()
     with closing(backend_of(torch.device(wanted if on_gpu else "cpu"))) as backend:
         backend.profile = profile = profile_for(backend, anew=anew)
@@ -194,10 +198,20 @@ def _host() -> Iterator[Finding]:
     total, free, cores = psutil.virtual_memory().total, available_nbytes(), len(os.sched_getaffinity(0))
     yield Finding("processor", f"{machine.processor()}, {cores} cores usable", value=cores)
     yield Finding("memory", f"{human(free)} of {human(total)} can be taken by this process", value=free)
+    if cores <= _FEW_CORES:
+        yield waiting_finding(cores, os.environ.get("OMP_WAIT_POLICY"))
     yield Finding("limits", describe_limits())
     anonymous, shared = machine.huge_pages()
     text = f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}"
     yield _judged("huge pages", text, anonymous != "never")
+
+
+def waiting_finding(cores: int, policy: str | None) -> Finding:
+    """Whether compute threads that wait leave a core to the thread that copies."""
+    is_passive = (policy or "").strip().lower() == "passive"
+    told = f"OMP_WAIT_POLICY={policy}" if policy else "OMP_WAIT_POLICY is not set"
+    does = "leave their core to copies" if is_passive else f"may spin, and few of {cores} cores are left to copies"
+    return _judged("waiting", f"{told}: compute threads that wait {does}", is_passive, policy)
 
 
 def measured_finding(profile: Profile, device: str, now: float) -> Finding:
@@ -220,12 +234,17 @@ def _speed(profile: Profile, *, on_gpu: bool) -> Iterator[Finding]:
     yield measured_finding(profile, "GPU" if on_gpu else "processor", time.time())
     rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
     half, single, attention = (per_second(rate, "FLOP") for rate in rates)
-    times = (profile.copy_latency_s, profile.handover_s, profile.op_s, profile.op_launch_s)
-    latency, handover, least, launch = map(milliseconds, times)
+    latency, handover = map(milliseconds, (profile.copy_latency_s, profile.handover_s))
     yield Finding("copies", f"{per_second(profile.link_bytes_per_s)}, {latency} more for each, {handover} to hand over")
     yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
     yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
-    yield Finding("kernels", f"{least} at least, {launch} to launch from Python")
+    yield kernels_finding(profile)
+
+
+def kernels_finding(profile: Profile) -> Finding:
+    """What a kernel takes at least; a launch that takes long was measured beside others."""
+    text = f"{milliseconds(profile.op_s)} at least, {milliseconds(profile.op_launch_s)} to launch from Python"
+    return _judged("kernels", text, profile.op_launch_s <= _LAUNCH_S, profile.op_launch_s)
 
 
 def _codec(backend: Backend) -> Finding:

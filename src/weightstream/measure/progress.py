@@ -12,14 +12,15 @@ logger = logging.getLogger("weightstream")
 
 
 @contextmanager
-def told(text: str, progress: bool | None = None, total: int | None = None) -> Iterator[Callable[[], object]]:
+def told(text: str, progress: bool | None = None, total: int | None = None) -> Iterator[Callable[..., object]]:
     """A bar while the block runs, where stderr is a terminal and `progress` does not hide it; else a line of the log.
 
-    Yields what moves it on by one of `total`. No thread moves it, which what is measured would notice.
+    Yields what moves it on by one of `total`, and may give it another `description`. No thread moves it, which what is
+    measured would notice.
     """
     if progress is False or not sys.stderr.isatty():
         logger.info("%s", text)
-        yield lambda: None
+        yield lambda **_: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TimeElapsedColumn

@@ -10,6 +10,12 @@ def human(nbytes: float) -> str:
     return ByteSize(round(nbytes)).human_readable()
 
 
+def scale(nbytes: float) -> tuple[str, int]:
+    """The unit in which an amount is one at least, and its bytes: for what has one heading."""
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next((unit for unit in units if nbytes >= unit[1]), units[-1])
+
+
 def per_second(number: float, unit: str = "B") -> str:
     """A rate: `55.2 GB/s`, `684.0 TFLOP/s`."""
     return ByteSize(round(number)).human_readable(decimal=True, separator=" ")[:-1] + f"{unit}/s"

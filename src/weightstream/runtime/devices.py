@@ -58,7 +58,7 @@ def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Back
     try:
         device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
     except RuntimeError as error:
-        raise ConfigError(f"device {device!r}: {error}") from error
+        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists what it knows
     if device.type == "cpu":
         return CpuBackend()
     if device.type == "cuda":

@@ -1,0 +1,41 @@
+"""The terminal: what is said of predictions, and what a stream can show."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from weightstream.cli import terminal
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "measured_s", "said"),
+    [
+        (80.2e-3, 87.4e-3, "80.2 ms, measured 87.4 ms: 9 % slower than predicted"),
+        (0.1, 0.08, "100.0 ms, measured 80.0 ms: 20 % faster than predicted"),
+        (0.1, 0.1001, "100.0 ms, measured 100.1 ms: as predicted"),
+    ],
+)
+def test_a_prediction_is_beside_what_was_measured(predicted_s: float, measured_s: float, said: str) -> None:
+    assert terminal.foretold(predicted_s, measured_s) == {"predicted": said}
+
+
+@pytest.mark.parametrize("measured_s", [0.049, 0.21])
+def test_one_that_is_off_by_more_than_two_comes_with_a_remedy(measured_s: float) -> None:
+    assert "`weightstream doctor --measure`" in terminal.foretold(0.1, measured_s)["advice"]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("60", 60), ("250", 100), ("3", 40), ("many", 100)])
+def test_a_pipe_is_as_wide_as_it_is_told(columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert terminal.screen().width == width
+
+
+@pytest.mark.parametrize(("encoding", "drawn"), [("utf-8", "█"), ("latin-1", "#"), ("ascii", "#"), ("cp437", "█")])
+def test_what_cannot_be_encoded_is_plain(encoding: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    assert terminal.drawn("█", "#") == drawn
