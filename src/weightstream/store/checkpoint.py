@@ -162,9 +162,9 @@ def _within(folder: Path, name: str) -> Path:
         root, target = folder.resolve(), (folder / name).resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: {name!r} is missing; download the model again ({error})") from error
-    homes = [root]
-    if root.parent.name == "snapshots":
-        homes.append(root.parent.parent / "blobs")
+    # a pipeline's snapshot holds its components in folders
+    snapshots = [path.parent for path in (root, root.parent) if path.parent.name == "snapshots"]
+    homes = [root, *(path.parent / "blobs" for path in snapshots)]
     if not any(target.is_relative_to(home) for home in homes):
         raise CheckpointError(f"{folder}: {name!r} links to {target}, outside the model folder; refused unopened")
     return folder / name
