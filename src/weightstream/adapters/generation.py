@@ -78,6 +78,9 @@ def generate(
 
     Returns:
         What `model.generate` returns.
+
+    Raises:
+        What `model.generate` raises.
     """
     result, decoding = decode(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
