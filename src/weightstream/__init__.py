@@ -78,3 +78,7 @@ def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: 
     if name in __all__:
         return getattr(import_module("weightstream.offloaders"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:  # what completion shows: else what is imported here, and nothing that waits
+    return [*__all__, "__version__"]

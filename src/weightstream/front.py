@@ -137,6 +137,7 @@ def from_pretrained(
 
     Raises:
         CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
+        UnsupportedError: transformers is not installed, or the weights are quantised in a way that is not supported.
         PlanError, ConfigError, OffloadError: as for `offload`.
     """
     try:
@@ -201,9 +202,13 @@ def plan_model(
         variant, example_inputs: of a pipeline alone, as for `pipeline_from_pretrained`.
         profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
             default: this one's GPU, or where there is none a GPU with assumed bandwidths.
+        trust_remote_code: as for transformers: run Python code that comes with the model.
+
+    Returns:
+        The plan, which prints; of a pipeline a `PipelinePlan`.
 
     Raises:
-        CheckpointError, PlanError, ConfigError: as for `from_pretrained`.
+        CheckpointError, UnsupportedError, PlanError, ConfigError: as for `from_pretrained`.
 
     Example:
         >>> import weightstream

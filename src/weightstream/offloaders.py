@@ -228,6 +228,9 @@ class PrefetchOffloader(StreamingOffloader):
         prefetch_step: how many offloaded layers the device holds at once.
         offload_params: name segments; unmatched parameters of an offloaded layer stay resident. None: all match.
         mode: where they go; "cpu" is pinned host memory.
+
+    Raises:
+        ConfigError: a number contradicts another, or there is no such mode.
     """
 
     def __init__(
@@ -260,6 +263,9 @@ class UVAOffloader(StreamingOffloader):
     Args:
         cpu_offload_max_bytes: bytes to place on the host; the parameter that reaches them is the last.
         cpu_offload_params: name segments; others stay resident. None: all match.
+
+    Raises:
+        ConfigError: the number of bytes is negative.
     """
 
     supports_tower_offload = True  # what is read in place has no order
@@ -278,7 +284,12 @@ class UVAOffloader(StreamingOffloader):
 
 
 def create_offloader(config: OffloadConfig) -> BaseOffloader:
-    """The offloader that a configuration selects; `NoopOffloader` where it offloads nothing."""
+    """The offloader that a configuration selects; `NoopOffloader` where it offloads nothing.
+
+    Args:
+        config: its classic settings select prefetch or zero-copy, else a budget one that is planned. Raises nothing, as
+            settings are checked when they are made.
+    """
     found: StreamingOffloader
     if config.backend == "none":
         if not config.has_budget:
@@ -295,10 +306,14 @@ def create_offloader(config: OffloadConfig) -> BaseOffloader:
 
 
 def get_offloader() -> BaseOffloader:
-    """The offloader of this process, where an engine keeps one; `NoopOffloader` until one is set."""
+    """The offloader of this process, where an engine keeps one; `NoopOffloader` until one is set. Raises nothing."""
     return BaseOffloader._current or NoopOffloader()
 
 
 def set_offloader(instance: BaseOffloader | None) -> None:
-    """Make an offloader the one of this process; None: none."""
+    """Make an offloader the one of this process.
+
+    Args:
+        instance: what `get_offloader` returns from now on; None: none. Raises nothing.
+    """
     BaseOffloader._current = instance

@@ -109,8 +109,8 @@ def pipeline_from_pretrained(
     Args:
         path_or_repo_id: a folder, a repository on the Hugging Face Hub, or a single file that holds all components.
         device, device_budget, example_inputs, config: as for `offload_pipeline`; its settings may be given too.
-        dtype: of all components; "auto", the default, keeps that of the files. Another casts once, into
-            `offload_folder`. `torch_dtype` is another name of it.
+        dtype, torch_dtype: two names of one argument, of all components; "auto", the default, keeps that of the files.
+            Another casts once, into `offload_folder`.
         variant: of the files, such as "fp16"; components without it are loaded from their plain files.
         base: for a single file the folder or repository with the configs of such a pipeline; default: diffusers tells
             by the names of its weights.
@@ -123,6 +123,7 @@ def pipeline_from_pretrained(
 
     Raises:
         CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
+        UnsupportedError: diffusers is not installed, or a component is of a kind that is not supported.
         PlanError, ConfigError, OffloadError: as for `offload_pipeline`.
     """
     try:

@@ -28,6 +28,8 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # no
 from weightstream.adapters import generation  # noqa: E402
 from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
 
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+
 
 class Graph(TorchDispatchMode):
     """A list of operators, with the tensors that they read and write."""
@@ -298,8 +300,8 @@ def test_another_cache_or_loop_is_left_alone(llama: Any, more: dict[str, Any], r
 
 def test_a_cache_of_the_callers_is_used(llama: Any) -> None:
     cache = transformers.DynamicCache(config=llama.config)
-    _, decoding, _ = captured(llama, prompt(), past_key_values=cache)
-    assert decoding == Decoding(reason="past_key_values was given")
+    _, decoding, _ = captured(llama, prompt(), **{CACHE: cache})
+    assert decoding == Decoding(reason=f"{CACHE} was given")
     assert cache.get_seq_length() == 5 + 23
 
 
@@ -370,9 +372,9 @@ def test_a_window_that_fails_once_full_goes_on_eager() -> None:
 class Counting(transformers.MistralForCausalLM):
     """A forward that computes with the number of tokens in the cache."""
 
-    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        seen = past_key_values.get_seq_length()
-        output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        seen = kwargs[CACHE].get_seq_length()
+        output = super().forward(*args, **kwargs)
         output.logits = output.logits.roll(seen, -1)
         return output
 

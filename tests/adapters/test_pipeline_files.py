@@ -414,6 +414,39 @@ def missing_some(folder: Path) -> None:
     save_file(tensors, path)
 
 
+EVIL = "import pathlib\npathlib.Path(__file__, '..', 'ran').resolve().touch()\nclass C: pass\n"
+
+
+def index(folder: Path, **facts: Any) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
+def with_code_of_a_component(folder: Path) -> None:
+    (folder / "vae" / "evil.py").write_text(EVIL)
+    index(folder, vae=["evil", "C"])
+
+
+def with_code_of_a_pipeline(folder: Path) -> None:
+    (folder / "evil.py").write_text(EVIL)
+    index(folder, _class_name=["evil", "C"])
+
+
+def with_code_of_no_name(folder: Path) -> None:
+    (folder / "None.py").write_text(EVIL)
+
+
+def with_a_component_elsewhere(folder: Path) -> None:
+    shutil.copytree(folder / "transformer", folder.parent / "flux")
+    index(folder, **{"../flux": ["diffusers", "FluxTransformer2DModel"]})
+
+
+def with_a_link_to_elsewhere(folder: Path) -> None:
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    path.rename(folder.parent / "secret.safetensors")
+    path.symlink_to(folder.parent / "secret.safetensors")
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -422,6 +455,11 @@ def missing_some(folder: Path) -> None:
         (cut, r"transformer.*safetensors"),
         (of_another_model, r"diffusers cannot load it.*shape"),
         (missing_some, r"1 tensors got no value, such as proj_out.weight"),
+        (with_code_of_a_component, r"vae/evil\.py: code.*trust_remote_code"),
+        (with_code_of_a_pipeline, r"evil\.py: code.*trust_remote_code|must be string"),
+        (with_code_of_no_name, r"None\.py: code.*trust_remote_code"),
+        (with_a_component_elsewhere, r"component '\.\./flux', which is no name of a folder"),
+        (with_a_link_to_elsewhere, "outside the model folder"),
         (lambda folder: (folder / "model_index.json").unlink(), "no model_index.json"),
         (lambda folder: (folder / "model_index.json").write_text("[]"), "no model_index.json"),
     ],
@@ -433,6 +471,7 @@ def test_broken_folders(
     with pytest.raises(weightstream.CheckpointError, match=text):
         weightstream.pipeline_from_pretrained(folder, device="cpu", device_budget="1MiB", offload_folder=tmp_path / "o")
     assert not list((tmp_path / "o").rglob("*.safetensors"))
+    assert not list(tmp_path.rglob("ran")), "code was run"
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,9 @@ def test_work_equals_what_pytorch_counts() -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(2, 24, dtype=torch.long), use_cache=True, logits_to_keep=1)
     found = observe(model, Workload(batch=2, tokens=24, context=24))
-    assert sum(op.flops for op in ops_of(found, "half") + ops_of(found, "single")) == counter.get_total_flops()
+    counted = counter.get_flop_counts()["Global"]  # of attention since torch 2.15, too
+    products = sum(num for op, num in counted.items() if "attention" not in str(op))
+    assert sum(op.flops for op in ops_of(found, "half") + ops_of(found, "single")) == products > 0
     assert [op.flops for op in ops_of(found, "attention")] == [2 * 2 * 4 * 24 * 24 * 16] * 4
     units = find_units(model)
     assert sum(op.flops for ops in found.work(units) for op in ops) == sum(op.flops for _, _, op in found.ops)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from models import MODELS, TEXT
 from weightstream import __version__
-from weightstream.adapters.steps import Steps
+from weightstream.adapters.steps import Steps, cache_in
 from weightstream.cli import app, terminal
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison
@@ -304,7 +304,7 @@ def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.Monk
     calls: list[tuple[torch.Size, int]] = []
 
     def look(_: Any, args: Any, kwargs: Any) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         calls.append((kwargs["input_ids"].shape, 0 if cache is None else cache.get_seq_length()))
 
     model.register_forward_pre_hook(look, with_kwargs=True)

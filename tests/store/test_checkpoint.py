@@ -351,20 +351,22 @@ def test_linked_weights_of_another_folder_are_refused(tmp_path: Path) -> None:
     assert not [path for path in OPENED if path.endswith(".safetensors")]
 
 
-def test_hub_cache_links_are_followed_into_its_own_blobs_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("component", ["", "transformer"])
+def test_hub_cache_links_are_followed_into_its_own_blobs_only(component: str, tmp_path: Path) -> None:
     repo = tmp_path / "models--o--m"
-    snapshot, blobs, other = repo / "snapshots" / "abc", repo / "blobs", tmp_path / "models--x" / "blobs"
+    snapshot, blobs, other = repo / "snapshots" / "abc" / component, repo / "blobs", tmp_path / "models--x" / "blobs"
+    up = "../" * len(snapshot.relative_to(repo).parts)
     for folder in (snapshot, blobs, other):
         folder.mkdir(parents=True)
     save_file({"a": torch.arange(4)}, blobs / "123")
     (blobs / "456").write_text(json.dumps({"weight_map": {"a": "s.safetensors"}}))
-    (snapshot / "s.safetensors").symlink_to("../../blobs/123")
-    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/456")
+    (snapshot / "s.safetensors").symlink_to(f"{up}blobs/123")
+    (snapshot / "model.safetensors.index.json").symlink_to(f"{up}blobs/456")
     assert Checkpoint.open(snapshot).tensor("a").tolist() == [0, 1, 2, 3]
     assert Checkpoint.open(snapshot / "model.safetensors.index.json").tensor("a").tolist() == [0, 1, 2, 3]
     save_file({"a": torch.arange(4)}, other / "123")
     (snapshot / "s.safetensors").unlink()
-    (snapshot / "s.safetensors").symlink_to("../../../models--x/blobs/123")
+    (snapshot / "s.safetensors").symlink_to(f"{up}../models--x/blobs/123")
     with pytest.raises(CheckpointError, match="outside the model folder"):
         Checkpoint.open(snapshot)
 

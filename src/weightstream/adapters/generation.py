@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private
+from weightstream.adapters.steps import CACHES, cache_in
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
 from weightstream.runtime.watch import OperatorMode
@@ -28,8 +29,8 @@ from weightstream.runtime.watch import OperatorMode
 logger = logging.getLogger("weightstream")
 
 _STATIC = MappingProxyType({"cache_implementation": "static", "disable_compile": True})
-_OTHERWISE = frozenset(  # settings that choose another cache or another loop than ours
-    "past_key_values cache_params cache_implementation compile_config custom_generate assistant_model use_mtp "  # noqa: SIM905
+_OTHERWISE = frozenset(CACHES) | frozenset(  # settings that choose another cache or another loop than ours
+    "cache_implementation compile_config custom_generate assistant_model use_mtp "  # noqa: SIM905
     "prompt_lookup_num_tokens assistant_early_exit penalty_alpha dola_layers constraints force_words_ids".split()
 )
 _TEXT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
@@ -78,6 +79,9 @@ def generate(
 
     Returns:
         What `model.generate` returns.
+
+    Raises:
+        What `model.generate` raises.
     """
     result, decoding = decode(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
@@ -190,7 +194,7 @@ class Decoder:
         return Decoding(replays=self._replays, reason=self.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = cache_in(kwargs), kwargs.get("input_ids")
         if self.reason is not None or not hf_private.is_static_cache(cache) or ids is None or ids.shape[-1] != 1:
             return forward(*args, **kwargs)
         if not all(layer.is_initialized for layer in cache.layers):  # a prompt of one token, which fills the cache

@@ -22,7 +22,7 @@ from torch import nn
 from weightstream.adapters import diffusers_private
 from weightstream.adapters.hub import DESCRIBING, PIPELINE, local_path
 from weightstream.errors import CheckpointError, ConfigError
-from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.checkpoint import Checkpoint, within
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 _COMPUTES = ("bfloat16", "float16", "float32", "float64")
@@ -67,14 +67,28 @@ def _facts(folder: Path) -> dict[str, Any]:
 def specs_of(folder: Path) -> dict[str, Any]:
     """The classes of the components that have weights, by their names."""
     parts = {name: value for name, value in _facts(folder).items() if isinstance(value, list) and len(value) == 2}
+    if others := [name for name in parts if not name.isidentifier()]:
+        raise CheckpointError(f"{folder}: {PIPELINE} has a component {others[0]!r}, which is no name of a folder in it")
     kinds = {name: _kind(library, kind) for name, (library, kind) in parts.items() if library and kind}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def around(folder: Path, given: Mapping[str, Any]) -> Any:
-    """The pipeline of a folder, with these components; diffusers loads the others."""
+    """The pipeline of a folder, with these components; diffusers loads the others, and no pickles."""
+    facts = _facts(folder)
+    if not given.get("trust_remote_code"):
+        _refuse_code(folder, facts)
     # its own class: the general one does not know of components that may be left out, and would load them again
-    return _class_of(_facts(folder)).from_pretrained(str(folder), **given)
+    return _class_of(facts).from_pretrained(str(folder), use_safetensors=True, **given)
+
+
+def _refuse_code(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for files that diffusers would run; before 0.37 it asks nobody whether it may."""
+    places = [(folder / name, value[0]) for name, value in facts.items() if isinstance(value, list) and value]
+    files = [path / f"{module}.py" for place, module in places for path in (place, folder)]
+    for file in (*files, folder / "None.py"):  # which it takes for that of a custom pipeline where none is asked for
+        if file.is_file():
+            raise CheckpointError(f"{file}: code that diffusers would run; read it, then pass trust_remote_code=True")
 
 
 def _class_of(facts: Mapping[str, Any]) -> Any:
@@ -110,7 +124,10 @@ def _kind(library: str, name: str) -> Any:
 
 
 def weights_of(folder: Path, variant: str | None) -> Path | None:
-    """The safetensors file of a component, or the index of several; without those of the variant, the plain ones."""
+    """The safetensors file of a component, or the index of several; without those of the variant, the plain ones.
+
+    Raises `CheckpointError` for a link to elsewhere.
+    """
     names = _names_in(folder)
     tags = [f".{variant}", ""] if variant else [""]
     for tag in tags:
@@ -121,7 +138,7 @@ def weights_of(folder: Path, variant: str | None) -> Path | None:
                 f"{stem}.safetensors.index{tag}.json",
             ):
                 if name in names:
-                    return folder / name
+                    return within(folder, name)
     return None
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from weightstream.adapters import hf_private, launch, meta, surroundings
 from weightstream.adapters.launch import Launch
-from weightstream.adapters.steps import CACHES, layers_of, options_of, takes_ids
+from weightstream.adapters.steps import CACHES, cache_in, layers_of, options_of, takes_ids
 from weightstream.adapters.trial import Trial
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
@@ -273,7 +273,7 @@ class _Forward(OperatorMode):
         self.cache_nbytes = 0
         self._call = -1
         self._until_s = until_s
-        for tensor in (*tensors_in((args, kwargs)), *_cached(kwargs.get("past_key_values"))):
+        for tensor in (*tensors_in((args, kwargs)), *_cached(cache_in(kwargs))):
             self.memory.hold(tensor)
         with ExitStack() as hooks, self:
             for module in model.modules():

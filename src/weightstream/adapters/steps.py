@@ -12,7 +12,7 @@ from torch import nn
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Workload
 
-CACHES = ("past_key_values", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params")  # transformers' name for it since 5.24, and before
 _SEED = 7
 
 
@@ -27,6 +27,11 @@ def takes_ids(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """What generation asks of a forward, as far as it takes it: a cache, and the last logits alone."""
     return {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in takes}
+
+
+def cache_in(kwargs: Mapping[str, Any]) -> Any:
+    """The cache that a forward is given, if any."""
+    return next((kwargs[name] for name in CACHES if hasattr(kwargs.get(name), "__dict__")), None)  # no flag, no None
 
 
 def layers_of(cache: Any) -> Iterable[dict[str, Any]]:
@@ -49,8 +54,8 @@ class Steps:
         self._ids, self._caches = ids[:, past:], {}  # type: tuple[torch.Tensor, dict[str, Any]]
         if past:
             output = self._forward(ids[:, :past])
-            found = {name: getattr(output, name, None) for name in CACHES}
-            self._caches = {name: cache for name, cache in found.items() if name in takes and cache is not None}
+            found = {name: getattr(output, name, None) for name in CACHES if name in takes}
+            self._caches = {name: cache for name, cache in found.items() if cache is not None}
             if not self._caches:
                 self._ids = ids  # a model without a cache is given the whole context
         self._prompt = [dict(layer) for layer in self._layers()]

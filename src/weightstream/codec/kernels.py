@@ -131,7 +131,8 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
         flags = _nibble_flags(a) | (_nibble_flags(b) << 1) | (_nibble_flags(c) << 2) | (_nibble_flags(d) << 3)
     found = _popcount(flags)
     total = tl.sum(found)
-    sound = total <= num_escapes  # else the bytes are damaged, and no escape is read
+    # else the bytes are damaged, and no escape is read; of each lane, as Triton's interpreter has no masks of scalars
+    sound = tl.broadcast_to(total, [128]) <= num_escapes
     rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
 
     lane = tl.arange(0, 128)

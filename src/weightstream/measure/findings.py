@@ -280,6 +280,7 @@ def _disk(path: Path) -> Finding:
 
 def _software(*, on_gpu: bool) -> Iterator[Finding]:
     found = {name: _version(name) for name in ("torch", "safetensors", *_OPTIONAL)}
+    found["torch"] = str(torch.__version__)  # tells the CUDA that it was built for
     versions = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield Finding("installed", versions, value=found)
     for name, purpose in _OPTIONAL.items():

@@ -227,6 +227,7 @@ class Plan:
         return {name: getattr(self, name) for name in _NUMBERS} | whole | named
 
     def to_json(self) -> str:
+        """The plan as text, which `from_json` reads."""
         return _adapter().dump_json(self).decode()
 
     @classmethod

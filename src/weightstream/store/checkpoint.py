@@ -61,10 +61,10 @@ class Checkpoint:
         """Maps a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`."""
         path = Path(path)
         if os.path.isdir(path):  # Path.is_dir raises where a name is too long
-            path = _within(path, _weights_of(path))
+            path = within(path, _weights_of(path))
         _refuse_other_format(path, [path])
         weight_map = _read_weight_map(path) if path.suffix == ".json" else {}
-        shards = {name: _within(path.parent, name) for name in sorted(set(weight_map.values()))}
+        shards = {name: within(path.parent, name) for name in sorted(set(weight_map.values()))}
         mappings = [FileMapping(shard) for shard in shards.values() or [path]]
         entries: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
@@ -154,7 +154,7 @@ def _refuse_other_format(where: Path, files: list[Path]) -> None:
             raise CheckpointError(f"{where}: unsupported checkpoint format: {message.format(file.name)}")
 
 
-def _within(folder: Path, name: str) -> Path:
+def within(folder: Path, name: str) -> Path:
     """Returns the path of `name` in `folder`, which a link may leave only for its own hub cache's blobs."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files outside the folder are refused")
@@ -162,9 +162,9 @@ def _within(folder: Path, name: str) -> Path:
         root, target = folder.resolve(), (folder / name).resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: {name!r} is missing; download the model again ({error})") from error
-    homes = [root]
-    if root.parent.name == "snapshots":
-        homes.append(root.parent.parent / "blobs")
+    # a pipeline's snapshot holds its components in folders
+    snapshots = [path.parent for path in (root, root.parent) if path.parent.name == "snapshots"]
+    homes = [root, *(path.parent / "blobs" for path in snapshots)]
     if not any(target.is_relative_to(home) for home in homes):
         raise CheckpointError(f"{folder}: {name!r} links to {target}, outside the model folder; refused unopened")
     return folder / name
