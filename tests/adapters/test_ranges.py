@@ -85,7 +85,9 @@ def test_bytes_are_those_that_transformers_loads(name: str, tmp_path: Path) -> N
     state = cls.from_pretrained(tmp_path, dtype="auto").state_dict()
     for title, ranges in found.items():
         assert torch.equal(gathered(tensors, ranges), raw(state[title])), title
-    assert {title for title, _ in built.named_parameters()} <= found.keys()
+    # transformers 5.24 has routers in float32, whose bytes no file of bf16 holds
+    cast = {title for title in tensors.keys() & state.keys() if tensors[title].dtype is not state[title].dtype}
+    assert {title for title, _ in built.named_parameters()} <= found.keys() | cast
     several = [title.rpartition(".")[2] for title, ranges in found.items() if len(ranges) > 1]
     assert sorted(several) == sorted([*converted] * num_layers)
     for title, ranges in found.items():
