@@ -13,23 +13,25 @@ import weightstream
 
 DEVICE = "device: torch.device | str | None = None, device_budget: int | str | None = None"
 CONFIG = "config: OffloadConfig | None = None"
+ANY_CONFIG = "config: OffloadConfig | Any | None = None"  # also a model's
+DTYPE = "dtype: str | torch.dtype | None = None, torch_dtype: str | torch.dtype | None = None"
 FUNCTIONS = {
     "create_offloader": "(config: OffloadConfig) -> BaseOffloader",
-    "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICE}, dtype: str | torch.dtype = auto, {CONFIG}, "
+    "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICE}, {DTYPE}, {ANY_CONFIG}, "
     "offload_folder: str | Path | None = None, host_budget: int | str | None = None, progress: bool | None = None, "
-    "**kwargs: Any) -> Any",
+    "allow_missing: bool = False, **kwargs: Any) -> Any",
     "generate": "(model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, "
     "**kwargs: Any) -> Any",
     "get_offloader": "() -> BaseOffloader",
     "offload": f"(model: nn.Module | Any, *, {DEVICE}, example_inputs: Any = None, {CONFIG}, **settings: Any) -> Any",
     "offload_pipeline": f"(pipe: Any, *, {DEVICE}, example_inputs: Mapping[str, Any] | None = None, {CONFIG}, "
     "**settings: Any) -> Any",
-    "pipeline_from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICE}, dtype: str | torch.dtype | None = None, "
-    "torch_dtype: str | torch.dtype | None = None, variant: str | None = None, base: str | Path | None = None, "
+    "pipeline_from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICE}, {DTYPE}, "
+    "variant: str | None = None, base: str | Path | None = None, "
     f"example_inputs: Mapping[str, Any] | None = None, {CONFIG}, offload_folder: str | Path | None = None, "
     "progress: bool | None = None, **kwargs: Any) -> Any",
-    "plan_model": f"(path_or_repo_id: str | Path, *, {DEVICE}, dtype: str | torch.dtype = auto, "
-    f"profile: Profile | str | Path | None = None, {CONFIG}, trust_remote_code: bool = False, "
+    "plan_model": f"(path_or_repo_id: str | Path, *, {DEVICE}, {DTYPE}, "
+    f"profile: Profile | str | Path | None = None, {ANY_CONFIG}, trust_remote_code: bool = False, "
     "variant: str | None = None, example_inputs: Mapping[str, Any] | None = None, **settings: Any) "
     "-> Plan | PipelinePlan",
     "set_offloader": "(instance: BaseOffloader | None) -> None",

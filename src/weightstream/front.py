@@ -123,8 +123,8 @@ def from_pretrained(
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
         device, device_budget, host_budget: as for `offload`; its other settings may be given too.
-        dtype: "auto", the default, keeps the checkpoint's; another casts once, into `offload_folder`. `torch_dtype` is
-            an older name.
+        dtype: "auto", the default, keeps the checkpoint's; another casts once, into `offload_folder`.
+        torch_dtype: an older name of `dtype`.
         config: an `OffloadConfig`, as for `offload`; or a config of transformers, in place of config.json.
         offload_folder: where weights are written that have to be converted; default: a temporary folder.
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.

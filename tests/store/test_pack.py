@@ -643,7 +643,7 @@ def no_config(llama: Path, out: Path) -> tuple[Path, Path]:
         (lambda llama, out: (llama / "model.safetensors", llama / "out"), "is in the model's folder"),
         (lambda llama, out: (out, llama), "no such file or folder"),
         (only_bin, "PyTorch pickle"),
-        (no_config, "cannot read config.json"),
+        (no_config, "no config.json there"),
     ],
 )
 def test_refused(arrange: Callable[[Path, Path], tuple[Path, Path]], expected: str, llama: Path, out: Path) -> None:
