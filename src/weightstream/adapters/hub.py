@@ -73,7 +73,8 @@ def local_path(
             f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
             "check the name, the network and `hf auth login`, or pass a folder"
         ) from error
-    return _inside(Path(found), subfolder), _inside(Path(found), subfolder)
+    path = _inside(Path(found), subfolder)
+    return path, path
 
 
 def _inside(folder: Path, subfolder: str) -> Path:

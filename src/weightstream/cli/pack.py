@@ -49,12 +49,7 @@ def pack(
         bar.update(task, advance=nbytes, total=total)
 
     try:
-        how: Any = {
-            "codec": codec,
-            "verify": verify,
-            "variant": variant,
-            "trust_remote_code": trust_remote_code,
-        }
+        how: Any = {"codec": codec, "verify": verify, "variant": variant, "trust_remote_code": trust_remote_code}
         shards = packing.pack(model, out, progress=shown, advance=advance, **how)
     finally:
         bar.stop()

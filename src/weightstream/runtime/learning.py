@@ -18,7 +18,7 @@ from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.mode import Mode
-from weightstream.runtime.timeline import Kind
+from weightstream.runtime.timeline import Kind, kind_of_workload
 from weightstream.runtime.watch import ReadWatch
 
 logger = logging.getLogger("weightstream")
@@ -74,7 +74,7 @@ class Learning:
         self._foreseen = set(map(_class_of, installed.refinement.known))
         self._last: Kind | None = None
         workload = installed.refinement.prospect.workload
-        self._planned = None if workload is None else _class_of(Kind("forward", workload.batch * workload.tokens))
+        self._planned = None if workload is None else _class_of(kind_of_workload(workload))
 
     @property
     def watches(self) -> bool:

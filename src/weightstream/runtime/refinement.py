@@ -14,7 +14,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.refine import Refined, Times, is_worth, refine
-from weightstream.runtime.timeline import Kind, Measured, Timeline
+from weightstream.runtime.timeline import Kind, Measured, Timeline, kind_of_workload
 
 logger = logging.getLogger("weightstream")
 
@@ -168,9 +168,7 @@ class Refinement:
 def _planned(prospect: Prospect) -> Kind | None:
     """The kind of the steps whose work was known before any call."""
     demand = prospect.planners[0].demand
-    if demand.workload is None or not demand.work:
-        return None
-    return Kind("forward", demand.workload.batch * demand.workload.tokens)
+    return kind_of_workload(demand.workload) if demand.workload is not None and demand.work else None
 
 
 def _times(measured: Measured) -> Times:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch.autograd import profiler
 
 from weightstream.errors import OffloadError
+from weightstream.plan.manifest import Workload
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side, Stamp
 from weightstream.runtime.values import tensors_in
@@ -45,6 +46,11 @@ def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
     """The kind of a forward with these arguments."""
     first = next(tensors_in((args, kwargs)), None)
     return Kind(what, 0 if first is None else int(first.numel()))  # a tensor while torch.jit traces
+
+
+def kind_of_workload(workload: Workload) -> Kind:
+    """The kind of the forwards of a language model's workload."""
+    return Kind("forward", workload.batch * workload.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
