@@ -462,6 +462,9 @@ def with_a_link_to_elsewhere(folder: Path) -> None:
         (with_a_link_to_elsewhere, "outside the model folder"),
         (lambda folder: (folder / "model_index.json").unlink(), "no model_index.json"),
         (lambda folder: (folder / "model_index.json").write_text("[]"), "no model_index.json"),
+        (lambda folder: index(folder, _class_name=None), "names no _class_name"),
+        (lambda folder: index(folder, _class_name="NovelPipeline"), r"has no pipeline NovelPipeline; a newer one may"),
+        (lambda folder: index(folder, _class_name="AutoencoderKL"), "has no pipeline AutoencoderKL"),
     ],
 )
 def test_broken_folders(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +86,22 @@ def test_an_image_is_written_and_is_the_plain_one(folder: Path, tmp_path: Path) 
     assert "predicted:" in result.stdout
     assert "transformer" in result.stdout
     assert pixels(out) != first, "another seed"
+
+
+def test_a_terminal_shows_what_bench_is_at(folder: Path) -> None:
+    command = [sys.executable, "-m", "weightstream", "bench", folder, "--device", "cpu", "--seconds", "0.1", *CALL]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # by which the last of a terminal's output ends
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert process.returncode == 0, shown
+    told = [shown.find(f"timing: {name}".encode()) for name in ("offloaded", "resident", "raw link floor")]
+    assert min(told) >= 0, shown
+    assert told == sorted(told)
 
 
 def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,13 +280,14 @@ def test_the_command_writes_the_prompt_and_the_steps(folder: Path, tmp_path: Pat
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in result.output
     labels = [line.partition(":")[0].strip() for line in lines if line[:10].endswith(":")]
-    assert labels[:5] == ["plan", "prompt", "decode", "compute", "copies"]
-    assert labels[5:] in (["waits", "trace"], ["trace"])
+    labels = [label for label in labels if label != "advice"]  # on a busy machine
+    assert labels[:6] == ["plan", "prompt", "decode", "predicted", "compute", "copies"]
+    assert labels[6:] in (["waits", "trace"], ["trace"])
     assert f"{out} (" in result.stdout
     assert "https://ui.perfetto.dev" in lines[-1]
     moved = sum(e["args"]["nbytes"] for e in events if e["ph"] == "X" and e["cat"] == "fill")
     assert f"({moved} bytes) at " in result.stdout
-    if labels[5] == "waits":
+    if labels[6] == "waits":
         waited = {e["args"]["unit"] for e in events if e.get("cat") == "wait"}
         named = re.findall(r"(\S+) \([\d.,]+ [mu]s\)", result.stdout.partition("longest for ")[2])
         assert 0 < len(named) <= 5

@@ -79,7 +79,7 @@ def around(folder: Path, given: Mapping[str, Any]) -> Any:
     if not given.get("trust_remote_code"):
         _refuse_code(folder, facts)
     # its own class: the general one does not know of components that may be left out, and would load them again
-    return _class_of(facts).from_pretrained(str(folder), use_safetensors=True, **given)
+    return _class_of(folder, facts).from_pretrained(str(folder), use_safetensors=True, **given)
 
 
 def _refuse_code(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -91,20 +91,29 @@ def _refuse_code(folder: Path, facts: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{file}: code that diffusers would run; read it, then pass trust_remote_code=True")
 
 
-def _class_of(facts: Mapping[str, Any]) -> Any:
-    return getattr(diffusers, facts.get("_class_name", ""), diffusers.DiffusionPipeline)
+def _class_of(folder: Path, facts: Mapping[str, Any]) -> Any:
+    """The pipeline's class; that of all pipelines where its code is in a file. Raises `CheckpointError`."""
+    name = facts.get("_class_name")
+    if isinstance(name, list):  # a module in the folder, and a class in it
+        return _Pipeline
+    if not isinstance(name, str):
+        raise CheckpointError(f"{folder}: {PIPELINE} names no _class_name; it is of no pipeline")
+    found = getattr(diffusers, name, None)
+    if not (isinstance(found, type) and issubclass(found, _Pipeline)):
+        raise CheckpointError(f"{folder}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may")
+    return found
 
 
 def call_keywords(path_or_repo_id: str | Path) -> Collection[str]:
     """What a call of the pipeline takes. Raises `CheckpointError`."""
     _, folder = local_path(path_or_repo_id, remote_code=False, files=DESCRIBING)
-    return inspect.signature(_class_of(_facts(folder)).__call__).parameters.keys()
+    return inspect.signature(_class_of(folder, _facts(folder)).__call__).parameters.keys()
 
 
 def check_keywords(folder: Path, given: Iterable[str]) -> None:
     """Raises `ConfigError` for keywords that a pipeline does not take: diffusers would ignore them."""
     facts = _facts(folder)
-    kind = _class_of(facts)
+    kind = _class_of(folder, facts)
     takes = {*inspect.signature(kind.__init__).parameters, *facts} - {"self", "kwargs", "args"}
     takes = {name for name in takes if not name.startswith("_")}
     if elsewhere := [name for name in given if name in _ELSEWHERE]:

@@ -341,22 +341,28 @@ def bench(
     import torch
 
     from weightstream.measure.comparison import floor_of_calls, timed_calls
+    from weightstream.measure.progress import told
 
-    session = Session(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
+    progress = sys.stderr.isatty() and not as_json
+    session = Session(model, loading, variant, call, progress=progress)
     planned = session.planned
-    offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
-    stats = session.pipe.weightstream.stats()
-    offloaded["weights_nbytes"] = stats.held_nbytes["device"]
     resident, equal, skipped = None, None, ""
-    try:
-        session.plain()
-        resident, theirs = timed_calls("resident", session.values, seconds, session.device)
-        resident["weights_nbytes"] = sum(part.model_nbytes for part in stats.components.values())
-        equal = all(torch.equal(a, b) for a in ours for b in theirs)
-    except (OffloadError, torch.OutOfMemoryError) as error:
-        skipped = str(error).partition("\n")[0]
-    turns = [(turn.num, turn.plan) for turn in joined(planned.turns)] if planned else []
-    floor = floor_of_calls(turns, seconds, session.device)
+    with told("timing", progress, total=4) as advance:
+        advance(description="timing: offloaded")
+        offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
+        stats = session.pipe.weightstream.stats()
+        offloaded["weights_nbytes"] = stats.held_nbytes["device"]
+        advance(description="timing: resident")
+        try:
+            session.plain()
+            resident, theirs = timed_calls("resident", session.values, seconds, session.device)
+            resident["weights_nbytes"] = sum(part.model_nbytes for part in stats.components.values())
+            equal = all(torch.equal(a, b) for a in ours for b in theirs)
+        except (OffloadError, torch.OutOfMemoryError) as error:
+            skipped = str(error).partition("\n")[0]
+        advance(description="timing: raw link floor")
+        turns = [(turn.num, turn.plan) for turn in joined(planned.turns)] if planned else []
+        floor = floor_of_calls(turns, seconds, session.device)
     systems = [system for system in (floor, offloaded, resident) if system]
     for system in systems:
         system["x_floor"] = system["p50_s"] / floor["p50_s"] if floor else None

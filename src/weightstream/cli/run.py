@@ -316,12 +316,12 @@ def _show(session: Session, recorded: Trace, out: Path) -> None:
         waited[wait.name] += wait.seconds
     ran_s, waited_s = sum(step.seconds for step in steps), sum(waited.values())
     copied_s, nbytes = sum(fill.seconds for fill in fills), sum(fill.nbytes for fill in fills)
-    decoded = milliseconds(median(step.seconds for step in steps[1:]))
-    predicted = milliseconds(session.streamer.plan.step_s)
+    decoded_s = median(step.seconds for step in steps[1:])
     lines = {
         "plan": session.streamer.plan.summary(),
         "prompt": f"1 step of {milliseconds(steps[0].seconds)}",
-        "decode": f"{len(steps) - 1} steps of {decoded} each (median; predicted: {predicted})",
+        "decode": f"{len(steps) - 1} steps of {milliseconds(decoded_s)} each (median)",
+        **foretold(session.streamer.plan.step_s, decoded_s),
         "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
     }
     if fills:
