@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-OURS, PEER, PLAIN, LINE = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020"
+OURS, PEER, PLAIN, LINE, LATER = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020", "#8a5a9f"
 STAGES = {"device_s": ("device starts", PEER), "load_s": ("load", OURS), "first_s": ("first step", PLAIN)}
 GIB = 2**30
 COLUMNS = (
@@ -159,25 +159,28 @@ def cells(rows: list[Row], folder: Path) -> None:
 def coded(rows: list[Row], folder: Path) -> None:
     """Step time over device memory, raw, coded and of FlexTensor, with the link's floors; and the codec's rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
+    if (path := folder / "coded_6.jsonl").exists():  # one budget, measured again since
+        newer = {row["system"]: row for row in read(path)}
+        rows = [newer.get(row["system"], row) for row in rows]
     floor = next(row for row in rows if row["system"] == "link floor")
     steps = [
         row for row in rows if row.get("tokens") == 1 and "70B" not in row["system"] and "CUDA" not in row["system"]
     ]
     shown = {
         "FlexTensor": ([row for row in steps if row["system"].startswith("FlexTensor")], "s", PLAIN),
-        "raw": ([row for row in steps if "codec none" in row["system"]], "^", PEER),
-        "coded": ([row for row in steps if row.get("coded_share", 1) < 1], "o", OURS),
+        "weights as they are": ([row for row in steps if "codec none" in row["system"]], "^", LATER),
+        "lossless code": ([row for row in steps if row.get("coded_share", 1) < 1], "o", OURS),
     }
     most = max(row["taken_nbytes"] for row in steps if not row["system"].startswith("resident")) / GIB
-    share = next((row["coded_share"] for row in shown["coded"][0]), 1.0)
-    for name, part, color in (("raw", 1.0, PEER), ("coded", share, OURS)):
+    share = next((row["coded_share"] for row in shown["lossless code"][0]), 1.0)
+    for name, part, color in (("as they are", 1.0, LATER), ("coded", share, OURS)):
         taken = [most * index / 100 for index in range(101)]
         copies = [max(0.0, floor["nbytes"] * part - t * GIB) / floor["gbps"] / 1e6 for t in taken]
         left.plot(taken, copies, "--", linewidth=1, color=color, label=f"link alone, {name}")
     for name, (found, marker, color) in shown.items():
         points = sorted((row["taken_nbytes"] / GIB, row["ms"]["p50"]) for row in found)
         left.plot(*zip(*points, strict=True), marker, markersize=5, color=color, label=name) if points else None
-    left.axhline(floor["ms"]["p50"], color=LINE, linewidth=1, label=f"link floor, raw: {floor['ms']['p50']:.0f} ms")
+    left.axhline(floor["ms"]["p50"], color=LINE, linewidth=1, label=f"link floor: {floor['ms']['p50']:.0f} ms")
     left.set_ylim(0, 1.5 * floor["ms"]["p50"])
     left.set_xlabel("device memory taken, GiB", fontsize=8)
     left.set_ylabel("step, ms (p50)", fontsize=8)
@@ -185,7 +188,7 @@ def coded(rows: list[Row], folder: Path) -> None:
     _finish(left, f"8B-shape decoder, one token, {rows[-1]['gpu']}")
     if (path := folder / "codec.jsonl").exists():
         _rates(right, read(path))
-    figure.savefig(folder / "coded.png", dpi=130)
+    figure.savefig(folder / "coded.png", dpi=200)
 
 
 def vllm(rows: list[Row], folder: Path) -> None:
@@ -241,7 +244,7 @@ def _rates(axes: Axes, rows: list[Row]) -> None:
     axes.axvline(copy, color=LINE, linewidth=1)
     axes.set_xlim(0, 1.05 * max(copy, *(row["decode_tbps"]["p50"] for row in shown)))
     axes.set_xlabel(f"plain bytes out, TB/s; line: a copy on the device, {copy:.2f}", fontsize=8)
-    _finish(axes, "decoding")
+    _finish(axes, "rate of the decoding kernels")
     axes.tick_params(axis="y", labelsize=7)
 
 

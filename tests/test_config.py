@@ -477,8 +477,10 @@ def test_warnings_point_at_the_line_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_warning_may_be_made_an_error() -> None:
-    with pytest.raises(ConfigWarning):  # pytest's own filter turns warnings into errors
-        OffloadConfig.from_kwargs(offload_group_size=1, cpu_offload_gb=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ConfigWarning):
+            OffloadConfig.from_kwargs(offload_group_size=1, cpu_offload_gb=1)
 
 
 # --- flat names, overrides, files

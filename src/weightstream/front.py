@@ -262,6 +262,11 @@ def prospect(
     **options: Any,
 ) -> Prospect:
     """What `plan_model` plans with, for several budgets; `options` are `dtype` and `trust_remote_code`."""
+    from weightstream.adapters.hub import DESCRIBING, local_path
+
+    local_path(
+        path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING
+    )  # before the machine is judged
     return prospects.prospect_of_checkpoint(path_or_repo_id, config, _machine(config, device, profile), **options)
 
 

@@ -555,7 +555,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
 
 def test_verify_tells_what_differs(llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(
-        r".*/out: packed and verified 57 tensors, 1.1MiB \(\d+ bytes\) in 1 files in \d+\.\d s\n",
+        r".*/out: packed and verified 57 tensors, 1.1MiB \(\d+ bytes\) in a file, \d+\.\d s\n",
         packed(llama, out, "--verify"),
     )
     places = {name: begin for _, name, begin, _ in layout(out)}

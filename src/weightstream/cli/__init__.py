@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+from typer import rich_utils
 from typer.core import TyperGroup
 
 from weightstream import __version__
@@ -18,6 +19,7 @@ from weightstream.cli.doctor import doctor
 from weightstream.cli.pack import pack
 from weightstream.cli.plan import plan
 from weightstream.cli.run import run, trace
+from weightstream.cli.terminal import tell
 from weightstream.errors import WeightstreamError
 
 __all__ = ["app"]
@@ -32,11 +34,11 @@ class Commands(TyperGroup):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a name that it cannot encode ends no command
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
             try:
                 return super().invoke(ctx)
             except WeightstreamError as error:
-                typer.echo(f"error: {error}", err=True)
+                tell(f"error: {error}")
                 raise typer.Exit(2) from None
 
 
@@ -46,6 +48,9 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+# dim is hard to read on light and on dark
+rich_utils.STYLE_HELPTEXT = rich_utils.STYLE_OPTION_DEFAULT = rich_utils.STYLE_ERRORS_SUGGESTION = ""
+rich_utils.STYLE_REQUIRED_LONG = "red"
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (bench, doctor, pack, plan, run, trace):
     app.command()(command)

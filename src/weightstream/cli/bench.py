@@ -17,10 +17,14 @@ import typer
 
 from weightstream import __version__
 from weightstream.cli import pipelines
-from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
 from weightstream.cli.terminal import (
     AsJson,
+    Frames,
+    Height,
     Model,
+    Steps,
+    Variant,
+    Width,
     figure,
     foretold,
     grid,

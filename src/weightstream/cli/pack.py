@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weightstream.cli.pipelines import Variant
-from weightstream.cli.terminal import Model, TrustRemoteCode, require
+from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, require, tell
 
 
 def pack(
@@ -58,4 +57,5 @@ def pack(
     count = f"{len(tensors)} tensors, {human(nbytes)} ({nbytes} bytes)"
     count += f", {nbytes / raw:.2f} of {human(raw)}," if any(shard.layouts for shard in shards) else ""
     done, seconds = "packed and verified" if verify else "packed", time.perf_counter() - began
-    typer.echo(f"{out}: {done} {count} in {len(shards)} files in {seconds:.1f} s")
+    files = f"{len(shards)} files" if len(shards) > 1 else "a file"
+    tell(f"{out}: {done} {count} in {files}, {seconds:.1f} s", err=False)

@@ -9,11 +9,21 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weightstream.cli.terminal import add_budget, figure, foretold, grid, print_labelled, print_table, require, write
+from weightstream.cli.terminal import (
+    add_budget,
+    figure,
+    foretold,
+    grid,
+    print_labelled,
+    print_table,
+    require,
+    tell,
+    write,
+)
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, scale
 from weightstream.plan.turns import PipelinePlan, joined
@@ -21,11 +31,6 @@ from weightstream.plan.turns import PipelinePlan, joined
 if TYPE_CHECKING:
     from weightstream.pipelines import PipelineStats
 
-Height = Annotated[int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.")]
-Width = Annotated[int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps of a pipeline; default: its own.")]
-Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a video; default: the pipeline's own.")]
-Variant = Annotated[str | None, typer.Option(help="Of a pipeline's files, such as fp16.")]
 PROMPT = "a photo of a cat on the moon"
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _VIDEOS = (".gif", ".webp", ".mp4")
@@ -165,7 +170,7 @@ class Session:
         try:
             self.planned = self.pipe.weightstream.plan(**self.call)
         except OffloadError as error:
-            typer.echo(f"warning: {error}", err=True)
+            tell(f"warning: {error}")
 
     def run(self, **more: Any) -> tuple[Any, float]:
         """What a call gives, and the seconds that it took."""
@@ -176,7 +181,8 @@ class Session:
         try:
             output = self.pipe(**self.call, generator=generator, **more)
         except (ValueError, TypeError) as error:  # by which pipelines refuse what they are given
-            raise ConfigError(f"{type(self.pipe).__name__} cannot run with {_named(self.call)}: {error}") from error
+            named = ", ".join(f"{name}={value!r}" for name, value in self.call.items())
+            raise ConfigError(f"{type(self.pipe).__name__} cannot run with {named}: {error}") from error
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return output, time.perf_counter() - began
@@ -207,10 +213,6 @@ def _taken(model: str) -> Collection[str]:
     from weightstream.adapters.pipeline_folder import call_keywords
 
     return call_keywords(model)
-
-
-def _named(call: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in call.items())
 
 
 def _made(output: Any) -> Any:
@@ -345,6 +347,7 @@ def bench(
 
     progress = sys.stderr.isatty() and not as_json
     session = Session(model, loading, variant, call, progress=progress)
+    session.pipe.set_progress_bar_config(disable=True)  # one of ours stands for all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""
     with told("timing", progress, total=4) as advance:

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from weightstream.cli import pipelines
-from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
 from weightstream.cli.terminal import (
     AsJson,
+    Frames,
+    Height,
     Model,
+    Steps,
+    Variant,
+    Width,
     add_budget,
     drawn,
     figure,
@@ -74,7 +79,7 @@ def plan(
         return
     pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
-    atexit.register(gc.freeze)
+    atexit.register(_leave)
     try:
         ahead = prospect(model, profile=profile, **loading)
         planned = ahead.plan()[1]
@@ -92,6 +97,12 @@ def plan(
     show(model, planned, advice(ahead, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "code", ""))
+
+
+def _leave() -> None:
+    """At the end: nothing is looked for that is garbage. Triton would take what is left for leaks, and tells so."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
@@ -249,7 +260,7 @@ def _span(names: list[str]) -> str:
 
 def memory(plan: Plan) -> str:
     """The device's memory that the plan speaks of, by what it is for."""
-    names = ("resident", "ring", "buffer", "cache", "activations", "free")
+    names = ("resident", "ring", "buffer", "cache", "activations", "spare")
     sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.cache_nbytes, plan.activation_nbytes]
     sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
     parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]

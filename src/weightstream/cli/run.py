@@ -17,8 +17,19 @@ import typer
 
 from weightstream.cli import pipelines
 from weightstream.cli.chat import Messages, converse
-from weightstream.cli.pipelines import Frames, Height, Steps, Variant, Width
-from weightstream.cli.terminal import AsJson, Model, foretold, print_labelled, require, takes_model
+from weightstream.cli.terminal import (
+    AsJson,
+    Frames,
+    Height,
+    Model,
+    Steps,
+    Variant,
+    Width,
+    foretold,
+    print_labelled,
+    require,
+    takes_model,
+)
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, per_second
 

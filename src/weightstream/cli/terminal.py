@@ -33,6 +33,20 @@ Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repos
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+_PANEL = "Pipelines of diffusers"
+Height = Annotated[
+    int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.", rich_help_panel=_PANEL)
+]
+Width = Annotated[
+    int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.", rich_help_panel=_PANEL)
+]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Denoising steps of a pipeline; default: its own.", rich_help_panel=_PANEL)
+]
+Frames = Annotated[
+    int | None, typer.Option(min=1, help="Frames of a video; default: the pipeline's own.", rich_help_panel=_PANEL)
+]
+Variant = Annotated[str | None, typer.Option(help="Of a pipeline's files, such as fp16.", rich_help_panel=_PANEL)]
 _Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
     typer.Option(help="Of the weights; auto is the checkpoint's own."),
@@ -48,6 +62,7 @@ _READ_AS: MappingProxyType[Any, Any] = MappingProxyType(
         OffloadConfig.model_fields["codec"].annotation: str,  # which has older spellings, too
     }
 )
+_FIRST = ("device_budget", "device")  # what nearly everybody gives
 _COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
 _FACTOR = 2  # that a prediction is off by, if the machine is no longer what was measured
 
@@ -82,7 +97,9 @@ def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
             loading["config"] = read(**given)
             command(model, loading, **values)
 
-        run.__signature__ = signature.replace(parameters=[model, *own, *added])  # type: ignore[attr-defined]
+        first = [parameter for parameter in added if parameter.name in _FIRST]
+        rest = [parameter for parameter in added if parameter.name not in _FIRST]
+        run.__signature__ = signature.replace(parameters=[model, *first, *own, *rest])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 
@@ -164,6 +181,15 @@ def print_folded(head: Text, body: str, style: str = "") -> None:
     console.print(Text.assemble(head, (folded[len(head) :], style)), soft_wrap=True)
 
 
+def tell(text: str, *, err: bool = True) -> None:
+    """A message on stderr, or stdout; a terminal breaks it between words."""
+    lines = text.splitlines()
+    if (console := Console(stderr=err)).is_terminal:
+        options = {"break_on_hyphens": False, "break_long_words": False}
+        lines = [textwrap.fill(line, max(_FEWEST, console.width), **options) for line in lines]  # type: ignore[arg-type]
+    typer.echo("\n".join(lines), err=err)
+
+
 def print_labelled(lines: Mapping[str, str]) -> None:
     """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
     for label, value in lines.items():
@@ -173,10 +199,11 @@ def print_labelled(lines: Mapping[str, str]) -> None:
 def foretold(predicted_s: float, measured_s: float, text: Callable[[float], str] = milliseconds) -> dict[str, str]:
     """What was predicted beside what was measured, as labelled lines."""
     ratio = measured_s / predicted_s
-    off = f"{abs(ratio - 1):.0%}".replace("%", " %")
+    is_far = not 1 / _FACTOR <= ratio <= _FACTOR
+    off = f"{max(ratio, 1 / ratio):.1f} times" if is_far else f"{abs(ratio - 1):.0%}".replace("%", " %")
     verdict = "as predicted" if off == "0 %" else f"{off} {'slower' if ratio > 1 else 'faster'} than predicted"
     lines = {"predicted": f"{text(predicted_s)}, measured {text(measured_s)}: {verdict}"}
-    if not 1 / _FACTOR <= ratio <= _FACTOR:
+    if is_far:
         lines["advice"] = "measure again with `weightstream doctor --measure`"
     return lines
 

@@ -69,14 +69,20 @@ def _ring_of(name: str, prospect: Prospect, share: Share, most: int) -> int:
         return low
     if not works(high):
         raise PlanError(
-            f"{name}: of the device budget {human(max(0, most))} ({most} bytes) are left beside what all components "
-            "must keep there, too little for a ring that holds its largest unit: raise the budget, or use a "
-            "smaller dtype"
+            f"{name}: {_left(most)} what all components must keep on the device, too little for a ring that holds "
+            "its largest unit: raise the budget, or use a smaller dtype"
         )
     for _ in range(_BISECTIONS):
         middle = (low + high) // 2
         low, high = (low, middle) if works(middle) else (middle, high)
     return aligned(high)
+
+
+def _left(nbytes: int) -> str:
+    """What of a budget is left, or is missing, beside something."""
+    if nbytes < 0:
+        return f"the device budget is {human(-nbytes)} ({-nbytes} bytes) less than"
+    return f"of the device budget {human(nbytes)} ({nbytes} bytes) are left beside"
 
 
 @dataclass(frozen=True, kw_only=True)
