@@ -458,3 +458,15 @@ def test_an_offloaded_model_that_cannot_enter_a_step_runs_eager_with_the_reason(
         assert torch.equal(got, want)
         assert decoding == Decoding(reason="the weights cannot have fixed addresses now: of this test")
         assert not cuda.graphs
+
+
+def test_inputs_may_have_another_name() -> None:
+    """Of Whisper they are `input_features`: what has no `inputs` is given none."""
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 64}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sizes, **tokens, max_source_positions=50, max_target_positions=32)
+    model = randomise(transformers.WhisperForConditionalGeneration(config).eval(), 3)
+    x = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(0))
+    more = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(generate(model, input_features=x, **more), model.generate(input_features=x, **more))

@@ -144,7 +144,7 @@ def test_modules_that_stay_in_float32(saved: Callable[[str], Path]) -> None:
     assert {name: param.dtype for name, param in sketch.transformer.named_parameters()} == wanted
 
 
-def test_variants(tmp_path: Path) -> None:
+def test_variants(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Files of a variant where a component has them, else its plain ones; shards of it too."""
     pipe = pipelines.build("flux")
     pipe.to(torch.bfloat16)
@@ -168,6 +168,9 @@ def test_variants(tmp_path: Path) -> None:
     packed = pipeline_files.load_pipeline(tmp_path.parent / "packed-bf16", progress=False).pipe
     assert torch.equal(packed.transformer.proj_out.weight, pipe.transformer.proj_out.weight)
     assert not list((tmp_path.parent / "packed-bf16").rglob("*bf16*"))
+    for load in (pipeline_files.load_pipeline, pipeline_files.sketched):
+        with pytest.raises(weightstream.CheckpointError, match=r"no component has files of the variant 'fp16'"):
+            load(saved("flux"), variant="fp16")
     plan = weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB", variant="bf16")
     assert plan.plans["transformer"].manifest.nbytes == sum(p.nbytes for p in pipe.transformer.parameters())
 

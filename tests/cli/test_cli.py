@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -122,6 +123,14 @@ def test_prompt_comes_from_a_pipe(folder: Path) -> None:
     assert run_json(folder, "--device-budget", BUDGET, stdin="w5 w9 w23\n")["tokens"] == plain_tokens(
         folder, [5, 9, 23]
     )
+
+
+def test_bytes_that_are_no_text_are_replaced(folder: Path) -> None:
+    command = [sys.executable, "-m", "weightstream", "run", folder, "--device", "cpu", "--max-new-tokens", "2"]
+    ran = subprocess.run(list(map(os.fsencode, command)), input=b"w5 \xe4\xff", capture_output=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    ran = subprocess.run([*map(os.fsencode, command), b"--prompt", b"w5 \xe4\xff"], capture_output=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_classic_flags_offload_the_layers_they_name(folder: Path) -> None:

@@ -294,6 +294,13 @@ def test_the_command_writes_the_prompt_and_the_steps(folder: Path, tmp_path: Pat
         assert set(named) <= waited
 
 
+def test_the_command_refuses_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    result = command(tmp_path)
+    assert result.exit_code == 2
+    assert "is a pipeline of diffusers" in result.stderr
+
+
 def test_the_command_where_nothing_streams(folder: Path, tmp_path: Path) -> None:
     result = command(folder, "--device-budget", "1GiB", "--out", tmp_path / "t.json")
     assert result.exit_code == 0, result.output

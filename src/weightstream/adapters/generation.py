@@ -94,9 +94,10 @@ def generate(
 def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None) -> tuple[Any, Decoding]:
     """`generate` with this recorder; None: there are no graphs on the model's device."""
     device: torch.device = model.device  # an offloaded model tells its streamer's
+    given = () if inputs is None else (inputs,)  # a model may have another name for it, and get it by that
     reason = _unsuited(model, options) if recorder else f"graphs are captured on CUDA, and the model is on {device}"
     if recorder is None or reason is not None:
-        return model.generate(inputs, **options), Decoding(reason=reason)
+        return model.generate(*given, **options), Decoding(reason=reason)
     if (config := options.get("generation_config")) is None:
         options = {**options, **_STATIC}
     else:  # transformers wants all settings in it, or none
@@ -108,7 +109,7 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
             decoder.reason = _enter_step(model, streamer, stack)
         stack.enter_context(_standing_in(model, decoder))
-        result = model.generate(inputs, **options)
+        result = model.generate(*given, **options)
     return result, decoder.decoding()
 
 

@@ -33,6 +33,7 @@ from weightstream.adapters.hub import (
 from weightstream.adapters.pipeline_folder import (
     around,
     check_keywords,
+    check_variant,
     common_dtype,
     dtype_of,
     folder_of,
@@ -121,7 +122,8 @@ def load_pipeline(
             raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
         folder = folder_of(path_or_repo_id, variant, **hub)
         check_keywords(folder, kwargs)
-        return _assembled(folder, specs_of(folder), options, kwargs)
+        check_variant(folder, specs := specs_of(folder), variant)
+        return _assembled(folder, specs, options, kwargs)
 
 
 def sketched(
@@ -141,6 +143,7 @@ def sketched(
     checkpoints: dict[str, Checkpoint | None] = {}
     with refused_as_checkpoint(path_or_repo_id, "build", "diffusers"), diffusers_private.progress_bars(False):
         specs = specs_of(folder)
+        check_variant(folder, specs, variant)
         files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
         common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
         for name, kind in specs.items():

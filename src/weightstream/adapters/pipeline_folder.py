@@ -151,6 +151,13 @@ def weights_of(folder: Path, variant: str | None) -> Path | None:
     return None
 
 
+def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
+    """Raises `CheckpointError` where no component has files of the variant: a typo would load the plain ones."""
+    found = [weights_of(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
+    if any(found) and not any(f".{variant}." in file.name for file in found if file is not None):
+        raise CheckpointError(f"{folder}: no component has files of the variant {variant!r}")
+
+
 def weights_if_any(folder: Path, variant: str | None) -> Path | None:
     """The same; None where they are not here. Raises `CheckpointError` where there are weights, but of other names."""
     is_there = any(name.endswith(".safetensors") for name in _names_in(folder))

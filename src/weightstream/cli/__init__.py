@@ -33,6 +33,8 @@ class Commands(TyperGroup):
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which removes temporary files
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a name that it cannot encode ends no command
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # nor do bytes that are no text
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -66,8 +67,9 @@ def run(
 ) -> None:
     """Generate text with MODEL, greedily, or an image or video with a pipeline, while weights stream.
 
-    Text goes on from --prompt, or from what comes in by a pipe. With --chat and no --prompt it is a conversation, of a
-    turn per line, up to the end of what comes in or /exit; /clear begins another one, and Ctrl-C stops an answer.
+    Text goes on from --prompt, or from what comes in by a pipe, or else from "The sky is blue because". With --chat and
+    no --prompt it is a conversation, of a turn per line, up to the end of what comes in or /exit; /clear begins another
+    one, and Ctrl-C stops an answer.
     """
     from weightstream.front import is_pipeline
 
@@ -85,7 +87,7 @@ def run(
     if chat and prompt is None and not verify and not as_json:
         _converse(session, loading, max_new_tokens)
         return
-    text = prompt if prompt is not None else _piped() or DEFAULT_PROMPT
+    text = os.fsencode(prompt).decode(errors="replace") if prompt is not None else _piped() or DEFAULT_PROMPT
     inputs = session.encode([{"role": "user", "content": text}] if chat else text)
     if loading["config"].context is None:
         context = inputs["input_ids"].shape[1] + max_new_tokens
@@ -308,8 +310,12 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    from weightstream.front import is_pipeline
+
+    if is_pipeline(model):
+        raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     session = Session(model, loading["trust_remote_code"])
-    inputs = session.encode(prompt)
+    inputs = session.encode(os.fsencode(prompt).decode(errors="replace"))
     session.load(progress=sys.stderr.isatty(), **loading)
     greedy = session.greedy(inputs)
     session.model.generate(**greedy, max_new_tokens=2)  # teaches the order of the units
