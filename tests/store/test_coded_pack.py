@@ -143,7 +143,7 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
     else:
         assert coded == dict.fromkeys(large, 4 if codec == "fast" else 3)
         assert ratio < (0.77 if codec == "fast" else 0.72)
-        assert f", {ratio:.2f} of 2.4MiB, in 1 files" in told
+        assert f", {ratio:.2f} of 2.4MiB, in a file" in told
     expected = transformers.LlamaForCausalLM.from_pretrained(source)
     loaded = load_pretrained(out, decode=lambda: True, offload_folder=tmp_path / "offload")
     assert_same(loaded, expected)
