@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -345,6 +346,12 @@ def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | 
 def tie(model: Any) -> None:
     """Make tied parameters one, as at the end of a load."""
     model.tie_weights(recompute_mapping=False)
+
+
+def decoding(model: Any) -> AbstractContextManager[None]:
+    """What `generate` decodes in: experts compute by another function there."""
+    found: AbstractContextManager[None] = getattr(model, "_optimize_model_for_decode", nullcontext)()
+    return found
 
 
 def unsuited_to_static_cache(model: Any) -> str | None:

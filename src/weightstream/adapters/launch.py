@@ -128,6 +128,8 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         return Op(rate=rate, flops=2 * rows * inner * columns, nbytes=nbytes - idle)
     if packet in flop_registry:
         return Op(rate=rate, flops=flop_registry[packet](*args, **kwargs, out_val=output), nbytes=nbytes)
+    if packet is _aten.index and args[0].dim() == 3 and len(args[1]) == 1:
+        return Op(nbytes=2 * (nbytes - nbytes_read), picked=output.shape[0] / args[0].shape[0])
     if packet in _BY_ROW:
         others = nbytes_read - nbytes_of(args[0])
         return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)

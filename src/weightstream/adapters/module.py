@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import nn
 
+from weightstream.adapters.experts import picks_of
 from weightstream.runtime.leaves import leaves
 from weightstream.runtime.weights import Scope, UnitModule
 
@@ -87,7 +88,7 @@ def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Itera
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
     split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
     if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
-        yield UnitModule(name=name, module=module)
+        yield UnitModule(name=name, module=module, picks=picks_of(module))
         return
     if any(True for _ in leaves(module)):
         yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Workload
 
@@ -62,7 +64,8 @@ class Steps:
 
     def __call__(self) -> torch.Tensor:
         """The last token's logits, of shape (batch, words)."""
-        logits: torch.Tensor = self._forward(self._ids).logits[:, -1]
+        with hf_private.decoding(self._model) if self._ids.shape[1] == 1 else nullcontext():
+            logits: torch.Tensor = self._forward(self._ids).logits[:, -1]
         for layer, prompt in zip(self._layers(), self._prompt, strict=True):
             layer.update(prompt)  # a cache grows into new tensors, so those of the prompt are as they were
         return logits

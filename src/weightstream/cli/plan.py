@@ -227,7 +227,8 @@ def table(plan: Plan) -> Table:
     quite the same: the mean is shown.
     """
     coded = bool(plan.manifest.codes)
-    places = ["resident", *["zero-copy"] * bool(plan.mapped), "streams", *["from disk"] * bool(plan.disk)]
+    places = ["resident", *["zero-copy"] * bool(plan.mapped), *["cached"] * bool(plan.cached), "streams"]
+    places += ["from disk"] * bool(plan.disk)
     kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
     for unit in plan.manifest.units:
         held, plain = (_shares(plan, unit, places, sizes) for sizes in (plan.manifest.aliases, plan.manifest.spans))
@@ -246,8 +247,9 @@ def table(plan: Plan) -> Table:
 def _shares(plan: Plan, unit: UnitSpec, places: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
     """The bytes of a unit in each of the places."""
     aliases = unit.aliases().keys()
-    streams = aliases - plan.resident - plan.mapped
+    streams = aliases - plan.placed
     groups = {"resident": aliases & plan.resident, "zero-copy": aliases & plan.mapped, "streams": streams}
+    groups["cached"] = aliases & plan.cached
     groups["from disk"] = streams & plan.disk
     return [sum(sizes[alias] for alias in groups[place]) for place in places]
 
@@ -260,8 +262,9 @@ def _span(names: list[str]) -> str:
 
 def memory(plan: Plan) -> str:
     """The device's memory that the plan speaks of, by what it is for."""
-    names = ("resident", "ring", "buffer", "cache", "activations", "spare")
-    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.cache_nbytes, plan.activation_nbytes]
+    names = ("resident", "ring", "buffer", "slots", "cache", "activations", "spare")
+    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.slots_nbytes]
+    sizes += [plan.cache_nbytes, plan.activation_nbytes]
     sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
     parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]
     return f"{' + '.join(parts)} = {human(sum(sizes))}"

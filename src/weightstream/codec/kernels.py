@@ -100,24 +100,22 @@ def _write(
 
 
 @triton.jit
-def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Decode a tile of one of at most NUM tensors. The table holds the first program of each, then for each its source,
-    target, weights and escapes."""
-    program = tl.program_id(0)
-    tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
-    row = table + NUM + 4 * tensor
-    tile = program - tl.load(table + tensor).to(tl.int32)
-    source = tl.load(row).to(tl.pointer_type(tl.uint8))
-    target = tl.load(row + 1).to(tl.pointer_type(tl.uint32))
-    count = tl.load(row + 2)
-    num_escapes = tl.load(row + 3).to(tl.int32)
-
+def _decode_tile(
+    words,
+    start,
+    base,
+    escapes,
+    num_escapes,
+    target,
+    left,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`."""
     PER_WORD: tl.constexpr = 4 if EXPONENT == 4 else 2
-    OUT: tl.constexpr = 4096 // PER_WORD  # words of a tile, decoded and coded
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    OUT: tl.constexpr = 4096 // PER_WORD  # words of a decoded tile
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
-
-    words, start, base, escapes = _places(source, count, tile, WORDS)
     base = (base.to(tl.uint32) & (2**EXPONENT - 1)) * (0x01010101 if EXPONENT == 4 else 0x00010001)
 
     a = tl.load(words + SYMBOLS)
@@ -136,13 +134,79 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
 
     lane = tl.arange(0, 128)
-    begin = tile.to(tl.int64) * OUT
-    out = target + begin + lane
-    room = tl.minimum(tl.cdiv(count, PER_WORD) - begin, OUT).to(tl.int32) - lane
-    if BITS == 3 or (count < (tile.to(tl.int64) + 1) * 4096) or total > 0:
-        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
+    room = tl.minimum(tl.cdiv(left, PER_WORD), OUT).to(tl.int32) - lane
+    if BITS == 3 or left < 4096 or total > 0:
+        _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
     else:
-        _write(words, out, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
+        _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
+
+
+@triton.jit
+def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Decode a tile of one of at most NUM tensors. The table holds the first program of each, then for each its source,
+    target, weights and escapes."""
+    program = tl.program_id(0)
+    tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
+    row = table + NUM + 4 * tensor
+    tile = program - tl.load(table + tensor).to(tl.int32)
+    source = tl.load(row).to(tl.pointer_type(tl.uint8))
+    target = tl.load(row + 1).to(tl.pointer_type(tl.uint32))
+    count = tl.load(row + 2)
+    num_escapes = tl.load(row + 3).to(tl.int32)
+
+    OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048  # words of a tile, decoded and coded
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    words, start, base, escapes = _places(source, count, tile, WORDS)
+    target += tile.to(tl.int64) * OUT
+    left = count - tile.to(tl.int64) * 4096
+    _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA)
+
+
+@triton.jit
+def pick(
+    table,
+    ids,
+    slots,
+    BESIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """Decode a tile of one of the rows `ids` of a tensor, one row after another; where escapes are `BESIDE` the words
+    of a row, these are in `slots`, else in the tensor.
+
+    A row is whole tiles; an id that is none gives the nearest row. The table holds where slot 0 is, the bytes from one
+    slot to the next, and the most escapes that a row may have; the target; how many rows there are, the tiles of one,
+    and where the starts and the bases of all tiles are; and where the escapes of all rows are. In a slot they
+    begin as many bytes behind a multiple of 8 as there.
+    """
+    program = tl.program_id(0)
+    stride, most = tl.load(table + 1), tl.load(table + 2).to(tl.int32)
+    target = tl.load(table + 3).to(tl.pointer_type(tl.uint32))
+    num_rows, tiles = tl.load(table + 4).to(tl.int32), tl.load(table + 5).to(tl.int32)
+    starts = tl.load(table + 6).to(tl.pointer_type(tl.int32))
+    bases = tl.load(table + 7).to(tl.pointer_type(tl.uint8))
+
+    OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    index, part = program // tiles, program % tiles
+    row = tl.minimum(tl.maximum(tl.load(ids + index), 0), num_rows - 1).to(tl.int32)
+    slot = tl.load(slots + index) if BESIDE else row.to(tl.int64)
+    place = tl.load(table) + slot * stride
+    first = tl.load(starts + row * tiles)
+    if not BESIDE:  # damaged, it may be any number
+        first = tl.minimum(tl.maximum(first, 0), most)
+        most -= first
+    num_escapes = tl.minimum(tl.maximum(tl.load(starts + (row + 1) * tiles) - first, 0), most)
+    words = (place + part * (4 * WORDS)).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 128)
+    escapes_at = tl.load(table + 8) + first
+    if BESIDE:
+        escapes_at = place + tiles * (4 * WORDS) + (escapes_at & 7)
+    escapes = escapes_at.to(tl.pointer_type(tl.uint8))
+    tile = row * tiles + part
+    start, base = tl.load(starts + tile) - first, tl.load(bases + tile)
+    target += program.to(tl.int64) * OUT
+    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -85,6 +86,48 @@ class Decoding:
         self._compiled = [
             partial(k[grid], table.data_ptr(), *facts) for k, grid, (table, *facts) in found if k is not None
         ]
+
+
+class Picking:
+    """Decodes some rows of a coded tensor into a target, which has room for them; ids are int64, on the device.
+
+    A row is whole tiles, and there are `num_rows`. The rows' words are in the tensor; or in slots, with their escapes
+    behind them, and `coded` is the rest: starts, bases. These may be elsewhere too, as `heads`. Addresses are fixed.
+    """
+
+    def __init__(
+        self,
+        coded: torch.Tensor,
+        layout: Layout,
+        out: torch.Tensor,
+        num_rows: int,
+        slots: torch.Tensor | None = None,
+        heads: torch.Tensor | None = None,
+    ) -> None:
+        tiles, at, most = layout.num_tiles // num_rows, coded.data_ptr(), layout.num_escapes
+        words_at, stride, starts_at = at, tiles * layout.tile_nbytes, at + layout.starts_at
+        escapes_at = at + layout.escapes_at
+        if slots is not None:
+            most = slots.shape[1] - stride - 8
+            words_at, stride, starts_at = slots.data_ptr(), slots.shape[1], at
+            escapes_at = at + layout.escapes_at - layout.starts_at  # of which the last bits count
+        elif heads is not None:
+            starts_at = heads.data_ptr()
+        bases_at = starts_at + layout.bases_at - layout.starts_at
+        table = [words_at, stride, most, out.data_ptr(), num_rows, tiles, starts_at, bases_at, escapes_at]
+        self._memory = coded, slots, heads, out
+        self._table = torch.tensor(table, dtype=torch.int64, device="cpu").to(out.device)
+        self._tiles = tiles
+        facts = layout.bits, layout.element.exponent_bits, layout.element.mantissa_bits
+        self._facts = int(slots is not None), *facts
+        self._compiled: Any = None
+
+    def __call__(self, ids: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+        grid, slots = (ids.numel() * self._tiles, 1, 1), ids if slots is None else slots
+        if self._compiled is not None:
+            self._compiled[grid](self._table.data_ptr(), ids.data_ptr(), slots.data_ptr(), *self._facts)
+            return
+        self._compiled = kernels.pick[grid](self._table, ids, slots, *self._facts, num_warps=WARPS)
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:

@@ -21,6 +21,7 @@ from weightstream.plan.schedule import aligned
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
+from weightstream.runtime.decoding import buffers
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.timeline import Timeline
@@ -72,8 +73,7 @@ def _bound(backend: Backend, num_tensors: int, is_coded: bool) -> tuple[Binding,
     pin = partial(cuda.register, device=backend.device)
     homes = Homes(by_alias, backend, arena=None if backend.device.type == "cpu" else Arena(pin, cuda.unregister))
     homes.settle(plan)
-    memory = backend.alloc(plan.ring_nbytes), backend.alloc(plan.buffer_nbytes)
-    return Binding(plan, memory, homes, backend, Counters(), Timeline(backend)), homes
+    return Binding(plan, buffers(plan, backend), homes, backend, Counters(), Timeline(backend)), homes
 
 
 @contextmanager

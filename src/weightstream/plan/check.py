@@ -45,7 +45,9 @@ def _homes(plan: Plan) -> Iterator[str]:
         yield f"resident alias groups that no unit has: {sorted(unknown)}"
     if wrong := (plan.mapped - aliases.keys()) | (plan.mapped & plan.resident):
         yield f"zero-copy alias groups that no unit has, or that are resident: {sorted(wrong)}"
-    if wrong := (plan.disk - aliases.keys()) | (plan.disk & (plan.resident | plan.mapped)):
+    if wrong := (plan.cached - aliases.keys()) | (plan.cached & (plan.resident | plan.mapped)):
+        yield f"cached alias groups that no unit has, or that are elsewhere: {sorted(wrong)}"
+    if wrong := (plan.disk - aliases.keys()) | (plan.disk & plan.placed):
         yield f"alias groups on disk that no unit has, or that do not stream: {sorted(wrong)}"
     for index, (unit, extent) in enumerate(zip(plan.manifest.units, plan.extents, strict=True)):
         if extent.offset < 0 or extent.offset + extent.nbytes > plan.ring_nbytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from operator import itemgetter
 
 from weightstream.plan.manifest import Manifest, Profile
@@ -49,8 +50,8 @@ def _worth_the_buffer(manifest: Manifest, codes: Codes) -> Codes:
 def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
     """A plan in which nothing streams, with as much as there is room for in a form that takes less time to decode.
 
-    The faster code comes first, where it saves more time per byte than no code; then none. Whole units one after the
-    other: one that is plain has nothing to wait for.
+    Units of which a step decodes more come first. The faster code, where it saves more time per byte than no code; then
+    none. Whole units one after the other: one that is plain has nothing to wait for.
     """
     codes, spans = dict(plan.manifest.codes), plan.manifest.spans
     spare = (plan.budget or 0) - plan.device_nbytes
@@ -65,8 +66,12 @@ def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
         rates = [profile.decode_bytes_per_s(b) for b in (codes[alias][0], bits) if b]
         return (1 / rates[0] - sum(1 / rate for rate in rates[1:])) / more if more > 0 else -1.0
 
-    for bits in (3, 4, 0):
-        for alias in codes:
+    def read(alias: str) -> float:
+        """The share of it that a step decodes."""
+        return max(profile.picked[unit][0] for unit in plan.manifest.users[alias]) if profile.picked else 1.0
+
+    for share, bits in product(sorted(set(map(read, codes)), reverse=True), (3, 4, 0)):
+        for alias in [alias for alias in codes if read(alias) == share]:
             if bits and (bits not in sizes[alias] or saved_per_byte(alias, bits) <= saved_per_byte(alias, 0)):
                 continue
             if (more := more_nbytes(alias, bits)) <= spare:

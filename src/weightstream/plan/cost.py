@@ -18,7 +18,7 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
         plan,
         step_s=simulate_s(plan, profile),
         compute_s=compute_s(plan, profile),
-        decode_s=sum(profile.decode_s(plan.manifest.units[u]) for u in plan.manifest.order),
+        decode_s=sum(profile.decode_s(u, plan.manifest.units[u]) for u in plan.manifest.order),
         copy_s=copy_s(plan, profile),
         disk_s=disk_s(plan, profile),
         machine=profile.machine,

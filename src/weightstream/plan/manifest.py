@@ -40,13 +40,15 @@ class UnitSpec:
     """Tensors that are needed together and move together.
 
     `enclosing` marks a unit whose forward contains other units: it is in use all the while, so it stays resident.
-    `layer` is the index among the repeated blocks, or None; the classic flags select by it.
+    `layer` is the index among the repeated blocks, or None; the classic flags select by it. `picks`: its forward may
+    read some of the matrices of its stacks alone.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     enclosing: bool = False
     layer: int | None = None
+    picks: bool = False
 
     def aliases(self) -> dict[str, int]:
         """Alias group -> bytes, in order of first appearance, each once."""
@@ -192,8 +194,9 @@ class Profile:
     that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
     `overhead_s` comes for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its
     tensors that does, and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for
-    ops that follow its release, before the next unit opens. Else a unit takes the time to read its weights once, and at
-    least `overhead_s`, and `launch_s` per tensor.
+    ops that follow its release, before the next unit opens; `picked` holds the share of its stacks that a unit reads,
+    and the seconds to copy that. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
+    `launch_s` per tensor.
     """
 
     machine: str = ""
@@ -221,6 +224,7 @@ class Profile:
     unit_s: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
+    picked: tuple[tuple[float, float], ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
         """Seconds of a unit alone at one of its positions: of the device or the host, whichever takes longer."""
@@ -237,7 +241,7 @@ class Profile:
                 return self.unit_s[index] + opening_s, 0.0
             return self.unit_s[index], self.host_s[index] + opening_s
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
-        device_s = nbytes / self.device_bytes_per_s + self.decode_s(unit)
+        device_s = nbytes / self.device_bytes_per_s + self.decode_s(index, unit)
         return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s), 0.0
 
     def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
@@ -245,9 +249,16 @@ class Profile:
         opens_s = self.overhead_s + self.show_s * shown - (0.0 if streams else self.fill_s)
         return opens_s + (self.decoding_launch_s if any(t.bits for t in unit.tensors) else 0.0)
 
-    def decode_s(self, unit: UnitSpec) -> float:
-        """Seconds that the device takes to decode a unit's weights before it computes."""
-        return sum(t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in unit.coded().values())
+    def decode_s(self, index: int, unit: UnitSpec) -> float:
+        """Seconds that the device takes to decode a unit's weights before it computes; of what it picks that alone."""
+        share = self.picked[index][0] if self.picked else 1.0
+        return share * sum(t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in unit.coded().values())
+
+    def _spared_s(self, index: int, unit: UnitSpec) -> float:
+        """Seconds to copy what a unit picks, which goes away with what is decoded in place of a copy."""
+        copy_s = self.picked[index][1] if self.picked else 0.0
+        coded, every = (sum(t.decoded_nbytes or t.nbytes for t in ts) for ts in (unit.coded().values(), unit.tensors))
+        return copy_s * coded / every if coded else 0.0
 
     def decode_bytes_per_s(self, bits: int) -> float:
         return self.decode3_bytes_per_s if bits == 3 else self.decode4_bytes_per_s
@@ -256,7 +267,7 @@ class Profile:
         """The profile of a manifest whose units take `unit_s` in plain form."""
         if not self.unit_s or not manifest.codes:
             return self
-        decodes = [self.decode_s(unit) for unit in manifest.units]
+        decodes = [self.decode_s(u, unit) - self._spared_s(u, unit) for u, unit in enumerate(manifest.units)]
         unit_s = tuple(s + more for s, more in zip(self.unit_s, decodes, strict=True))
         shares = zip(self.after_share, self.unit_s, unit_s, strict=False)
         return replace(self, unit_s=unit_s, after_share=tuple(share * s / (all_s or 1) for share, s, all_s in shares))
@@ -287,7 +298,8 @@ class Op:
     """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
 
     `half` and `single` are matrix products in 16-bit floats and in float32. `after`: it runs once the unit is released,
-    before the next one opens. `device_s` are measured seconds, in place of what the others tell; 0.0: none.
+    before the next one opens. `device_s` are measured seconds, in place of what the others tell; 0.0: none. `picked`:
+    it copies so large a share of the matrices of a stack.
     """
 
     rate: Rate = "none"
@@ -295,6 +307,7 @@ class Op:
     nbytes: int = 0
     after: bool = False
     device_s: float = 0.0
+    picked: float = 0.0
 
     def seconds(self, profile: Profile) -> float:
         if self.device_s:

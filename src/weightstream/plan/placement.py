@@ -206,7 +206,7 @@ def place_homes(
     aliases = plan.manifest.aliases
     if plan.offloaded_nbytes <= host_budget:
         return plan
-    movable &= aliases.keys() - plan.resident - plan.mapped
+    movable &= aliases.keys() - plan.placed
     elsewhere = frozenset(aliases.keys() - movable)
     held = sum(aliases[alias] for alias in elsewhere - plan.resident)
     if held > host_budget:

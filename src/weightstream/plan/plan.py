@@ -20,6 +20,7 @@ _NUMBERS = (
     *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
     *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
     *("step_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
+    *("num_slots", "slots_nbytes", "fetched_nbytes"),
 )
 
 
@@ -30,13 +31,15 @@ class Plan:
     `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
     link (zero-copy). The others stream, from host memory or, those in `disk`, from files: unit u owns `extents[u]` of
     the ring; what is coded is decoded, before its unit computes, into a buffer that all units share; `first` are
-    filled before the first step, `after[p]` once position p of `manifest.order` is released.
+    filled before the first step, `after[p]` once position p of `manifest.order` is released. Of those `cached`, stacks
+    in host memory, the device holds `num_slots` rows each in slots, `slots_nbytes` for all units together; a step that
+    reads more of them copies the whole of a unit into the buffer.
     `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
     `slot_nbytes` unless that is 0, or lie `by_ends` of the ring, at one and the other in turn.
 
     Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, and those
-    that compute (`decode_s` of them to decode), link and disk are busy; and the bytes of activations, at most, and of
-    the cache beside the weights.
+    that compute (`decode_s` of them to decode), link and disk are busy; and the bytes that are fetched into slots;
+    of activations, at most; and of the KV cache beside the weights.
     """
 
     manifest: Manifest
@@ -59,6 +62,10 @@ class Plan:
     machine: str = ""
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
+    cached: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
+    num_slots: int = 0
+    slots_nbytes: int = 0
+    fetched_nbytes: int = 0
 
     @classmethod
     def build(
@@ -80,48 +87,63 @@ class Plan:
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
-        sizes = streamed_nbytes(self.manifest, self.resident | self.mapped)
+        sizes = streamed_nbytes(self.manifest, self.placed)
         extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes, by_ends=self.by_ends)
         return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
 
+    @cached_property
+    def placed(self) -> frozenset[str]:
+        """Alias groups that do not pass through the ring."""
+        return self.resident | self.mapped | self.cached
+
     def streamed(self, unit: int) -> dict[str, int]:
         """Alias groups of a unit that pass through the ring -> byte offset inside the unit's extent."""
-        placed, aliases = self.resident | self.mapped, self.manifest.units[unit].aliases()
-        return _spread({alias: n for alias, n in aliases.items() if alias not in placed and n})
+        aliases = self.manifest.units[unit].aliases()
+        return _spread({alias: n for alias, n in aliases.items() if alias not in self.placed and n})
+
+    def hosted(self, unit: int) -> dict[str, int]:
+        """Alias groups of a unit that the device copies from the host -> byte offset: as in the extent, then cached."""
+        aliases = self.manifest.units[unit].aliases()
+        return _spread(
+            {alias: aliases[alias] for alias in (*self.streamed(unit), *(a for a in aliases if a in self.cached))}
+        )
 
     def streams(self, unit: int) -> bool:
         return self.extents[unit].nbytes > 0
 
     def decoded(self, unit: int) -> dict[str, int]:
-        """Coded alias groups of a unit -> byte offset inside the buffer."""
-        return _spread(self.manifest.decoded[unit])
+        """Alias groups of a unit that are coded, or cached -> byte offset inside the buffer."""
+        return _spread(self._in_buffer(unit))
+
+    def _in_buffer(self, unit: int) -> dict[str, int]:
+        aliases = self.manifest.units[unit].aliases()
+        return {alias: n for alias, n in aliases.items() if alias in self.cached} | self.manifest.decoded[unit]
 
     def opens(self, unit: int) -> bool:
         """Whether something has to be done before the unit computes."""
-        return self.streams(unit) or bool(self.manifest.decoded[unit])
+        return self.streams(unit) or bool(self._in_buffer(unit))
 
     @cached_property
     def opened(self) -> frozenset[str]:
-        """Alias groups that show other bytes while their unit computes: they stream, or are decoded."""
-        placed = self.resident | self.mapped
-        streamed = (alias for alias, nbytes in self.manifest.aliases.items() if nbytes and alias not in placed)
-        return frozenset(streamed).union(self.manifest.codes)
+        """Alias groups that show other bytes while their unit computes: they stream, are decoded, or are cached."""
+        streamed = (alias for alias, nbytes in self.manifest.aliases.items() if nbytes and alias not in self.placed)
+        return frozenset(streamed).union(self.manifest.codes, self.cached)
 
     @property
     def moving(self) -> frozenset[str]:
         """Alias groups that stream in several units, so that they have no fixed address."""
         users = self.manifest.users
-        return frozenset(a for a in self.manifest.aliases if len(users[a]) > 1 and a not in self.resident | self.mapped)
+        return frozenset(a for a in self.manifest.aliases if len(users[a]) > 1 and a not in self.placed)
 
     @cached_property
     def num_shown(self) -> tuple[int, ...]:
         """Of each unit, how many tensors show other bytes while it computes: of the ring, or decoded ones."""
-        return num_shown(self.manifest, self.resident | self.mapped)
+        return num_shown(self.manifest, self.resident | self.mapped)  # what is cached shows the buffer
 
     @cached_property
     def buffer_nbytes(self) -> int:
-        """Bytes of the buffer that coded weights are decoded into."""
-        return buffer_nbytes(self.manifest)
+        """Bytes of the buffer that coded weights are decoded into, and cached ones copied where all are read."""
+        return max((sum(map(aligned, self._in_buffer(u).values())) for u in range(len(self.manifest.units))), default=0)
 
     @cached_property
     def resident_nbytes(self) -> int:
@@ -146,19 +168,18 @@ class Plan:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of weights that the device holds: residents, the ring and the buffer."""
-        return self.resident_nbytes + self.ring_nbytes + self.buffer_nbytes
+        """Bytes of weights that the device holds: residents, the ring, the buffer and slots."""
+        return self.resident_nbytes + self.ring_nbytes + self.buffer_nbytes + self.slots_nbytes
 
     @cached_property
     def unit_nbytes(self) -> tuple[int, ...]:
         """Bytes that a fill of each unit moves."""
-        placed = self.resident | self.mapped
-        return tuple(by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a not in placed}))
+        return tuple(by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a not in self.placed}))
 
     @cached_property
     def unit_disk_nbytes(self) -> tuple[int, ...]:
         """Bytes of these that are read from disk."""
-        read = self.disk - self.resident - self.mapped
+        read = self.disk - self.placed
         return tuple(by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a in read}))
 
     @cached_property
@@ -196,10 +217,13 @@ class Plan:
         if self.manifest.codes:
             total += f" (lossless code, {self.code}, of {human(self.manifest.decoded_nbytes)})"
             buffer = f" + {human(self.buffer_nbytes)} decode buffer"
+        elif self.cached:
+            buffer = f" + {human(self.buffer_nbytes)} buffer"
         if not self.offloaded_nbytes:
             return f"everything fits: {total} resident{buffer}, nothing streams"
         num = sum(extent.nbytes > 0 for extent in self.extents)
         mapped = f" + {human(self.mapped_nbytes)} zero-copy" if self.mapped else ""
+        mapped += f" + {human(self.slots_nbytes)} slots for experts" if self.cached else ""
         disk = f", {human(self.step_disk_nbytes)} of it from disk" if self.disk else ""
         return (
             f"{human(self.resident_nbytes)} resident + {human(self.ring_nbytes)} ring{buffer}{mapped} of {total}; "
@@ -214,6 +238,11 @@ class Plan:
             nbytes, span = sum(n for _, n in codes.values()), sum(self.manifest.spans[alias] for alias in codes)
             coded = f"{human(nbytes)} in place of {human(span)}, lossless ({self.code})"
             lines["coded"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
+        if self.cached:
+            lines["experts"] = (
+                f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step fetches about "
+                f"{human(self.fetched_nbytes)}"
+            )
         busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
         if any(busy.values()):
             others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != self.limit)

@@ -20,9 +20,10 @@ from typing import NamedTuple
 from weightstream.config import CODES, OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.given import selects
-from weightstream.plan import cost, placement
+from weightstream.plan import caching, cost, placement
+from weightstream.plan.caching import Cached
 from weightstream.plan.choices import Share
-from weightstream.plan.codes import Sizes, codings, decoding_less
+from weightstream.plan.codes import Codes, Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
 from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan, buffer_nbytes
@@ -95,12 +96,18 @@ def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
 
 
 class Way(NamedTuple):
-    """A way to place a manifest: those that kernels read from host memory, and all others, as they are coded; `sizes`
-    are the bytes of what may be coded, by the bits of each code."""
+    """A way to place a manifest: those that kernels read from host memory, those that are cached, and all others, as
+    they are coded; `sizes` are the bytes of what may be coded, by the bits of each code."""
 
     mapped: frozenset[str]
     aside: Manifest
     sizes: Sizes
+    cached: Cached | None = None
+
+    @property
+    def codes(self) -> Codes:
+        """Of what is cached."""
+        return self.cached.coded if self.cached else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +145,15 @@ class Planner:
     ) -> Iterator[Candidate]:
         """The plans of one way."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        as_coded = manifest.coded(way.aside.codes)  # once: there are hundreds of candidates
+        as_coded = manifest.coded(way.codes | way.aside.codes)  # once: there are hundreds of candidates
+        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload)
+        beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
+        placing = replace(self, config=self.config.within(beside)) if way.cached else self
 
         def whole(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
-            form = as_coded if plan.manifest is way.aside else manifest.coded(plan.manifest.codes)
+            form = as_coded if plan.manifest is way.aside else manifest.coded(way.codes | plan.manifest.codes)
+            plan = self._with_cache(plan, form.without(way.mapped), way.cached)
             plan = self._reading(plan, form, way.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
@@ -151,7 +162,7 @@ class Planner:
                 return None
 
         try:
-            for candidate in self._placed(way, profile):
+            for candidate in placing._placed(way, profile):
                 yield Candidate(candidate.bound_s + read_s, partial(whole, candidate))
         except PlanError as error:
             refusals.append((rank, error))
@@ -170,8 +181,11 @@ class Planner:
         if not work and not self.unit_s:
             return profile
         times: list[tuple[float, float, float]] = []
+        picked: list[tuple[float, float]] = []
         for index, unit in enumerate(manifest.plain().units):
             on_device, on_host, after_share = unit_seconds(work.get(unit.name, ()), profile)
+            copies = [op for op in work.get(unit.name, ()) if unit.picks and 0 < op.picked <= 1]
+            picked.append((max((op.picked for op in copies), default=1.0), sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
                 on_device = self.unit_s[unit.name]
             elif unit.name not in work:
@@ -180,7 +194,9 @@ class Planner:
         unit_s, host_s, after = (tuple(unit[k] for unit in times) for k in range(3))
         if self.machine.on_cpu:  # it computes itself what it launches
             unit_s, host_s = tuple(map(max, unit_s, host_s)), ()
-        return replace(profile, unit_s=unit_s, host_s=host_s, after_share=after).decoding(manifest)
+        return replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, picked=tuple(picked)).decoding(
+            manifest
+        )
 
     @property
     def budget(self) -> int | None:
@@ -212,12 +228,46 @@ class Planner:
             if self.config.codec == "auto":
                 coded = codings(aside, sizes, self.machine.profile)
             yield from (Way(mapped, aside.coded(codes), sizes) for codes in coded)
+            if (cached := self._cache(aside, sizes)) is not None:
+                rest = aside.without(cached.codes)
+                yield Way(mapped, rest, {a: codes for a, codes in sizes.items() if a in rest.aliases}, cached)
+
+    def _cache(self, manifest: Manifest, sizes: Sizes) -> Cached | None:
+        """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
+        the code with which the device takes least, as steps that are captured do not wait for the host."""
+        is_tried = self._chooses and self.share is None and self.config.pin_memory
+        budget = self.budget if is_tried and self.machine.maps_host_memory else None
+        if budget is None or manifest.nbytes <= budget:
+            return None
+        profile, workload = self.profile(manifest), self.demand.workload
+        found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]))
+        return min(found, key=lambda c: sum(caching.profiled(manifest, c, profile, workload).unit_s), default=None)
+
+    def _with_cache(self, plan: Plan, whole: Manifest, cached: Cached | None) -> Plan:
+        """The plan of a manifest without what is cached, as one of the whole."""
+        if cached is None:
+            return plan
+        profile, units = self.profile(whole.plain()), whole.units
+        return replace(
+            plan,
+            manifest=whole,
+            budget=self.budget,
+            cached=frozenset(cached.codes),
+            num_slots=cached.num_slots,
+            slots_nbytes=cached.slots_nbytes,
+            fetched_nbytes=caching.fetched_nbytes(whole, cached, profile, self.demand.workload),
+            decode_s=sum(profile.decode_s(u, units[u]) for u in whole.order),
+        )
 
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
+        profile, beside = (
+            caching.profiled(manifest, way.cached, profile, self.demand.workload),
+            way.cached.nbytes if way.cached else 0,
+        )
         is_bounded = self.config.backend == "none" and self.budget is not None
-        kept_nbytes = (self.budget or 0) - buffer_nbytes(way.aside) if is_bounded else math.inf
+        kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
         over = sum(way.aside.read.values()) - kept_nbytes
         if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
@@ -304,9 +354,14 @@ class Planner:
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
-        profile, aside = self.profile(plan.manifest), plan.manifest.without(plan.mapped)
-        times = cost.predicted(replace(plan, manifest=aside, mapped=frozenset()), profile)
-        return self._for_demand(self._reading(times, plan.manifest, plan.mapped, profile))
+        manifest = plan.manifest.plain()
+        profile, cached = self.profile(manifest), caching.of_plan(plan)
+        way = Way(plan.mapped, plan.manifest.without(plan.mapped | plan.cached), {}, cached)
+        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload).decoding(way.aside)
+        alone = replace(plan, manifest=way.aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
+        times = self._with_cache(cost.predicted(alone, profile), plan.manifest.without(plan.mapped), cached)
+        told = self._for_demand(self._reading(times, plan.manifest, plan.mapped, profile))
+        return replace(told, budget=plan.budget)
 
     def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
         """The plan of a manifest without those that kernels read from host memory, as one of the whole."""

@@ -61,7 +61,7 @@ def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True)
     host_s, estimates = cost.host_s(plan, told), cost.unit_s(plan, told)
     profile = _quicker(profile, min(1.0, times.host_s / host_s) if host_s else 0.0)
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
-    decodes = {unit.name: profile.decode_s(unit) for unit in plan.manifest.units}
+    decodes = {unit.name: told.decode_s(u, unit) for u, unit in enumerate(plan.manifest.units)}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
     found = replace(planner, machine=machine, unit_s=seconds, measured_reads=plan.mapped)
     refined = found.priced(plan)
@@ -137,6 +137,7 @@ def is_worth(planner: Planner, plan: Plan, found: Plan, measured_s: float) -> bo
 def moved_nbytes(plan: Plan, found: Plan) -> int:
     """Plain bytes of the weights that have another place, or another form, in one plan than in the other."""
     changed = (plan.resident ^ found.resident) | (plan.mapped ^ found.mapped) | (plan.disk ^ found.disk)
+    changed |= plan.cached ^ found.cached
     now, then = ({alias: bits for alias, (bits, _) in p.manifest.codes.items()} for p in (plan, found))
     changed |= {alias for alias, _ in now.items() ^ then.items()}
     return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if alias in changed)

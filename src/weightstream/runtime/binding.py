@@ -30,10 +30,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from weightstream.codec import coding
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
+from weightstream.runtime import decoding
 from weightstream.runtime.backend import Backend, Side, owners
 from weightstream.runtime.block import Block
 from weightstream.runtime.engine import Counters, Engine, State
@@ -41,6 +41,7 @@ from weightstream.runtime.faces import Bound, Face, UnitFaces, noticed
 from weightstream.runtime.homes import Homes, UnitCopies
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.timeline import Timeline
+from weightstream.runtime.weights import Picks
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -62,7 +63,7 @@ class Binding:
     def __init__(
         self,
         plan: Plan,
-        memory: tuple[torch.Tensor, torch.Tensor],
+        memory: decoding.Buffers,
         homes: Homes,
         backend: Backend,
         counters: Counters,
@@ -72,7 +73,7 @@ class Binding:
         self.plan = plan
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
         self.kept: set[int] = set()  # units of which a view outlived their forward
-        self.memory = memory  # the ring and the buffer
+        self.memory = memory  # the ring, the buffer and slots
         self.open_units: list[Bound] = []  # the innermost last
         self._homes, self._backend = homes, backend
         self._step_end = backend.event()
@@ -142,6 +143,7 @@ class Binding:
 
     def _forget_opening(self, unit: Bound) -> None:
         unit.opened -= 1
+        unit.is_picked = False
         if self.open_units[-1] is unit:
             self.open_units.pop()
             return
@@ -186,6 +188,15 @@ class Binding:
 
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
+
+    def picked(self, index: int, picks: Picks, forward: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
+        unit = self.units[index]
+        if unit.rows is None or self._is_blocked(unit):
+            return None
+        found = picks.forward(forward, args, kwargs, unit.rows)
+        unit.is_picked = found is not None
+        return found
 
     def _is_blocked(self, unit: Bound) -> bool:
         """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
@@ -237,6 +248,7 @@ class Binding:
     def leave(self, index: int) -> None:
         """Undo `enter`: the unit's last kernel is queued."""
         self.units[index].in_buffer -= bool(self.units[index].coded)
+        self.units[index].is_picked = False
 
     def hold(self, index: int) -> None:
         """Order compute after the unit's fill; its addresses are fixed."""
@@ -254,7 +266,8 @@ class Binding:
         """Queue the decoding of the unit's coded weights, ordered after their fill, behind whoever used the buffer."""
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
             self.engine.take_over(decodes=True)
-            self._backend.launch(self.units[index].decode)
+            if not self.units[index].is_picked:
+                self._backend.launch(self.units[index].decode)
 
     def let_go(self, index: int) -> None:
         """The unit's last kernel is queued."""
@@ -271,7 +284,7 @@ class Binding:
         """Release what an error kept from being released."""
         self.engine.abandon()
         for unit in self.units:
-            unit.in_buffer = 0
+            unit.in_buffer, unit.is_picked = 0, False
 
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
@@ -280,14 +293,14 @@ class Binding:
             face.free()
         self.engine.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), (empty, empty)
+        self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), (empty, empty, empty)
         self.units.clear()
         self.faces.clear()
 
     # -- making units ------------------------------------------------------------------------------------------------
 
     def _bound(self, index: int) -> Bound:
-        plan, (ring, buffer) = self.plan, self.memory
+        plan, (ring, buffer, _) = self.plan, self.memory
         extent = plan.extents[index]
         coded = frozenset(plan.decoded(index))
         faces = self._unit_faces(
@@ -303,6 +316,7 @@ class Binding:
             storages=tuple((storage, owners(storage)) for storage in storages.values()),
             coded=coded,
             decode=self._decoding(index),
+            rows=self._rows(index),
             has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
         )
 
@@ -322,29 +336,10 @@ class Binding:
         return UnitFaces(faces)
 
     def _decoding(self, index: int) -> Callable[[], None]:
-        """What decodes the coded weights of a unit; those that are coded no more are copied as they are."""
-        parts, plain = [], []
-        (ring, buffer), streamed = self.memory, self.plan.streamed(index)
-        for alias, offset in self.plan.decoded(index).items():
-            home = self._homes.homes[alias]
-            out = buffer[offset : offset + aligned(home.group.nbytes)]
-            if home.layout is None:
-                plain.append((home, out[: home.group.nbytes]))
-                continue
-            memory = ring[self.plan.extents[index].offset + streamed[alias] :] if alias in streamed else home.coded
-            assert memory is not None
-            parts.append((memory[: home.layout.nbytes], home.layout, out))
-        run = coding.decoding(parts) if parts else None
+        return decoding.decoding(self.plan, index, self._homes.homes, self.memory, self._backend)
 
-        def decode() -> None:
-            if plain and self._backend.capturing():
-                raise OffloadError(f"{plain[0][0].group.alias} was updated since it was coded: offload the model again")
-            for home, out in plain:
-                home.source.plain_into(out)
-            if run is not None:
-                run()
-
-        return decode
+    def _rows(self, index: int) -> decoding.Rows | None:
+        return decoding.rows(self.plan, index, self._homes.homes, self.memory, self._backend)
 
     def _borrow(self, unit: Bound) -> UnitFaces:
         """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
@@ -370,7 +365,7 @@ class Binding:
         self.engine.forget(self._copies.forget(aliases))
         for unit in self.units:
             if unit.coded & aliases:
-                unit.decode = self._decoding(unit.index)
+                unit.decode, unit.rows = self._decoding(unit.index), self._rows(unit.index)
 
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
@@ -398,3 +393,6 @@ class Binding:
         """What the ring holds of these is stale, in whichever unit."""
         if aliases:  # most steps update nothing
             self.engine.forget({face.unit for face in self.faces if face.alias in aliases})
+            for unit in self.units:
+                if unit.rows is not None and unit.coded & aliases:
+                    unit.rows.forget()

@@ -59,13 +59,14 @@ class Block:
         self._event = backend.event()
         self._user: User | None = None
 
-    def parts(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ring and the buffer of a plan. Raises `InvariantError` where the block is too small for them."""
+    def parts(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The ring and the buffer of a plan, which has no slots here. Raises `InvariantError` where the block is too
+        small for them."""
         begin = aligned(plan.ring_nbytes)
         end = begin + plan.buffer_nbytes
         if end > self.memory.numel():
             raise InvariantError(f"a ring and a buffer of {end} bytes in a block of {self.memory.numel()}")
-        return self.memory[: plan.ring_nbytes], self.memory[begin:end]
+        return self.memory[: plan.ring_nbytes], self.memory[begin:end], self.memory[:0]
 
     def is_held_against(self, user: User) -> bool:
         """Whether another model computes with weights in the block just now."""

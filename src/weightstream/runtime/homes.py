@@ -214,7 +214,7 @@ class Homes:
         for alias in plan.manifest.aliases:
             self._return_to_file(goal, alias)
         for unit in units:  # first what leaves the device: it makes room there
-            if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.streamed(unit)):
+            if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.hosted(unit)):
                 self._settle_unit(goal, unit)
         self._settle_residents(goal)
         for tensor, _ in self._empty:
@@ -266,7 +266,7 @@ class Homes:
     def _settle_unit(self, goal: Goal, unit: int) -> None:
         """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""
         waiting = []
-        for alias, offset in goal.plan.streamed(unit).items():
+        for alias, offset in goal.plan.hosted(unit).items():
             home, spec = self.homes[alias], goal.coded.get(alias)
             if alias in goal.plan.disk:
                 if not home.source.is_in_file or home.bits != goal.bits(alias):
@@ -291,7 +291,7 @@ class Homes:
         """Bring what stays in files into the page cache, in the order of need, and let copies start there."""
         if self._pages is None:
             return
-        streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.streamed(unit))
+        streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.hosted(unit))
         in_order = dict.fromkeys([*plan.mapped, *streamed, *plan.manifest.aliases])
         kept: dict[str, Mapped] = {}
         for alias in in_order:

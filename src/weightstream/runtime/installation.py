@@ -26,6 +26,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.block import Block
 from weightstream.runtime.compiled import Compiled
+from weightstream.runtime.decoding import buffers
 from weightstream.runtime.engine import Counters
 from weightstream.runtime.graphs import Graphs
 from weightstream.runtime.homes import Homes
@@ -124,10 +125,8 @@ class Installation:
         """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
         try:
             plan = self._settled(plan)
-            if (block := self.gate.block) is not None:
-                memory = block.parts(plan)
-            else:
-                memory = self.backend.alloc(plan.ring_nbytes), self.backend.alloc(plan.buffer_nbytes)
+            block = self.gate.block
+            memory = buffers(plan, self.backend) if block is None else block.parts(plan)
             self.binding = Binding(plan, memory, self.homes, self.backend, self.counters, self.timeline, block)
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)

@@ -173,7 +173,9 @@ class Goal:
     def is_settled_by(self, other: Plan) -> bool:
         """Whether another plan has all weights in the same places and forms."""
         plan = self.plan
-        same_places = (plan.resident, plan.mapped, plan.disk) == (other.resident, other.mapped, other.disk)
+        same_places = all(
+            getattr(plan, name) == getattr(other, name) for name in ("resident", "mapped", "cached", "disk")
+        )
         return same_places and plan.manifest.units == other.manifest.units
 
 

@@ -21,6 +21,9 @@ class Stats:
     `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
     first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
     the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
+
+    Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not; to
+    tell these waits for the device.
     """
 
     steps: int
@@ -33,11 +36,15 @@ class Stats:
     predicted_step_s: float
     step_s: float | None
     units: tuple[UnitTimes, ...]
+    experts_found: int = 0
+    experts_fetched: int = 0
 
 
 def stats_of(installed: Installation) -> Stats:
     """The statistics as of now."""
     held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
+    caches = [unit.rows.cache for unit in installed.binding.units if unit.rows is not None and unit.rows.cache]
+    found, fetched = map(sum, zip(*(cache.counts() for cache in caches), strict=True)) if caches else (0, 0)
     held["device"] += sum(memory.numel() for memory in installed.binding.memory) + installed.modules.adopted_nbytes
     return Stats(
         **asdict(installed.counters),
@@ -47,4 +54,6 @@ def stats_of(installed: Installation) -> Stats:
         predicted_step_s=plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
+        experts_found=found,
+        experts_fetched=fetched,
     )

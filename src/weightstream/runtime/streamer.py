@@ -148,7 +148,6 @@ class Streamer:
         """Put another plan of the same model in force, between steps; what does not change its place is not moved.
 
         Graphs of `capture` must be captured again, and what `compile` made is made again.
-
         Raises `InvariantError` for a plan that breaks a rule; `OffloadError` where the addresses of weights are held;
         `StoreError`, `torch.OutOfMemoryError` where weights cannot be moved. On every error the plan in force stays.
         """
@@ -229,6 +228,9 @@ class Streamer:
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
+        picks = self._modules.units[unit].picks if self._gate.mode is not Mode.LEARNING else None
+        picked = picks and self._binding.picked(unit, picks, forward, args, kwargs)
+        forward = picked or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
             if torch.is_grad_enabled() or is_profiled():
@@ -262,7 +264,6 @@ class Streamer:
 
         Any number of forwards and graph launches may run inside, and cost less than outside: weights are looked at for
         updates at the entry alone. Gradients are off. Other threads wait.
-
         Raises `OffloadError` where the model cannot run so; the message says why.
         """
         self._gate.refuse_forked()
@@ -378,7 +379,6 @@ class Streamer:
         """Capture a step, or a piece of one, in place of `torch.cuda.graph(graph, **options)`, or inside of it.
 
         All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
-
         `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
         with self.step(), self._graphs.capture(graph, **options):

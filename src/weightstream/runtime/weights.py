@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -64,6 +65,14 @@ class Group:
         return self.home.numel()
 
 
+class Picks(Protocol):
+    """How the forward of a module reads single rows of its stacks."""
+
+    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
+        """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
+        stacks, `rows.most` ids at most; None where it would read more."""
+
+
 class Scope(Enum):
     """Which tensors of a module a unit takes."""
 
@@ -85,6 +94,7 @@ class UnitModule:
     enclosing: bool = False
     layer: int | None = None
     also: tuple[nn.Module, ...] = ()
+    picks: Picks | None = None
 
     def leaves(self) -> Iterator[Leaf]:
         """The tensor objects of the unit in module order, shared ones included."""
@@ -237,7 +247,15 @@ def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifes
     found: list[UnitSpec] = []
     for unit in units:
         specs = tuple({id(member): member.spec for member in _held(unit, member_of)}.values())
-        found.append(UnitSpec(name=unit.name, tensors=specs, enclosing=unit.enclosing, layer=unit.layer))
+        found.append(
+            UnitSpec(
+                name=unit.name,
+                tensors=specs,
+                enclosing=unit.enclosing,
+                layer=unit.layer,
+                picks=unit.picks is not None,
+            )
+        )
     return Manifest(units=tuple(found), order=tuple(range(len(found))))
 
 

@@ -1,0 +1,151 @@
+"""Caches of experts: which stacks are worth slots of the device, how many, and how often a row is found in one.
+
+A step reads some rows of each stack. With slots for a share of them it finds more than that share there, as tokens in a
+row use the same experts: how much more is what others measured, until the device has counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
+from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import aligned
+
+_MANAGED_S = 5e-6  # to find the slots of a unit's rows, with nothing to fetch [H200: 3.4 to 4.2 us]
+_LAUNCHES = 2  # of kernels beside those of a unit, by Triton, as those that decode are
+_FETCH_RATE = 0.92  # of the link, that the kernel which fetches rows reaches [H200: 51 of 55 GB/s]
+_HEADROOM = 1.02  # of a coded row: one of a stack may have more escapes than the mean
+_SLOT_NBYTES = 1024  # that alignment takes of a slot
+# Share of the rows in slots -> share of a token's rows found there, least recently used ones going first. Where a token
+# takes few of many (Qwen3-30B-A3B; github.com/kekzl/imp/issues/1359), and where it takes more of few (Mixtral;
+# arXiv 2312.17238).
+_OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
+_OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
+_MANY = 8
+
+
+class Cached(NamedTuple):
+    """Stacks that lie in host memory, in these codes (alias -> bits, 0: plain, and bytes), and the slots for them."""
+
+    codes: Mapping[str, tuple[int, int]]
+    num_slots: int
+    slots_nbytes: int
+    buffer_nbytes: int
+
+    @property
+    def coded(self) -> dict[str, tuple[int, int]]:
+        """The codes of those that are not plain."""
+        return {alias: code for alias, code in self.codes.items() if code[0]}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the device."""
+        return self.slots_nbytes + self.buffer_nbytes
+
+
+def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec]]:
+    """Of each unit that picks rows of its stacks in a step, these."""
+    found = {}
+    for index, unit in enumerate(manifest.units):
+        stacks = [t for t in unit.tensors if len(t.shape) == 3 and len(manifest.users[t.alias]) == 1]
+        if unit.picks and stacks and profile.picked and profile.picked[index][0] < 1:
+            found[index] = stacks
+    return found
+
+
+def ways(
+    manifest: Manifest, sizes: Mapping[str, Mapping[int, int]], profile: Profile, budget: int, bits: tuple[int, ...]
+) -> Iterator[Cached]:
+    """Caches for all stacks of a plain manifest, in each of these codes: as large as leaves room for all other weights,
+    or else as small as a step allows."""
+    stacks = stacks_of(manifest, profile)
+    if not stacks:
+        return
+    every = [t for of_unit in stacks.values() for t in of_unit]
+    rest = manifest.nbytes - sum(t.nbytes for t in every)
+    buffer = max(sum(aligned(t.nbytes) for t in of_unit) for of_unit in stacks.values())
+    least = max(round(profile.picked[u][0] * of_unit[0].shape[0]) for u, of_unit in stacks.items())
+    most = min(t.shape[0] for t in every)
+    for code in bits:
+        if code and any(code not in sizes.get(t.alias, {}) for t in every):
+            continue
+        codes = {t.alias: (code, sizes[t.alias][code] if code else t.nbytes) for t in every}
+        per_slot = _per_slot(every, codes)
+        num = max(least, (budget - buffer - rest) // per_slot)
+        if num < most and num * per_slot + buffer < budget:  # where all have room they stay without a cache
+            yield Cached(codes=codes, num_slots=num, slots_nbytes=num * per_slot, buffer_nbytes=buffer)
+
+
+def of_plan(plan: Plan) -> Cached | None:
+    """The cache of a plan, if it has one."""
+    manifest = plan.manifest
+    codes = {alias: manifest.codes.get(alias, (0, manifest.aliases[alias])) for alias in plan.cached}
+    return Cached(codes, plan.num_slots, plan.slots_nbytes, plan.buffer_nbytes) if codes else None
+
+
+def _per_slot(stacks: Iterable[TensorSpec], codes: Mapping[str, tuple[int, int]]) -> int:
+    """Bytes of one slot for each of these."""
+    total = 0
+    for t in stacks:
+        bits, nbytes = codes[t.alias]
+        total += aligned(round(nbytes / t.shape[0] * (_HEADROOM if bits else 1.0)) + _SLOT_NBYTES)
+    return total
+
+
+def profiled(manifest: Manifest, cached: Cached | None, profile: Profile, workload: Workload | None) -> Profile:
+    """The profile of a plain manifest whose stacks are cached: with what units take to find, fetch and decode rows."""
+    if cached is None:
+        return profile
+    coded = manifest.coded(cached.coded)
+    decoding = profile.decoding(coded)
+    unit_s, host_s = list(decoding.unit_s), list(decoding.host_s)
+    for index, nbytes in _fetched(manifest, cached, profile, workload).items():
+        unit_s[index] += _MANAGED_S + nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
+        if host_s:
+            shown = len(coded.units[index].tensors)
+            opening_s = (
+                profile.times_s(index, coded.units[index], shown=shown, streams=False)[1] - profile.host_s[index]
+            )
+            host_s[index] += opening_s + _LAUNCHES * profile.decoding_launch_s
+    return replace(decoding, unit_s=tuple(unit_s), host_s=tuple(host_s))
+
+
+def fetched_nbytes(manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None) -> int:
+    """Bytes that a step fetches into slots."""
+    return round(sum(_fetched(manifest, cached, profile, workload).values()))
+
+
+def _fetched(manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None) -> dict[int, float]:
+    """The same of each unit."""
+    found = {}
+    for index, of_unit in stacks_of(manifest, profile).items():
+        num_rows = of_unit[0].shape[0]
+        missed = _missed(num_rows, profile.picked[index][0] * num_rows, cached.num_slots, workload)
+        found[index] = missed * sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
+    return found
+
+
+def _missed(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> float:
+    """Rows of a stack that a step has to fetch: fewer than it picks are different, and of these some are there.
+
+    Sequences do not share what they use: the more there are, the nearer is what is found to the share of the slots.
+    """
+    num_tokens = workload.batch * workload.tokens if workload else 1
+    batch = workload.batch if workload else 1
+    different = num_rows * (1 - (1 - 1 / num_rows) ** num_picked) if num_tokens > 1 else num_picked
+    share = num_slots / num_rows
+    law = _OF_MANY if num_rows * num_tokens >= _MANY * num_picked else _OF_FEW
+    there: float = share + (_at(law, share) - share) / batch**0.5
+    return different * (1 - there)
+
+
+def _at(law: tuple[tuple[float, float], ...], x: float) -> float:
+    """Between the points of a law in straight lines."""
+    for (x0, y0), (x1, y1) in pairwise(law):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return 1.0

@@ -1,0 +1,311 @@
+"""What brings the coded and the cached weights of a unit to the device: all of them, or the rows that ids name.
+
+[Note: rows]
+A forward of experts reads, of stacks of matrices, copies of those that ids on the device name. Where a stack is coded
+or cached, what `Rows.select` gives stands in for it: to be indexed gives these rows alone. So the product sees the
+values, shapes and strides that it would have seen, and the host never learns the ids. Coded rows are decoded into the
+buffer, in place of a copy; it has room for all rows of each stack. A forward that asks for more rows reads whole
+stacks, from the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from weightstream.codec import coding
+from weightstream.codec.format import TILE
+from weightstream.errors import OffloadError
+from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import ALIGN_NBYTES, aligned
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.moves import Home
+from weightstream.runtime.slots import Piece, Slots
+from weightstream.runtime.sources import PageWindow, Pinned
+
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the ring, the one that is decoded into, and slots
+_WORD = 8  # bytes, of which what is fetched is a multiple
+
+
+def buffers(plan: Plan, backend: Backend) -> Buffers:
+    """The memory that a plan has beside its residents."""
+    return backend.alloc(plan.ring_nbytes), backend.alloc(plan.buffer_nbytes), backend.alloc(plan.slots_nbytes)
+
+
+class Picked:
+    """A stack of which rows are read: `[ids]` are those of the ids, in memory that the next ones overwrite."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._read(ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class Rows:
+    """What reads single rows of the stacks of a unit, `most` at a time, by the ids of their tensor objects.
+
+    `readers` take ids, and slots where there is a cache.
+    """
+
+    most: int
+    readers: Mapping[int, Callable[..., torch.Tensor]]
+    cache: Slots | None = None
+
+    def forget(self) -> None:
+        """Stacks were written to: what is in slots is stale."""
+        if self.cache is not None:
+            self.cache.forget()
+
+    def select(self, ids: torch.Tensor) -> dict[int, Picked]:
+        """Stand-ins for the stacks, for these rows: int64 on the device."""
+        ids = ids.reshape(-1).to(torch.int64).contiguous()
+        if self.cache is None:
+            return {key: Picked(read) for key, read in self.readers.items()}
+        slots = self.cache.resolve(ids)
+        return {key: Picked(partial(_read_slots, read, ids, slots)) for key, read in self.readers.items()}
+
+
+def _read_slots(
+    read: Callable[..., torch.Tensor], ids: torch.Tensor, slots: torch.Tensor, _: torch.Tensor
+) -> torch.Tensor:
+    return read(ids, slots)
+
+
+def decoding(
+    plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend
+) -> Callable[[], None]:
+    """What decodes the coded weights of a unit; those that are coded no more, or cached, are copied as they are."""
+    parts, plain = [], []
+    copies: list[Callable[[], None]] = []
+    for alias, offset in plan.decoded(index).items():
+        home = homes[alias]
+        out = memory[1][offset : offset + aligned(home.group.nbytes)]
+        if alias in plan.cached:
+            copies.append(_copying(home, out, backend))
+        elif home.layout is None:
+            plain.append((home, out[: home.group.nbytes]))
+        else:
+            parts.append((_coded(plan, index, home, memory[0]), home.layout, out))
+    run = coding.decoding(parts) if parts else None
+
+    def decode() -> None:
+        if plain and backend.capturing():
+            raise OffloadError(f"{plain[0][0].group.alias} was updated since it was coded: offload the model again")
+        for home, out in plain:
+            home.source.plain_into(out)
+        for copy in copies:
+            copy()
+        if run is not None:
+            run()
+
+    return decode
+
+
+def _copying(home: Home, out: torch.Tensor, backend: Backend) -> Callable[[], None]:
+    """What copies all of a stack that is cached, decoded, from where it lies; in a graph too, where the device reads
+    it there."""
+    stack = _Stack.of(home, out)
+    segments = stack.segments(backend) if stack is not None and backend.device.type != "cpu" else None
+    if stack is None or segments is None:
+        return partial(_copy_plain, home, out[: home.group.nbytes], backend)
+    if home.layout is None:
+        sizes = [segment.numel() for segment in segments]
+        parts = list(zip(out[: home.group.nbytes].split(sizes), segments, strict=True))
+        return partial(_copy_each, parts)
+    pick = coding.picking(segments[0], home.layout, out, stack.num_rows, heads=stack.heads().to(out.device))
+    return partial(pick, torch.arange(stack.num_rows, device=out.device))
+
+
+def _copy_plain(home: Home, out: torch.Tensor, backend: Backend) -> None:
+    if backend.capturing():
+        raise OffloadError(f"{home.group.alias} is read whole, and the device does not read it where it lies")
+    home.source.plain_into(out)
+
+
+def _copy_each(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in parts:
+        target.copy_(source)
+
+
+def rows(plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> Rows | None:
+    """What reads single rows of the stacks of a unit; None where not all that opens can be read so."""
+    stacks = [_Stack.of(homes[alias], memory[1][offset:]) for alias, offset in plan.decoded(index).items()]
+    found = [stack for stack in stacks if stack is not None]
+    if not found or len(found) < len(stacks):
+        return None
+    if any(stack.alias in plan.cached for stack in found):
+        is_whole = all(stack.alias in plan.cached and stack.num_rows == found[0].num_rows for stack in found)
+        return _cached_rows(found, _share(plan, index, memory[2]), backend) if is_whole else None
+    if any(stack.home.layout is None for stack in found):
+        return None  # it was written to since it was coded
+    readers = {stack.key: stack.picking(_coded(plan, index, stack.home, memory[0])) for stack in found}
+    return Rows(most=min(stack.num_rows for stack in found), readers=readers)
+
+
+def _cached_rows(stacks: Sequence[_Stack], room: torch.Tensor, backend: Backend) -> Rows | None:
+    """The same of stacks that are cached, with as many slots as there is room for."""
+    pieces = [stack.pieces(backend) for stack in stacks]
+    if not all(pieces):
+        return None
+    strides = [max(piece.at + max(row.numel() for row in piece.rows) for piece in of_stack) for of_stack in pieces]
+    strides = [aligned(stride + _WORD) for stride in strides]
+    num_slots = min(stacks[0].num_rows, room.numel() // sum(strides))
+    if not num_slots:
+        return None
+    parts = room[: num_slots * sum(strides)].split([num_slots * stride for stride in strides])
+    views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
+    cache = Slots(list(zip(views, pieces, strict=True)), stacks[0].num_rows)
+    readers = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
+    return Rows(most=num_slots, readers=readers, cache=cache)
+
+
+def _share(plan: Plan, index: int, memory: torch.Tensor) -> torch.Tensor:
+    """The part of the slots' memory that a unit has: as much as any other."""
+    users = [u for u, unit in enumerate(plan.manifest.units) if unit.aliases().keys() & plan.cached]
+    nbytes = memory.numel() // len(users) // ALIGN_NBYTES * ALIGN_NBYTES
+    begin = users.index(index) * nbytes
+    return memory[begin : begin + nbytes]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stack:
+    """A weight that is a stack of matrices, each of whole tiles, and where its rows go."""
+
+    home: Home
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, home: Home, buffer: torch.Tensor) -> _Stack | None:
+        """The stack that a group is; None: it is none."""
+        (member, *others) = home.group.members
+        shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
+        is_flat = len(shape) == 3 and member.view(home.group.home, 0).is_contiguous() and not others
+        if not is_flat or prod(shape[1:]) % TILE or home.group.nbytes != prod(shape) * dtype.itemsize:
+            return None
+        return cls(home=home, shape=shape, dtype=dtype, out=buffer[: home.group.nbytes])
+
+    @property
+    def alias(self) -> str:
+        return self.home.group.alias
+
+    @property
+    def key(self) -> int:
+        return id(self.home.group.members[0].tensor)
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a plain row."""
+        return self.home.group.nbytes // self.num_rows
+
+    def picking(self, coded: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What decodes rows of a stack that is coded as a whole."""
+        assert self.home.layout is not None
+        pick, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
+
+        def read(ids: torch.Tensor) -> torch.Tensor:
+            pick(ids)
+            return target[: len(ids)]
+
+        return read
+
+    def reading(self, slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What reads rows in slots, which hold them as the home does."""
+        layout, shape = self.home.layout, (-1, *self.shape[1:])
+        if layout is None:
+            plain = slots[:, : self.nbytes].view(self.dtype)
+            return lambda _, found: plain[found].view(shape)
+        heads = self.heads().to(slots.device)
+        pick, target = coding.picking(heads, layout, self.out, self.num_rows, slots), self._target()
+
+        def read(ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+            pick(ids, found)
+            return target[: len(ids)]
+
+        return read
+
+    def heads(self) -> torch.Tensor:
+        """The starts and the bases of a coded stack, in host memory."""
+        layout = self.home.layout
+        assert layout is not None
+        return self._data()[layout.starts_at : layout.escapes_at]
+
+    def _target(self) -> torch.Tensor:
+        return self.out.view(self.dtype).view(self.shape)
+
+    def _data(self) -> torch.Tensor:
+        """The bytes of the home as they are held."""
+        source = self.home.source
+        if isinstance(source, PageWindow):
+            window = source.window()
+            assert window is not None
+            return window
+        return source.view if source.coded is None else source.coded
+
+    def pieces(self, backend: Backend) -> list[Piece]:
+        """What each row consists of in host memory that the device reads; none where it does not."""
+        if (segments := self.segments(backend)) is None:
+            return []
+        if (layout := self.home.layout) is None:
+            return list(_pieces_of_rows(segments, self.num_rows, self.nbytes))
+        (data,) = segments
+        tiles = layout.num_tiles // self.num_rows
+        stride = tiles * layout.tile_nbytes
+        words = Piece(rows=data[: self.num_rows * stride].split(stride), at=0)
+        starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
+        spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
+        ends = [(begin // _WORD * _WORD, -(-max(begin + 1, end) // _WORD) * _WORD) for begin, end in spans]
+        escapes = tuple(data[min(begin, data.numel() - _WORD) : end] for begin, end in ends)
+        return [words, Piece(rows=escapes, at=stride)]
+
+    def segments(self, backend: Backend) -> list[torch.Tensor] | None:
+        """The bytes of the home, in order, by addresses of the device; None where it cannot read them."""
+        source = self.home.source
+        parts: Sequence[torch.Tensor | None]
+        if backend.device.type == "cpu":  # what is in a file may be gone when it is read: whole stacks tell that
+            parts = [source.view if source.place is None else None]
+        elif isinstance(source, PageWindow):
+            parts = [source.window(k) for k in range(len(source.extents))]
+        else:
+            parts = [source.data] if isinstance(source, Pinned) else [None]
+        found = [part if part is None or backend.device.type == "cpu" else backend.device_view(part) for part in parts]
+        there = [part for part in found if part is not None and not part.data_ptr() % _WORD]
+        return there if len(there) == len(found) else None
+
+
+def _pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> Iterator[Piece]:
+    """The pieces of rows of so many bytes each, in these segments one after another; none where rows differ."""
+    if len(segments) == 1:
+        yield Piece(rows=segments[0].split(nbytes), at=0)
+        return
+    per_row, rest = divmod(len(segments), num_rows)
+    columns = [segments[k::per_row] for k in range(per_row)] if not rest else []
+    sizes = [{part.numel() for part in column} for column in columns]
+    if any(len(size) != 1 for size in sizes) or sum(max(size) for size in sizes) != nbytes:
+        return
+    at = 0
+    for column, size in zip(columns, sizes, strict=True):
+        yield Piece(rows=tuple(column), at=at)
+        at += max(size)
+
+
+def _coded(plan: Plan, index: int, home: Home, ring: torch.Tensor) -> torch.Tensor:
+    """The coded bytes of a weight, in the ring or where they stay."""
+    assert home.layout is not None
+    streamed = plan.streamed(index)
+    alias = home.group.alias
+    memory = ring[plan.extents[index].offset + streamed[alias] :] if alias in streamed else home.coded
+    assert memory is not None
+    return memory[: home.layout.nbytes]

@@ -1,0 +1,235 @@
+"""Rows that are picked of a coded stack: the reference's very bytes, from the whole stack and from slots, and no access
+outside, also with damaged bytes.
+
+Without a GPU the kernel runs in Triton's interpreter, at 0.1 s per tile: so there are few rows of one or two tiles.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from test_codec_kernels import (
+    DEVICE,
+    GUARD,
+    GUARD_NBYTES,
+    assert_guards_hold,
+    by_reference,
+    interpreted,
+    kinds,
+    some_kinds,
+    watch,
+)
+
+from patterns import noise, spread
+from weightstream.codec import coding, reference, triton_codec
+from weightstream.codec.format import TILE, Layout
+
+NUM_ROWS = 4
+POISON = 77
+IDS = [2, 0, 2, 3, 1, 3]
+
+
+def stack(dtype: str, bits: int, tiles: int) -> tuple[Layout, torch.Tensor]:
+    """Rows of so many tiles, coded: one row with no escapes, one with few, others with many."""
+    widths = (0.1, 1.2, 1.6, 3.0) if bits == 3 else (0.1, 2.5, 3.2, 6.0)
+    data = [spread(dtype, tiles * TILE, 0.5, width, seed=row) for row, width in enumerate(widths)]
+    layout, coded = reference.encode(torch.cat(data), dtype, bits)
+    starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
+    assert starts[0] == starts[1] < starts[2] < starts[3] < starts[4] == layout.num_escapes
+    return layout, coded
+
+
+def target(layout: Layout, num: int) -> torch.Tensor:
+    """Room for so many rows, amid guards."""
+    room = num * layout.raw_nbytes // NUM_ROWS
+    whole = torch.full((room + 2 * GUARD_NBYTES,), GUARD, dtype=torch.uint8, device=DEVICE)
+    return whole[GUARD_NBYTES:-GUARD_NBYTES]
+
+
+def on_device(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
+
+
+class InSlots:
+    """Rows in slots as a cache has them: the words of each, and behind them its escapes, from a multiple of 8 bytes on.
+
+    There is one slot more than rows, and what no row has is poisoned.
+    """
+
+    def __init__(self, layout: Layout, coded: torch.Tensor) -> None:
+        tiles = layout.num_tiles // NUM_ROWS
+        words = tiles * layout.tile_nbytes
+        starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
+        spans = [(begin // 8 * 8, -(-end // 8) * 8) for begin, end in pairwise(layout.escapes_at + s for s in starts)]
+        most = max(end - begin for begin, end in spans)
+        self.slots = torch.full((NUM_ROWS + 1, words + most + 8), POISON, dtype=torch.uint8)
+        self.slot_of = {0: 3, 1: 0, 2: 4, 3: 1}
+        for row, (begin, end) in enumerate(spans):
+            slot = self.slots[self.slot_of[row]]
+            slot[:words] = coded[row * words : (row + 1) * words]
+            slot[words : words + end - begin] = coded[begin:end]
+        self.slots = self.slots.to(DEVICE)
+        self.heads = coded[layout.starts_at : layout.escapes_at].to(DEVICE)
+
+    def of(self, ids: list[int]) -> torch.Tensor:
+        return on_device([self.slot_of[min(max(row, 0), NUM_ROWS - 1)] for row in ids])
+
+
+def picked(layout: Layout, coded: torch.Tensor, ids: list[int], slots: InSlots | None = None) -> torch.Tensor:
+    """What the kernel writes to its target, a row per id, and nothing beside it."""
+    out = target(layout, len(ids))
+    if slots is None:
+        triton_codec.Picking(coded.to(DEVICE), layout, out, NUM_ROWS)(on_device(ids))
+    else:
+        pick = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots)
+        pick(on_device(ids), slots.of(ids))
+    assert_guards_hold(out)
+    return out.view(len(ids), -1).cpu()
+
+
+def rows_of(layout: Layout, coded: torch.Tensor) -> torch.Tensor:
+    return by_reference(coded, layout).view(NUM_ROWS, -1)
+
+
+@some_kinds
+@pytest.mark.parametrize("place", ["the stack", "slots"])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: str, bits: int) -> None:
+    layout, coded = stack(dtype, bits, tiles)
+    slots = InSlots(layout, coded) if place == "slots" else None
+    assert torch.equal(picked(layout, coded, IDS, slots), rows_of(layout, coded)[IDS])
+
+
+NONE = [-1, NUM_ROWS, -(2**40), 2**40, 2]
+NEAREST = [0, 3, 0, 3, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_an_id_that_is_none_gives_the_nearest_row_of_slots(dtype: str) -> None:
+    layout, coded = stack(dtype, 3, 1)
+    assert torch.equal(picked(layout, coded, NONE, InSlots(layout, coded)), rows_of(layout, coded)[NEAREST])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_an_id_that_is_none_gives_the_nearest_row_of_a_stack(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, coded = stack(dtype, 3, 1)
+    out, ids = target(layout, len(NONE)), on_device(NONE)
+    pick = triton_codec.Picking(coded, layout, out, NUM_ROWS)
+    with monkeypatch.context() as patch:
+        watch(patch, [coded, pick._table, ids], [out])
+        pick(ids)
+    assert torch.equal(out.view(len(NONE), -1), rows_of(layout, coded)[NEAREST])
+
+
+def test_picking_again_reads_anew() -> None:
+    """All addresses are fixed but those of ids and slots; what is at them may change."""
+    layout, coded = stack("bfloat16", 3, 1)
+    out, there = target(layout, 2), coded.to(DEVICE)
+    pick = triton_codec.Picking(there, layout, out, NUM_ROWS)
+    for ids in ([1, 1], [3, 0], [2]):
+        pick(on_device(ids))
+        wanted = rows_of(layout, coded)[ids]
+        assert torch.equal(out.view(2, -1)[: len(ids)].cpu(), wanted)
+    before = out[: layout.raw_nbytes // NUM_ROWS].clone()
+    there[: layout.tile_nbytes].bitwise_not_()
+    there[2 * layout.tile_nbytes : 3 * layout.tile_nbytes] = there[: layout.tile_nbytes]
+    pick(on_device([2]))
+    assert torch.equal(out.view(2, -1)[0].cpu(), rows_of(layout, there)[2])
+    assert not torch.equal(out[: layout.raw_nbytes // NUM_ROWS], before)
+
+
+@pytest.mark.parametrize("place", ["the stack", "slots"])
+def test_a_row_of_other_bytes_is_seen(place: str) -> None:
+    """The checks above do fail where an escape, or a word, is another one."""
+    layout, coded = stack("bfloat16", 3, 1)
+    wanted = rows_of(layout, coded)[[3]]
+    for at in (3 * layout.tile_nbytes + 5, layout.escapes_at + layout.num_escapes - 1):
+        wrong = coded.clone()
+        wrong[at] ^= 3
+        slots = InSlots(layout, wrong) if place == "slots" else None
+        assert not torch.equal(picked(layout, wrong, [3], slots), wanted)
+
+
+# -- damaged bytes -----------------------------------------------------------------------------------------------------
+
+STARTS: dict[str, Any] = {
+    "huge": lambda starts: torch.full_like(starts, 2**31 - 1),
+    "negative": lambda starts: torch.full_like(starts, -(2**31)),
+    "falling": lambda starts: starts.flip(0),
+    "far apart": lambda starts: torch.where(torch.arange(len(starts)) % 2 == 0, -(2**31), 2**31 - 1).to(torch.int32),
+    "noise": lambda starts: noise("float8_e4m3fn", 4 * len(starts), 5).view(torch.int32),
+    "a little more": lambda starts: starts + 3,
+}
+
+
+def damaged(layout: Layout, coded: torch.Tensor, how: str) -> torch.Tensor:
+    coded = coded.clone()
+    starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)
+    starts.copy_(STARTS[how](starts.clone()))
+    return coded
+
+
+@pytest.mark.parametrize("how", STARTS)
+@some_kinds
+def test_damaged_starts_in_slots_have_no_access_outside(
+    how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They give wrong weights, no write beside the target, and no read beside the slots and what tells of them."""
+    layout, coded = stack(dtype, bits, 1)
+    slots, out = InSlots(layout, coded), target(layout, 4)
+    slots.heads = damaged(layout, coded, how)[layout.starts_at : layout.escapes_at].to(DEVICE)
+    pick, ids = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots), [3, 1, 0, 9]
+    given = on_device(ids), slots.of(ids)
+    with monkeypatch.context() as patch:
+        reads = [slots.slots, slots.heads, pick._table, *given]
+        seen = watch(patch, reads, [out]) if DEVICE == "cpu" else None
+        pick(*given)
+    assert seen is None or seen.num_writes == out.numel() // 4
+    assert_guards_hold(out)
+
+
+@interpreted
+@pytest.mark.parametrize("how", STARTS)
+@kinds
+def test_damaged_starts_of_a_stack_have_no_access_outside(
+    how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, coded = stack(dtype, bits, 1)
+    there, out = damaged(layout, coded, how), target(layout, 2)
+    pick, ids = triton_codec.Picking(there, layout, out, NUM_ROWS), on_device([3, 1])
+    with monkeypatch.context() as patch:
+        seen = watch(patch, [there[: layout.escapes_at + layout.num_escapes], pick._table, ids], [out])
+        pick(ids)
+    assert seen.num_writes == out.numel() // 4
+    assert_guards_hold(out)
+
+
+# -- without kernels ---------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_picking_without_kernels(tiles: int, dtype: str, bits: int) -> None:
+    layout, coded = stack(dtype, bits, tiles)
+    room = layout.raw_nbytes + GUARD_NBYTES
+    out = torch.full((room,), GUARD, dtype=torch.uint8)
+    pick = coding.picking(coded, layout, out, NUM_ROWS)
+    for ids in ([1], [3, 0, 3], [2, 1]):
+        out.fill_(GUARD)
+        pick(torch.tensor(ids))
+        end = len(ids) * layout.raw_nbytes // NUM_ROWS
+        assert torch.equal(out[:end].view(len(ids), -1), rows_of(layout, coded)[ids])
+        assert (out[end:] == GUARD).all()
+
+
+def test_slots_take_the_kernel_on_any_device() -> None:
+    """Nothing else knows them."""
+    layout, coded = stack("bfloat16", 3, 1)
+    slots, out = InSlots(layout, coded), target(layout, 2)
+    pick = coding.picking(slots.heads, layout, out, NUM_ROWS, slots.slots)
+    pick(on_device([2, 3]), slots.of([2, 3]))
+    assert torch.equal(out.view(2, -1).cpu(), rows_of(layout, coded)[[2, 3]])

@@ -1,0 +1,166 @@
+"""Experts on a GPU: rows that ids on the device name, decoded or cached, in captured generation, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.slots import Lru, Piece, Slots
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+NUM_ROWS, NUM_SLOTS, LENGTHS = 64, 24, (24576, 8200)  # bytes of a row's pieces: whole chunks, and a piece of one
+NUM_EXPERTS, TOP_K, LAYERS = 128, 4, 8  # of 1.5 MiB: the link takes longer than the host
+PROMPT, NEW = 40, 24
+
+
+def test_ten_thousand_steps_are_those_of_a_plain_lru() -> None:
+    """Slots, owners and counts after each step, and the bytes in the slots."""
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    generator, rng = torch.Generator().manual_seed(5), random.Random(5)
+    host = [torch.randint(256, (NUM_ROWS, n), dtype=torch.uint8, generator=generator).pin_memory() for n in LENGTHS]
+    shown = [backend.device_view(memory.view(-1)).view(NUM_ROWS, -1) for memory in host]
+    stride = sum(LENGTHS) + 512
+    memory = torch.full((NUM_SLOTS, stride), 77, dtype=torch.uint8, device="cuda")
+    pieces = [Piece(rows=tuple(shown[0]), at=0), Piece(rows=tuple(shown[1]), at=LENGTHS[0])]
+    slots, table = Slots([(memory, pieces)], NUM_ROWS), Lru(NUM_SLOTS)
+    wanted = torch.full((NUM_SLOTS, stride), 77, dtype=torch.uint8)
+    order = list(range(NUM_ROWS))
+    for step in range(10_000):
+        if step % 9 == 0:
+            rng.shuffle(order)
+        num = rng.choice((1, 4, 8, NUM_SLOTS))
+        rows = [order[min(NUM_ROWS - 1, int(rng.expovariate(1 / 12)))] for _ in range(num)]
+        found = slots.resolve(torch.tensor(rows, device="cuda"))
+        places, missed = table.resolve(rows)
+        for row, slot in missed:
+            wanted[slot, : sum(LENGTHS)] = torch.cat([memory[row] for memory in host])
+        if step < 50 or step % 50 == 0:
+            assert found.tolist() == places, step
+            assert slots.counts() == (table.hits, table.misses), step
+        if step % 500 == 0:
+            assert torch.equal(memory.cpu(), wanted), step
+    backend.close()
+
+
+def mixture(kind: str = "Qwen3Moe") -> Any:
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+    sizes |= {"vocab_size": 512, "num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "intermediate_size": 512}
+    sizes |= {"moe_intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False, "pad_token_id": 0}
+    if kind == "GptOss":
+        sizes |= {"num_local_experts": NUM_EXPERTS}
+    config = getattr(transformers, f"{kind}Config")(**sizes, eos_token_id=None)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    generator = torch.Generator("cuda").manual_seed(3)
+    with torch.no_grad():  # buffers are in no checkpoint, and experts are to matter
+        for param in model.parameters():
+            scale = 4 * min(param.shape[-2:]) ** -0.5 if param.dim() > 2 else 0.2
+            param.copy_(torch.randn(param.shape, generator=generator, device="cuda") * scale)
+    return model
+
+
+def nbytes(model: Any) -> tuple[int, int]:
+    """Of the model, and of its experts."""
+    return sum(p.nbytes for p in model.parameters()), sum(
+        p.nbytes for n, p in model.named_parameters() if "experts" in n
+    )
+
+
+def generated(model: Any, ids: torch.Tensor, replays: int = 1) -> list[torch.Tensor]:
+    told: list[Any] = []
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    out = weightstream.generate(model, ids, on_decoding=told.append, output_logits=True, **options)
+    assert told[0].replays >= replays, told
+    return [logits.cpu() for logits in out.logits]
+
+
+def prompt(batch: int = 1) -> torch.Tensor:
+    return torch.randint(3, 500, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).cuda()
+
+
+def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted) == NEW
+    different = [index for index, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a, b)]
+    assert not different, different
+
+
+FORMS = {
+    "coded": ("small", 0.92),
+    "cached": ("none", 0.4),
+    "cached, coded": ("small", 0.4),
+    "few slots": ("auto", 0.22),
+}
+
+
+@contextmanager
+def offloaded(model: Any, form: str) -> Iterator[Any]:
+    """With so much of the experts' bytes on the device, and a buffer for a layer of them."""
+    codec, share = FORMS[form]
+    whole, experts = nbytes(model)
+    budget = int(whole - experts + experts * share + experts / LAYERS)
+    with weightstream.offload(model, device_budget=budget, codec=codec, context=128) as streamer:
+        assert bool(streamer.plan.cached) is (form != "coded"), streamer.plan
+        assert bool(streamer.plan.manifest.codes) is (codec != "none"), streamer.plan
+        yield streamer
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("form", FORMS)
+def test_captured_generation_has_the_plain_bits(form: str, kind: str) -> None:
+    model, ids = mixture(kind), prompt()
+    wanted = generated(model, ids)
+    with offloaded(model, form) as streamer:
+        for _ in range(2):
+            assert_same(generated(model, ids), wanted)
+        stats = streamer.stats()
+        assert (stats.experts_fetched > 0) is (form != "coded"), stats
+        assert stats.fills == 0
+    assert_same(generated(model, ids), wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_that_asks_for_more_than_there_are_slots(form: str) -> None:
+    model, ids = mixture(), prompt(40)  # 160 ids, of 128 experts
+    wanted = generated(model, ids)
+    with offloaded(model, form):
+        assert_same(generated(model, ids), wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_updates_are_seen(form: str) -> None:
+    model, ids = mixture(), prompt()
+    with offloaded(model, form):
+        before = generated(model, ids)
+        with torch.no_grad():
+            model.model.layers[2].mlp.experts.down_proj.mul_(-2)
+        found = generated(model, ids, replays=0)
+        assert not torch.equal(found[0], before[0])
+    assert_same(found, generated(model, ids))
+
+
+@pytest.mark.parametrize("form", ["cached", "cached, coded"])
+def test_rows_are_fetched_from_the_page_cache(form: str, tmp_path: Path) -> None:
+    """Where a checkpoint holds matrices one by one, each row is of three places."""
+    model, ids = mixture(), prompt()
+    model.save_pretrained(tmp_path)
+    whole, experts = nbytes(model)
+    wanted = generated(model, ids)
+    del model
+    codec, share = FORMS[form]
+    budget = int(whole - experts + experts * share + experts / LAYERS)
+    loaded = weightstream.from_pretrained(tmp_path, device_budget=budget, codec=codec, context=128, progress=False)
+    with loaded.weightstream as streamer:
+        assert streamer.plan.cached, streamer.plan
+        assert_same(generated(loaded, ids), wanted)
+        assert streamer.stats().experts_fetched > 0

@@ -1,0 +1,327 @@
+"""Caches of experts as they are planned: what slots there may be, how often a row is found in one, and when it is worth
+a cache at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_planner import H200, Machine, machine, weight
+
+from weightstream.config import OffloadConfig
+from weightstream.plan import caching
+from weightstream.plan.caching import Cached
+from weightstream.plan.check import prove, violations
+from weightstream.plan.manifest import Manifest, Op, TensorSpec, UnitSpec, Workload
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Demand, Planner, Weights
+from weightstream.plan.refine import moved_nbytes
+
+NUM_ROWS, NUM_PICKED, NUM_LAYERS = 128, 8, 6
+HIDDEN, INNER = 2048, 768
+ROW_NBYTES = 2 * 3 * HIDDEN * INNER
+SHARES = {3: 0.7, 4: 0.7505}
+FORMS = [0, 3, 4]
+
+
+def mixture(picks: bool = True, num_rows: int = NUM_ROWS) -> Manifest:
+    """Layers of an attention and experts, each a unit, whose stacks are nearly all of the bytes; and a head."""
+    units = []
+    for layer in range(NUM_LAYERS):
+        stacks = [weight(f"{layer}.up", num_rows, 2 * INNER, HIDDEN), weight(f"{layer}.down", num_rows, HIDDEN, INNER)]
+        units.append(UnitSpec(name=f"{layer}/q", tensors=(weight(f"{layer}.q", 4096, HIDDEN),), layer=layer))
+        units.append(UnitSpec(name=f"{layer}/experts", tensors=tuple(stacks), layer=layer, picks=picks))
+    units.append(UnitSpec(name="head", tensors=(weight("head", 32768, HIDDEN),)))
+    return Manifest(units=tuple(units), order=tuple(range(len(units))))
+
+
+MIXTURE = mixture()
+STACKS = frozenset(t.alias for t in MIXTURE.tensors() if len(t.shape) == 3)
+STACKS_NBYTES = sum(MIXTURE.aliases[alias] for alias in STACKS)
+REST_NBYTES = MIXTURE.nbytes - STACKS_NBYTES
+BUFFER_NBYTES = ROW_NBYTES * NUM_ROWS
+IN_GRAPHS = machine(profile=H200.without_host())
+
+
+def ops_of(unit: UnitSpec, picked: int) -> tuple[Op, ...]:
+    """Of experts a copy of what is picked, and a product with that."""
+
+    def op(tensor: TensorSpec) -> tuple[Op, ...]:
+        if len(tensor.shape) == 2:
+            return (Op(rate="half", flops=float(tensor.nbytes), nbytes=tensor.nbytes),)
+        nbytes = tensor.nbytes * picked // tensor.shape[0]
+        copy = Op(nbytes=2 * nbytes, picked=picked / tensor.shape[0])
+        return copy, Op(rate="half", flops=float(nbytes), nbytes=nbytes)
+
+    return tuple(found for tensor in unit.tensors for found in op(tensor))
+
+
+def planner_of(
+    budget: int,
+    manifest: Manifest = MIXTURE,
+    *,
+    on: Machine | None = None,
+    workload: Workload = Workload(),  # noqa: B008
+    has_work: bool = True,
+    **settings: Any,
+) -> Planner:
+    settings |= {} if "offload_backend" in settings else {"device_budget": budget}
+    picked = min(NUM_PICKED * workload.batch * workload.tokens, NUM_ROWS)
+    work = {unit.name: ops_of(unit, picked) for unit in manifest.units} if has_work else {}
+    codes = SHARES.items()
+    sizes = {a: {bits: int(n * share) // 512 * 512 for bits, share in codes} for a, n in manifest.aliases.items()}
+    names = {alias: (alias,) for alias in manifest.aliases}
+    return Planner(
+        config=OffloadConfig.from_kwargs(**settings),
+        machine=on or machine(),
+        weights=Weights(names=names, movable=frozenset(names), codes=sizes),
+        demand=Demand(workload=workload, work=work),
+    )
+
+
+def ways(budget: int, manifest: Manifest = MIXTURE, **more: Any) -> list[Cached]:
+    planner = planner_of(budget, manifest, **more)
+    return list(caching.ways(manifest, planner.weights.codes, planner.profile(manifest), budget, (0, 3, 4)))
+
+
+def bits_of(cached: Cached) -> int:
+    (bits,) = {bits for bits, _ in cached.codes.values()}
+    return bits
+
+
+# -- what slots there may be -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("percent", [8, 10, 20, 40, 60])
+def test_as_many_slots_as_there_is_room_for(percent: int) -> None:
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
+    found = ways(budget)
+    assert [bits_of(cached) for cached in found] == FORMS
+    for cached in found:
+        assert cached.codes.keys() == STACKS
+        assert cached.buffer_nbytes == BUFFER_NBYTES
+        assert cached.slots_nbytes % cached.num_slots == 0
+        assert NUM_PICKED <= cached.num_slots < NUM_ROWS
+        per_slot = cached.slots_nbytes // cached.num_slots
+        assert cached.nbytes + REST_NBYTES <= budget < cached.nbytes + REST_NBYTES + per_slot
+        of_plain = SHARES.get(bits_of(cached), 1.0)
+        assert 1 <= per_slot / (NUM_LAYERS * ROW_NBYTES * of_plain) < 1.03
+    assert found[0].num_slots < found[2].num_slots < found[1].num_slots
+
+
+def test_no_fewer_slots_than_a_step_picks() -> None:
+    """Other weights stream then."""
+    least = BUFFER_NBYTES + NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048)
+    plain, *_ = ways(least + 2048 * NUM_LAYERS * NUM_PICKED)
+    assert (bits_of(plain), plain.num_slots) == (0, NUM_PICKED)
+    assert 0 not in map(bits_of, ways(least - NUM_LAYERS * ROW_NBYTES))
+    assert ways(BUFFER_NBYTES) == []
+
+
+def test_as_many_slots_as_rows_are_no_cache() -> None:
+    room = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 72 // 100
+    assert [bits_of(cached) for cached in ways(room)] == [0, 4], "in the small code all have room"
+    assert ways(MIXTURE.nbytes + BUFFER_NBYTES + STACKS_NBYTES // 50) == []
+
+
+def test_a_batch_picks_more() -> None:
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 23 // 100
+    alone, four = (ways(budget, workload=Workload(batch=batch)) for batch in (1, 4))
+    assert [c.num_slots for c in four] == [max(32, c.num_slots) for c in alone]
+    assert alone[0].num_slots < four[0].num_slots == 32
+    assert ways(MIXTURE.nbytes, workload=Workload(batch=16)) == [], "it may pick all"
+
+
+@pytest.mark.parametrize("why", ["no unit picks", "no work is known", "no stacks", "shared"])
+def test_there_is_none_where(why: str) -> None:
+    budget, manifest = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5, MIXTURE
+    assert ways(budget)
+    if why == "no unit picks":
+        manifest = mixture(picks=False)
+    elif why == "no stacks":
+        manifest = MIXTURE.without(STACKS)
+    elif why == "shared":  # all by another unit, which may read all of them
+        every = tuple(t for t in MIXTURE.tensors() if t.alias in STACKS)
+        units = (*MIXTURE.units, UnitSpec(name="other", tensors=every))
+        manifest = Manifest(units=units, order=tuple(range(len(units))))
+    assert ways(budget, manifest, has_work=why != "no work is known") == []
+
+
+def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5
+    planner = planner_of(budget)
+    profile, sizes = planner.profile(MIXTURE), {a: dict(codes) for a, codes in planner.weights.codes.items()}
+    del sizes["3.up"][3]
+    assert [bits_of(c) for c in caching.ways(MIXTURE, sizes, profile, budget, (0, 3, 4))] == [0, 4]
+
+
+# -- how often a row is found ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_slots", "there"), [(12, 0.46), (32, 0.77), (64, 0.92), (128, 1.0)])
+def test_what_others_measured(num_slots: int, there: float) -> None:
+    assert caching._at(caching._OF_MANY, num_slots / 128) == pytest.approx(there, abs=0.005)
+    assert caching._missed(128, 8, num_slots, Workload()) == pytest.approx(8 * (1 - there), abs=0.04)
+
+
+@pytest.mark.parametrize("law", [caching._OF_MANY, caching._OF_FEW])
+def test_the_laws_rise_from_nothing_to_all_and_bend_down(law: tuple[tuple[float, float], ...]) -> None:
+    found = [caching._at(law, k / 200) for k in range(201)]
+    assert (found[0], found[-1]) == (0.0, 1.0)
+    steps = [b - a for a, b in itertools.pairwise(found)]
+    assert min(steps) > 0
+    assert all(later <= step + 1e-3 for step, later in itertools.pairwise(steps))
+    assert caching._at(law, 1.5) == 1.0
+    assert all(there >= k / 200 for k, there in enumerate(found)), "no less than the share of the slots"
+
+
+@pytest.mark.parametrize("workload", [None, Workload(), Workload(batch=2), Workload(batch=7), Workload(tokens=4)])
+@pytest.mark.parametrize(("num_rows", "num_picked"), [(128, 8), (64, 6), (8, 2), (32, 4)])
+def test_more_slots_miss_less(num_rows: int, num_picked: int, workload: Workload | None) -> None:
+    picked = num_picked * (workload.batch * workload.tokens if workload else 1)
+    found = [caching._missed(num_rows, picked, slots, workload) for slots in range(num_rows + 1)]
+    assert all(more < less for less, more in itertools.pairwise(found))
+    assert found[0] <= min(picked, num_rows)
+    assert found[-1] == pytest.approx(0)
+
+
+def test_sequences_do_not_share_what_they_use() -> None:
+    """The more there are, the more is missed of each row they name, down to what chance finds."""
+    shares = []
+    for batch in (1, 2, 8, 64, 10_000):
+        different = caching._missed(128, 8 * batch, 0, Workload(batch=batch))
+        shares.append(1 - caching._missed(128, 8 * batch, 32, Workload(batch=batch)) / different)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(0.77)
+    assert shares[-1] == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_cache_costs_what_it_fetches() -> None:
+    planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)
+    profile = planner.profile(MIXTURE)
+    (cached, *_) = ways(planner.budget or 0)
+    found = caching.profiled(MIXTURE, cached, profile, Workload())
+    missed = caching._missed(NUM_ROWS, NUM_PICKED, cached.num_slots, Workload())
+    for index, (unit, before, after) in enumerate(zip(MIXTURE.units, profile.unit_s, found.unit_s, strict=True)):
+        more = missed * ROW_NBYTES / (0.92 * H200.link_bytes_per_s) + 5e-6 if unit.picks else 0.0
+        assert after - before == pytest.approx(more), index
+
+
+# -- when it is worth it -----------------------------------------------------------------------------------------------
+
+
+def assert_sound(plan: Plan) -> None:
+    prove(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.cached == STACKS
+    assert plan.device_nbytes <= (plan.budget or 0)
+    assert plan.slots_nbytes > 0
+    assert plan.device_nbytes == plan.resident_nbytes + plan.ring_nbytes + plan.buffer_nbytes + plan.slots_nbytes
+    assert plan.buffer_nbytes >= BUFFER_NBYTES
+    assert not plan.opened & plan.resident - plan.manifest.codes.keys()
+    for index, unit in enumerate(plan.manifest.units):
+        assert unit.picks <= plan.opens(index)
+        if unit.picks:
+            assert plan.streamed(index) == {}
+            assert plan.decoded(index).keys() == plan.hosted(index).keys() == unit.aliases().keys()
+            assert list(plan.decoded(index).values()) == [0, unit.tensors[0].decoded_nbytes or unit.tensors[0].nbytes]
+    assert " slots for experts of " in plan.summary()
+
+
+@pytest.mark.parametrize("codec", ["none", "auto", "small"])
+@pytest.mark.parametrize("percent", [10, 25, 50])
+def test_a_small_budget_has_a_cache(percent: int, codec: str) -> None:
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
+    plan = planner_of(budget, codec=codec)(MIXTURE)
+    assert_sound(plan)
+    bits = {plan.manifest.codes.get(alias, (0, 0))[0] for alias in STACKS}
+    assert bits == {0} if codec == "none" else bits < {0, 3, 4}
+    assert plan.budget == budget
+    found = ways(budget)
+    assert plan.slots_nbytes in [cached.slots_nbytes for cached in found]
+    streams = planner_of(budget, mixture(picks=False), codec=codec)(mixture(picks=False))
+    assert not streams.cached
+    assert plan.step_s < streams.step_s / 2
+
+
+@pytest.mark.parametrize("on", [IN_GRAPHS, machine()], ids=["in graphs", "eager"])
+def test_more_memory_is_never_slower(on: Machine) -> None:
+    plans = [planner_of(MIXTURE.nbytes * k // 20, on=on)(MIXTURE) for k in range(5, 23)]
+    for less, more in itertools.pairwise(plans):
+        assert more.step_s <= 1.01 * less.step_s
+    assert sum(bool(plan.cached) for plan in plans) > 5
+    assert not plans[-1].cached
+
+
+@pytest.mark.parametrize("share", [0.93, 1.1])
+def test_what_all_fits_coded_or_plain_has_no_cache(share: float) -> None:
+    plan = planner_of(int(MIXTURE.nbytes * share), on=IN_GRAPHS)(MIXTURE)
+    assert not plan.cached
+    assert plan.slots_nbytes == 0
+    assert plan.offloaded_nbytes == 0
+    assert bool(plan.manifest.codes) is (share < 1)
+
+
+UNABLE: dict[str, Mapping[str, Any]] = {
+    "host memory is not read": {"on": machine(maps_host_memory=False)},
+    "host memory is not pinned": {"pin_memory": False},
+    "no unit picks": {"manifest": mixture(picks=False)},
+    "classic": {"offload_backend": "prefetch", "offload_group_size": 2},
+    "no work is known": {"has_work": False},
+}
+
+
+@pytest.mark.parametrize("why", UNABLE)
+def test_without_what_it_takes_there_is_none(why: str) -> None:
+    budget = REST_NBYTES + 2 * BUFFER_NBYTES + STACKS_NBYTES // 4
+    planner = planner_of(budget, **UNABLE[why])
+    assert not planner(UNABLE[why].get("manifest", MIXTURE)).cached
+
+
+def test_to_open_what_is_cached_takes_the_host_as_long_as_what_is_decoded() -> None:
+    plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)(MIXTURE)
+    assert plan.cached
+    slow = machine(profile=replace(H200, overhead_s=5e-3))
+    assert planner_of(plan.budget or 0, on=slow).priced(plan).step_s > NUM_LAYERS * 5e-3
+
+
+@pytest.mark.parametrize("codec", ["none", "small"])
+def test_a_plan_that_is_priced_again_keeps_its_cache(codec: str) -> None:
+    planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec=codec)
+    plan = planner(MIXTURE)
+    again = planner.priced(plan)
+    assert_sound(again)
+    assert (again.cached, again.slots_nbytes, again.budget) == (plan.cached, plan.slots_nbytes, plan.budget)
+    assert replace(again, step_s=plan.step_s) == plan
+    assert again.step_s == pytest.approx(plan.step_s, rel=0.02)
+    slower = replace(planner.machine, profile=replace(H200, link_bytes_per_s=H200.link_bytes_per_s / 10))
+    assert replace(planner, machine=slower).priced(plan).step_s > 2 * plan.step_s
+
+
+def test_a_move_into_a_cache_is_counted() -> None:
+    planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec="none")
+    plan = planner(MIXTURE)
+    one = frozenset({"2.up"})
+    nbytes = MIXTURE.aliases["2.up"]
+    assert moved_nbytes(plan, plan) == 0
+    streams = replace(plan, cached=plan.cached - one)
+    assert moved_nbytes(plan, streams) == moved_nbytes(streams, plan) == nbytes
+    stays = replace(streams, resident=plan.resident | one)
+    assert moved_nbytes(plan, stays) == moved_nbytes(stays, plan) == nbytes
+
+
+def test_what_is_cached_is_nowhere_else() -> None:
+    plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)(MIXTURE)
+    for wrong in (
+        replace(plan, resident=plan.resident | {"2.up"}, budget=None),
+        replace(plan, mapped=frozenset({"2.up"})),
+        replace(plan, cached=plan.cached | {"nobody's"}),
+    ):
+        assert any("cached alias groups that no unit has, or that are elsewhere" in text for text in violations(wrong))
+    on_disk = replace(plan, disk=frozenset({"2.up"}))
+    assert any("alias groups on disk" in text for text in violations(on_disk))
+    over = replace(plan, slots_nbytes=plan.slots_nbytes + (plan.budget or 0))
+    assert any("device bytes" in text for text in violations(over))

@@ -1,0 +1,379 @@
+"""Experts whose rows are picked give the plain model's bits: coded on the device, coded in the ring, or in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from expert_rig import (
+    CONFIGS,
+    FORMS,
+    NUM_LAYERS,
+    NUM_PICKING,
+    TOP_K,
+    Selected,
+    built,
+    caches,
+    counts,
+    experts_of,
+    generated,
+    held,
+    plan_of,
+    prompt,
+    same,
+    selected,
+)
+from models import model_nbytes
+from weightstream.runtime import decoding
+from weightstream.runtime.slots import Lru, Slots
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.usefixtures("keeps_its_plan"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
+]
+
+__all__ = ["selected"]
+
+forms = pytest.mark.parametrize("form", FORMS)
+MOST = 4  # slots: two tokens of two experts
+
+
+def assert_equal(model: Any, plain: Any, *lengths: int, num: int = 6) -> None:
+    for length in lengths or (2, 12):
+        assert same(generated(model, prompt(length), num), generated(plain, prompt(length), num))
+
+
+@forms
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -> None:
+    model, plain = built(name), built(name)
+    num = NUM_PICKING.get(name, NUM_LAYERS)
+    with held(model, form, MOST) as streamer:
+        assert_equal(model, plain, 2, 12, num=20)
+        assert len(selected) >= 2 * 19 * num  # each token but, maybe, the first
+        if form == "cached":
+            assert len(caches(streamer)) == num
+            assert min(counts(streamer)) > 0
+            assert streamer.plan.step_nbytes == 0
+    assert_equal(model, plain, 2)
+
+
+@forms
+def test_a_prompt_of_more_rows_than_there_are_reads_whole_stacks(form: str, selected: Selected) -> None:
+    model, plain = built(), built()
+    most = MOST if form == "cached" else 8
+    with held(model, form, MOST), torch.no_grad():
+        model(prompt(1))  # watched
+        for num, picked in ((1, True), (most // TOP_K, True), (most // TOP_K + 1, False), (30, False), (1, True)):
+            selected.clear()
+            assert torch.equal(model(prompt(num)).logits, plain(prompt(num)).logits)
+            assert selected == ([num * TOP_K] * NUM_LAYERS if picked else [])
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a batch": lambda: {"ids": prompt(3, 3)},
+    "beams": lambda: {"ids": prompt(3), "num_beams": 3},
+    "prompt lookup": lambda: {"ids": prompt(4).repeat(1, 3), "prompt_lookup_num_tokens": 2},
+    "an assistant": lambda: {"ids": prompt(4), "assistant_model": built("mixtral")},
+}
+
+
+@forms
+@pytest.mark.parametrize("call", CALLS)
+def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> None:
+    model, plain = built(), built()
+    with held(model, form, 6) as streamer:
+        assert same(generated(model, **CALLS[call]()), generated(plain, **CALLS[call]()))
+        assert len(selected) > NUM_LAYERS
+        assert max(selected) > TOP_K
+        if form == "cached":
+            assert min(counts(streamer)) > 0
+
+
+@forms
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_other_implementations_read_whole_stacks(implementation: str, form: str, selected: Selected) -> None:
+    model, plain = built("qwen3_moe", implementation), built("qwen3_moe", implementation)
+    with held(model, form):
+        assert_equal(model, plain)
+        assert selected == []
+        for each in (model, plain):
+            each.set_experts_implementation("batched_mm")
+        assert_equal(model, plain)
+        assert selected
+
+
+@forms
+def test_rows_that_are_no_whole_tiles_are_not_picked(form: str, selected: Selected) -> None:
+    model, plain = (built("qwen3_moe", moe_intermediate_size=80) for _ in range(2))
+    with held(model, form) as streamer:
+        assert_equal(model, plain)
+        assert selected == []
+        assert caches(streamer) == []
+
+
+@forms
+def test_steps_at_fixed_addresses(form: str, selected: Selected) -> None:
+    model, plain = built(), built()
+    with held(model, form, MOST) as streamer, torch.no_grad():
+        model(prompt(1))
+        with streamer.step():
+            for num in (1, 2, 12, 2):
+                assert torch.equal(model(prompt(num)).logits, plain(prompt(num)).logits)
+        assert selected == [num * TOP_K for num in (1, 2, 2) for _ in range(NUM_LAYERS)]
+        assert torch.equal(model(prompt(2)).logits, plain(prompt(2)).logits)
+
+
+@forms
+@torch.no_grad()
+def test_experts_that_are_called_alone(form: str, selected: Selected) -> None:
+    """Outside of a step, by name, with ids of another type, and with none."""
+    model, plain = built(), built()
+    generator = torch.Generator().manual_seed(4)
+    x, weights = (
+        torch.randn(2, 64, generator=generator).bfloat16(),
+        torch.rand(2, TOP_K, generator=generator).bfloat16(),
+    )
+    ids = torch.tensor([[5, 1], [1, 0]])
+    with held(model, form, MOST):
+        ours, theirs = (experts_of(each)[1] for each in (model, plain))
+        for types in (torch.int64, torch.int32):
+            assert torch.equal(ours(x, ids.to(types), weights), theirs(x, ids.to(types), weights))
+        named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": weights}
+        assert torch.equal(ours(**named), theirs(**named))
+        assert ours(x[:0], ids[:0], weights[:0]).shape == (0, 64)
+        assert selected == [4, 4, 4, 0]
+
+
+# -- what users do to the model ----------------------------------------------------------------------------------------
+
+
+def doubled(model: Any) -> None:
+    experts_of(model)[1].down_proj.mul_(2)
+
+
+def one_row(model: Any) -> None:
+    for experts in experts_of(model):
+        for row in range(0, 8, 2):
+            experts.gate_up_proj[row].copy_(experts.gate_up_proj[row + 1])
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({key: value * 1.5 for key, value in model.state_dict().items()})
+
+
+def assigned(model: Any) -> None:
+    for experts in experts_of(model):
+        experts.gate_up_proj.data = experts.gate_up_proj.detach().flip(0).contiguous()
+
+
+def written_past_versions(model: Any) -> None:
+    experts_of(model)[0].down_proj.data.mul_(-1)
+
+
+def filled_with_numpy(model: Any) -> None:
+    experts_of(model)[2].down_proj.data.view(torch.int16).numpy()[:, ::2] ^= -32768  # signs
+
+
+@forms
+@pytest.mark.parametrize("update", [doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy])
+def test_updates_between_steps_are_seen(update: Callable[[Any], None], form: str, selected: Selected) -> None:
+    model, plain = built(), built()
+    before = generated(plain, prompt(2), 6)
+    with held(model, form) as streamer:
+        assert same(generated(model, prompt(2), 6), before)
+        with torch.no_grad():
+            update(model)
+            update(plain)
+        selected.clear()
+        assert_equal(model, plain)
+        assert not same(generated(plain, prompt(2), 6), before)
+        if form == "cached":
+            assert selected
+            assert min(counts(streamer)) > 0
+    assert_equal(model, plain)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@forms
+def test_what_is_saved_is_the_plain_model(form: str, tmp_path: Path) -> None:
+    model, plain = built(), built()
+    with held(model, form):
+        assert_equal(model, plain)
+        state, wanted = model.state_dict(), plain.state_dict()
+        assert state.keys() == wanted.keys()
+        assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+        for each, folder in ((model, "ours"), (plain, "theirs")):
+            each.save_pretrained(tmp_path / folder)
+        ours, theirs = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("ours", "theirs"))
+        assert ours == theirs
+        assert_equal(model, plain)
+
+
+@forms
+def test_a_forward_of_the_users_is_not_bypassed(form: str, selected: Selected) -> None:
+    model, plain = built(), built()
+
+    def negated(experts: Any) -> Callable[..., torch.Tensor]:
+        forward = experts.forward
+        return lambda *args, **kwargs: -forward(*args, **kwargs)
+
+    experts_of(model)[0].forward, experts_of(plain)[0].forward = (negated(experts_of(m)[0]) for m in (model, plain))
+    with held(model, form):
+        assert_equal(model, plain)
+        assert selected
+        assert len(selected) % (NUM_LAYERS - 1) == 0
+    assert not same(generated(model, prompt(2)), generated(built(), prompt(2)))
+
+
+@forms
+def test_hooks_on_experts_run(form: str, selected: Selected) -> None:
+    model, plain = built(), built()
+    for each in (model, plain):
+        experts_of(each)[1].register_forward_hook(lambda module, args, output: output * 1.25)
+        experts_of(each)[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5, *args[1:]))
+    with held(model, form):
+        assert_equal(model, plain)
+        assert selected
+
+
+def test_two_models_take_turns(selected: Selected) -> None:
+    models, plain = [built(), built("mixtral")], [built(), built("mixtral")]
+    with held(models[0], "cached"), held(models[1], "coded"):
+        for length in (1, 2, 9, 2):
+            for model, other in zip(models, plain, strict=True):
+                assert_equal(model, other, length, num=4)
+    assert selected
+
+
+@pytest.fixture
+def peft(caplog: pytest.LogCaptureFixture) -> Any:
+    return pytest.importorskip("peft")
+
+
+def adapted(peft: Any, model: Any, **targets: Any) -> Any:
+    """With adapters of random weights, so that they change what the model gives."""
+    found = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, **targets)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+    return found
+
+
+@forms
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+    ],
+    ids=["attention", "both stacks", "one stack"],
+)
+def test_adapters(targets: dict[str, Any], form: str, peft: Any, selected: Selected) -> None:
+    """Stacks that an adapter computes are not picked; those of a model whose attention has one are."""
+    model, plain = built(), adapted(peft, built(), **targets)
+    with held(model, form):
+        assert_equal(model, built())
+        model = adapted(peft, model, **targets)
+        selected.clear()
+        assert_equal(model, plain)
+        assert bool(selected) is ("target_parameters" not in targets)
+        with model.disable_adapter(), plain.disable_adapter():
+            assert_equal(model, plain)
+    assert not same(generated(plain, prompt(2)), generated(built(), prompt(2)))
+
+
+@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.usefixtures("no_loading_bars")
+def test_a_cache_of_what_a_checkpoint_holds_one_by_one(codec: str, tmp_path: Path, selected: Selected) -> None:
+    folder, options = tmp_path / "model", {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
+    built().save_pretrained(folder, max_shard_size="200KB")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model = weightstream.from_pretrained(
+        folder, device="cpu", device_budget=1 << 30, codec=codec, progress=False, **options
+    )
+    with model.weightstream as streamer:
+        streamer.switch(plan_of(streamer, "cached" if codec == "none" else "coded, streams", MOST))
+        assert_equal(model, plain)
+        assert selected or codec == "none"  # a CPU may read these whole
+        with torch.no_grad():
+            for each in (model, plain):
+                experts_of(each)[0].gate_up_proj.mul_(1 if codec == "small" else -1)
+        assert_equal(model, plain)
+
+
+def test_the_cpu_chooses_no_cache() -> None:
+    """There transformers decodes with whole stacks, if nobody asks for another function."""
+    model = built("qwen3_moe", num_experts=32, num_hidden_layers=6)
+    with weightstream.offload(
+        model, device="cpu", device_budget=int(0.5 * model_nbytes(model)), codec="none"
+    ) as streamer:
+        assert not streamer.plan.cached
+
+
+# -- what would be wrong is seen ---------------------------------------------------------------------------------------
+
+
+@forms
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_memory_that_held_nothing_is_not_read(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring, the buffer and slots begin as NaN."""
+    buffers = decoding.buffers
+    monkeypatch.setattr(decoding, "buffers", lambda *args: tuple(part.fill_(255) for part in buffers(*args)))
+    model, plain = built(name), built(name)
+    with held(model, form):
+        assert_equal(model, plain, 1, 2, 12)
+
+
+def of_the_same_step(table: Lru, rows: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """As `Lru.resolve`, but each row that is missed takes the stalest slot, whatever this step uses."""
+    slots, missed = [], []
+    for row in rows:
+        if row not in table._owners:
+            slot = min(range(len(table._owners)), key=lambda s: (s != 1, table._stamps[s]))
+            table._owners[slot] = row
+            missed.append((row, slot))
+        slots.append(table._owners.index(row))
+        table._stamps[slots[-1]] = table._step
+    table._step += 1
+    return slots, missed
+
+
+def test_a_victim_of_the_same_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = built(), built()
+    monkeypatch.setattr(Lru, "resolve", of_the_same_step)
+    with held(model, "cached", MOST):
+        assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))
+
+
+def test_a_row_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = built(), built()
+    resolve = Lru.resolve
+
+    def skipping(table: Lru, rows: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        slots, missed = resolve(table, rows)
+        return slots, missed[1:]
+
+    with held(model, "cached", MOST):
+        monkeypatch.setattr(Lru, "resolve", skipping)
+        assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))
+
+
+def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = built(), built()
+    with held(model, "cached", 8), torch.no_grad():
+        assert_equal(model, plain)
+        monkeypatch.setattr(Slots, "forget", lambda slots: None)
+        for each in (model, plain):
+            one_row(each)
+        assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))

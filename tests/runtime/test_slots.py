@@ -1,0 +1,223 @@
+"""A cache of rows: the stalest go first, rows of one step never; the kernels do what the lists do, byte for byte.
+
+Without a GPU the kernels run in Triton's interpreter, which takes tenths of a second for a step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from weightstream.runtime import slot_kernels
+from weightstream.runtime.slots import Lru, Piece, Slots, Stack, _OnDevice
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = 77
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter gives `range` arrays of one number, which numpy from 2.4 on does not take for one."""
+
+    def over(*ends: Any) -> range:
+        return range(*(int(end.handle.data.item()) if hasattr(end, "handle") else int(end) for end in ends))
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(slot_kernels, "range", over, raising=False)
+
+
+class Model:
+    """What a cache is, in other words: a row at a time."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slot_of: dict[int, int] = {}
+        self.empty = list(range(num_slots))
+        self.used_at = [-1] * num_slots
+        self.step = self.hits = self.misses = 0
+
+    def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        there, fetched = set(self.slot_of), []
+        self.hits += len([row for row in rows if row in there])
+        for row in sorted(set(rows) - there, key=rows.index):
+            if self.empty:
+                slot = self.empty.pop(0)
+            else:
+                old = min(
+                    self.slot_of.keys() - set(rows), key=lambda r: (self.used_at[self.slot_of[r]], self.slot_of[r])
+                )
+                slot = self.slot_of.pop(old)
+            self.slot_of[row] = slot
+            fetched.append((row, slot))
+        self.misses += len(fetched)
+        found = [self.slot_of[row] for row in rows]
+        for slot in found:
+            self.used_at[slot] = self.step
+        self.step += 1
+        return found, fetched
+
+
+def steps(num_rows: int, num_slots: int, count: int, seed: int) -> Iterator[list[int]]:
+    """Rows of steps: some are used far more often than others, some in a step again, and some steps use all slots."""
+    rng, rows = random.Random(seed), list(range(num_rows))
+    for index in range(count):
+        if index % 50 == 0:
+            rng.shuffle(rows)
+        if index % 5 == 4:
+            yield rng.sample(rows, num_slots)
+            continue
+        named = [
+            rows[min(int(rng.expovariate(3 / num_rows)), num_rows - 1)] for _ in range(rng.randint(1, 2 * num_slots))
+        ]
+        there = list(dict.fromkeys(named))[:num_slots]
+        yield [row for row in named if row in there]
+
+
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (16, 1), (40, 13), (8, 8), (128, 32)])
+def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
+    table, model = Lru(num_slots), Model(num_slots)
+    kinds = set()
+    for rows in steps(num_rows, num_slots, 2000, seed=num_slots):
+        found, missed = table.resolve(rows)
+        assert (found, missed) == model.resolve(rows)
+        assert (table.hits, table.misses) == (model.hits, model.misses)
+        assert len(set(zip(rows, found, strict=True))) == len(set(rows)) == len(set(found)), "a slot of two rows"
+        kinds.add((len(missed) > 0, len(set(rows)) == num_slots, len(set(rows)) < len(rows)))
+    assert {misses for misses, _, _ in kinds} == {again for *_, again in kinds} == {False, True}
+    assert {full for _, full, _ in kinds} == ({True} if num_slots == 1 else {False, True})
+    assert min(table.hits, table.misses) > 0
+
+
+def test_the_stalest_go_first_and_of_these_the_first_slots() -> None:
+    table = Lru(4)
+    assert table.resolve([5, 6, 5, 7]) == ([0, 1, 0, 2], [(5, 0), (6, 1), (7, 2)])
+    assert table.resolve([7, 8]) == ([2, 3], [(8, 3)])
+    assert table.resolve([1]) == ([0], [(1, 0)]), "5 and 6 are as old: the first slot"
+    assert table.resolve([2, 8]) == ([1, 3], [(2, 1)])
+    assert table.resolve([3, 7]) == ([0, 2], [(3, 0)]), "7 is the stalest, and of this step"
+    assert table.resolve([9, 4, 9, 0]) == ([1, 3, 1, 0], [(9, 1), (4, 3), (0, 0)]), "3 and 7 are as old"
+    assert (table.hits, table.misses) == (3, 10)
+
+
+def test_what_is_forgotten_is_fetched_again() -> None:
+    table = Lru(4)
+    table.resolve([1, 2, 3])
+    table.forget()
+    assert table.resolve([3, 1]) == ([0, 1], [(3, 0), (1, 1)])
+    assert table.resolve([2]) == ([2], [(2, 2)])
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+LENGTHS = [8, 64, 8184, 8192, 8200, 3 * 8192, 20_000]
+
+
+class Rig:
+    """Two stacks: one of two pieces, the second of a length that differs from row to row, and one of a single piece.
+
+    Memory is poisoned, before, between and behind the pieces too.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int, seed: int = 0) -> None:
+        chance, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+
+        def row(nbytes: int) -> torch.Tensor:
+            return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=chance).to(DEVICE)
+
+        first = Piece(rows=tuple(row(8192 + 8) for _ in range(num_rows)), at=0)
+        second = Piece(rows=tuple(row(rng.choice(LENGTHS)) for _ in range(num_rows)), at=8192 + 64)
+        alone = Piece(rows=tuple(row(1024) for _ in range(num_rows)), at=128)
+        self.whole = torch.full((num_slots * 64 * 1024,), POISON, dtype=torch.uint8, device=DEVICE)
+        parts = self.whole.view(2, num_slots, 32 * 1024)
+        self.stacks: list[Stack] = [(parts[0], [first, second]), (parts[1, :, : 2 * 1024], [alone])]
+        self.wanted = self.whole.clone()
+        parts = self.wanted.view(2, num_slots, 32 * 1024)
+        self._targets = [parts[0], parts[1, :, : 2 * 1024]]
+
+    def fetched(self, missed: Sequence[tuple[int, int]]) -> None:
+        """What memory should be then."""
+        for row, slot in missed:
+            for target, (_, pieces) in zip(self._targets, self.stacks, strict=True):
+                for piece in pieces:
+                    target[slot, piece.at : piece.at + piece.rows[row].numel()] = piece.rows[row]
+
+
+def on_device(rows: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=DEVICE)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(12, 4), (7, 5), (5, 1)])
+def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
+    rig, model = Rig(num_rows, num_slots), Model(num_slots)
+    slots = _OnDevice(rig.stacks, num_rows) if kernels else Slots(rig.stacks, num_rows)
+    numbers = set()
+    for rows in steps(num_rows, num_slots, 40 if kernels else 400, seed=7):
+        wanted, missed = model.resolve(rows)
+        found = slots.resolve(on_device(rows))
+        assert found.dtype is torch.int64
+        assert found.tolist() == wanted
+        rig.fetched(missed)
+        assert torch.equal(rig.whole, rig.wanted), missed
+        numbers.add(len(missed))
+    assert slots.counts() == (model.hits, model.misses)
+    assert {0, 1, min(num_slots, 2)} <= numbers
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 4, 6])
+def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None:
+    rig, table = Rig(9, num_slots), Lru(num_slots)
+    slots = _OnDevice(rig.stacks, 9)
+    for rows in steps(9, num_slots, 40, seed=num_slots):
+        found, missed = table.resolve(rows)
+        assert slots.resolve(on_device(rows)).tolist() == found
+        assert slots._held[1].tolist() == table._owners
+        assert slots._held[2].tolist() == table._stamps
+        owners = {row: slot for slot, row in enumerate(table._owners)}
+        assert slots._held[0].tolist() == [owners.get(row, -1) for row in range(9)]
+        pairs = slots._missed.view(-1, 2)[: len(missed)].tolist()
+        assert [tuple(pair) for pair in pairs] == missed
+        assert slots._state.tolist() == [table._step, len(missed), table.hits, table.misses]
+
+
+def test_an_id_that_is_none_gives_the_nearest_row() -> None:
+    """As coded rows do: a damaged router must not reach outside."""
+    rig = Rig(9, 4)
+    slots = _OnDevice(rig.stacks, 9)
+    assert slots.resolve(on_device([-5, 3, 2**31 - 1])).tolist() == [0, 1, 2]
+    rig.fetched([(0, 0), (3, 1), (8, 2)])
+    assert torch.equal(rig.whole, rig.wanted)
+    assert slots.resolve(on_device([8, 0, 9, 3])).tolist() == [2, 0, 2, 1]
+    assert slots.counts() == (4, 3)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])
+def test_rows_that_changed_are_fetched_once_they_are_forgotten(kernels: bool) -> None:
+    rig = Rig(9, 4)
+    slots = _OnDevice(rig.stacks, 9) if kernels else Slots(rig.stacks, 9)
+    slots.resolve(on_device([1, 2, 3]))
+    rig.fetched([(1, 0), (2, 1), (3, 2)])
+    for _, pieces in rig.stacks:
+        for piece in pieces:
+            piece.rows[2].bitwise_not_()
+    slots.resolve(on_device([2]))
+    assert torch.equal(rig.whole, rig.wanted)
+    slots.forget()
+    assert slots.resolve(on_device([3, 2])).tolist() == [0, 1]
+    rig.fetched([(3, 0), (2, 1)])
+    assert torch.equal(rig.whole, rig.wanted)
+    assert slots.counts() == (1, 5)
+
+
+def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above do fail where one piece is left out."""
+    rig = Rig(9, 4)
+    slots = _OnDevice(rig.stacks, 9)
+    chunks = slots._places[3]
+    chunks[-1] = chunks[0]
+    slots.resolve(on_device([4]))
+    rig.fetched([(4, 0)])
+    assert not torch.equal(rig.whole, rig.wanted)

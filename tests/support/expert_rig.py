@@ -1,0 +1,182 @@
+"""What the tests of experts share: small mixtures whose rows are whole tiles, and ways to hold their stacks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from models import model_nbytes, randomise
+from weightstream.plan.check import prove
+from weightstream.plan.manifest import TensorSpec
+from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import aligned
+from weightstream.runtime import decoding
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
+FORMS = ("coded", "coded, streams", "cached")
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_experts_per_tok": TOP_K,
+        "tie_word_embeddings": False,
+    }
+)
+# Rows of 8192 and 4096 elements: two tiles, and one.
+QWEN = {**SIZES, "head_dim": 16, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 64, "intermediate_size": 96}
+CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "qwen3_moe": ("Qwen3Moe", QWEN),
+        "mixtral": ("Mixtral", {**SIZES, "num_local_experts": NUM_EXPERTS, "intermediate_size": 64}),
+        "gpt_oss": (
+            "GptOss",
+            {
+                **SIZES,
+                "head_dim": 16,
+                "num_local_experts": NUM_EXPERTS,
+                "intermediate_size": 64,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                "sliding_window": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        "deepseek_v3": (
+            "DeepseekV3",
+            {
+                **SIZES,
+                "num_key_value_heads": 4,
+                "intermediate_size": 96,
+                "moe_intermediate_size": 64,
+                "n_routed_experts": NUM_EXPERTS,
+                "n_shared_experts": 1,
+                "n_group": 2,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 24,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 16,
+            },
+        ),
+        "qwen2_moe": ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1}),
+    }
+)
+NUM_PICKING = {"deepseek_v3": NUM_LAYERS - 1}  # its first layer is dense
+
+
+def built(name: str = "qwen3_moe", implementation: str = "batched_mm", **settings: Any) -> Any:
+    """A mixture in bfloat16 with seeded weights: built twice, it is the same."""
+    transformers = pytest.importorskip("transformers")
+    kind, sizes = CONFIGS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation=implementation
+    )
+    return randomise(model, zlib.crc32(name.encode()))
+
+
+def prompt(length: int = 3, batch: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def generated(model: Any, ids: torch.Tensor, num: int = 20, **more: Any) -> list[torch.Tensor]:
+    """Tokens, and the logits of each."""
+    options = {"max_new_tokens": num, "min_new_tokens": num, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), **options | more, output_logits=True, return_dict_in_generate=True
+    )
+    assert len(found.logits) >= min(num, 3)
+    return [found.sequences, *found.logits]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    assert all(torch.isfinite(x).all() for x in wanted), "a NaN is equal to nothing"
+    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def plan_of(streamer: weightstream.Streamer, form: str, num_slots: int) -> Plan:
+    """A plan in which experts are units of their own, their stacks in one of `FORMS`, all else on the device."""
+    grains = streamer._installed.refinement.prospect.grains
+    grain = next(grain for grain in grains if any(unit.picks for unit in grain.units))
+    grain = grain.coded(streamer.plan.manifest.codes)
+    users = [[t for t in unit.tensors if len(t.shape) == 3] for unit in grain.units if unit.picks]
+    stacks = frozenset(t.alias for of_unit in users for t in of_unit)
+    if form == "coded":
+        return Plan.build(grain, frozenset(grain.aliases), 0)
+    if form == "coded, streams":
+        largest = max(sum(aligned(t.nbytes) for t in of_unit) for of_unit in users)
+        ring_nbytes = largest * min(2, len(users) - 1)
+        return Plan.build(grain, frozenset(grain.aliases) - stacks, ring_nbytes)
+    per_slot = max(sum(aligned(_row_nbytes(t) + 8) for t in of_unit) for of_unit in users)
+    rest = grain.without(stacks)
+    plan = Plan.build(rest, frozenset(rest.aliases), 0)
+    return replace(plan, manifest=grain, cached=stacks, slots_nbytes=num_slots * per_slot * len(users))
+
+
+def _row_nbytes(stack: TensorSpec) -> int:
+    """Of a coded one a row may have more escapes than the mean."""
+    mean = stack.nbytes // stack.shape[0]
+    return mean * 11 // 10 + 2048 if stack.bits else mean
+
+
+@contextmanager
+def held(model: Any, form: str, num_slots: int = 4, device: str = "cpu") -> Iterator[weightstream.Streamer]:
+    """Offloaded in one of `FORMS`, or on a GPU "cached, coded"."""
+    room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "small"
+    with weightstream.offload(model, device=device, device_budget=room, codec=codec) as streamer:
+        plan = plan_of(streamer, form, num_slots)
+        prove(plan)
+        streamer.switch(plan)
+        assert bool(streamer.plan.manifest.codes) is (form != "cached")
+        assert (streamer.plan.step_nbytes > 0) is (form == "coded, streams")
+        yield streamer
+
+
+def caches(streamer: weightstream.Streamer) -> list[Any]:
+    """Of each unit that has one, its cache."""
+    return [unit.rows.cache for unit in streamer._binding.units if unit.rows is not None and unit.rows.cache]
+
+
+def counts(streamer: weightstream.Streamer) -> tuple[int, int]:
+    """Of all caches: ids that had a slot, and rows that were fetched."""
+    found = [cache.counts() for cache in caches(streamer)]
+    return sum(hits for hits, _ in found), sum(misses for _, misses in found)
+
+
+class Selected(list[int]):
+    """How many ids each selection of rows was given; empty: all stacks were read as wholes."""
+
+
+@pytest.fixture
+def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
+    """The selections of rows from now on."""
+    found, select = Selected(), decoding.Rows.select
+
+    def spied(rows: decoding.Rows, ids: torch.Tensor) -> Any:
+        assert ids.numel() <= rows.most
+        found.append(ids.numel())
+        return select(rows, ids)
+
+    monkeypatch.setattr(decoding.Rows, "select", spied)
+    return found
+
+
+def experts_of(model: Any) -> list[Any]:
+    """The modules that hold the stacks."""
+    return [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
