@@ -312,8 +312,29 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(codec: str, tmp_path: Pat
         assert_equal(model, plain)
 
 
-def test_the_cpu_chooses_no_cache() -> None:
-    """There transformers decodes with whole stacks, if nobody asks for another function."""
+class Negates:
+    """A hook that changes a stack in every call from the fourth on."""
+
+    def __init__(self, stack: torch.Tensor) -> None:
+        self._stack, self._calls = stack, 0
+
+    def __call__(self, *_: object) -> None:
+        self._calls += 1
+        if self._calls > 3:
+            self._stack.mul_(-1)
+
+
+@forms
+def test_an_update_inside_of_a_step_is_seen(form: str) -> None:
+    """An earlier layer changes the experts of a later one."""
+    model, plain = built(), built()
+    for each in (model, plain):
+        each.model.layers[0].register_forward_pre_hook(Negates(experts_of(each)[2].down_proj))
+    with held(model, form):
+        assert_equal(model, plain, 1, 2, 1)
+
+
+def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with whole stacks
     model = built("qwen3_moe", num_experts=32, num_hidden_layers=6)
     with weightstream.offload(
         model, device="cpu", device_budget=int(0.5 * model_nbytes(model)), codec="none"
