@@ -118,7 +118,7 @@ def test_a_refined_plan_predicts_what_was_measured(
 
 
 def predictions(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in ("step_s", "compute_s", "copy_s", "disk_s", "machine")}
+    return {name: getattr(plan, name) for name in ("step_s", "graph_s", "compute_s", "copy_s", "disk_s", "machine")}
 
 
 def test_seconds_are_told_apart_by_the_estimates_and_sum_up() -> None:

@@ -14,9 +14,11 @@ _STEPS = 3  # the wrap-around fills settle in the second
 
 def predicted(plan: Plan, profile: Profile) -> Plan:
     """The plan with its predicted times."""
+    graph_s, step_s = simulated_s(plan, profile)
     return replace(
         plan,
-        step_s=simulate_s(plan, profile),
+        step_s=step_s,
+        graph_s=graph_s,
         compute_s=compute_s(plan, profile),
         decode_s=sum(profile.decode_s(u, plan.manifest.units[u]) for u in plan.manifest.order),
         copy_s=copy_s(plan, profile),

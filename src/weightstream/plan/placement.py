@@ -192,7 +192,8 @@ def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profi
     """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
     mapped = plan.mapped | (manifest.aliases.keys() - plan.manifest.aliases.keys())
     read_s = read_nbytes / profile.link_bytes_per_s
-    return replace(plan, manifest=manifest, mapped=mapped, step_s=plan.step_s + read_s, copy_s=plan.copy_s + read_s)
+    times = {name: getattr(plan, name) + read_s for name in ("step_s", "graph_s", "copy_s")}
+    return replace(plan, manifest=manifest, mapped=mapped, **times)
 
 
 def place_homes(

@@ -16,10 +16,11 @@ from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import Manifest, Workload
 from weightstream.plan.schedule import Extent, aligned, allocate, first_fills, refills
 
+_LESS = 0.9  # of a step's time: one that a graph makes so much shorter is worth a word
 _NUMBERS = (
     *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
     *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
-    *("step_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
+    *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
     *("num_slots", "slots_nbytes", "fetched_nbytes"),
 )
 
@@ -37,9 +38,9 @@ class Plan:
     `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
     `slot_nbytes` unless that is 0, or lie `by_ends` of the ring, at one and the other in turn.
 
-    Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, and those
-    that compute (`decode_s` of them to decode), link and disk are busy; and the bytes that are fetched into slots;
-    of activations, at most; and of the KV cache beside the weights.
+    Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, or
+    `graph_s` in a CUDA graph, where the host launches nothing, and those that compute (`decode_s` of them to decode),
+    link and disk are busy; and the bytes that are fetched into slots; of activations, at most; and of the KV cache.
     """
 
     manifest: Manifest
@@ -52,6 +53,7 @@ class Plan:
     slot_nbytes: int = 0
     by_ends: bool = False
     step_s: float = 0.0
+    graph_s: float = 0.0
     compute_s: float = 0.0
     decode_s: float = 0.0
     copy_s: float = 0.0
@@ -233,7 +235,8 @@ class Plan:
     def predictions(self) -> dict[str, str]:
         """What is predicted of a step, as lines with a label each."""
         at = f", {rate(self.tokens_per_s or 0.0)} tokens/s ({self.workload})" if self.workload else ""
-        lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}"}
+        graph = f"; {milliseconds(self.graph_s)} in a CUDA graph" if 0 < self.graph_s < _LESS * self.step_s else ""
+        lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}{graph}"}
         if codes := self.manifest.codes:
             nbytes, span = sum(n for _, n in codes.values()), sum(self.manifest.spans[alias] for alias in codes)
             coded = f"{human(nbytes)} in place of {human(span)}, lossless ({self.code})"

@@ -87,7 +87,9 @@ class Prospect:
         for _ in range(_BISECTIONS):
             middle = (low + high) // 2
             found = self.plan_at(middle)
-            if found is not None and found.step_s <= plan.step_s * (1 + _AS_FAST):
+            if found is not None and all(
+                getattr(found, name) <= getattr(plan, name) * (1 + _AS_FAST) for name in ("step_s", "graph_s")
+            ):
                 best, high = found, middle
             else:
                 low = middle
