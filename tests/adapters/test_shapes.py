@@ -186,12 +186,27 @@ def test_a_sliding_window_bounds_the_cache(context: int) -> None:
 
 def test_only_the_experts_that_run_are_read() -> None:
     model = text("MixtralForCausalLM", BF16, **GQA, num_local_experts=8)
-    for batch, experts in ((1, 2), (3, 6), (32, 8)):
-        found = observe(model, Workload(batch=batch, tokens=1, context=16))
-        rows, expert = 2 * batch, 64 * 2 * 160
+    expert = 64 * 2 * 160
+    for batch, experts in ((1, 4), (3, 8), (32, 8)):
+        found = observe(model, Workload(batch=batch, tokens=2, context=16))
+        rows = 4 * batch
         assert [op.nbytes for op in ops_of(found, "half") if op.flops == 2 * rows * expert] == [
             2 * (experts * expert + rows * (64 + 2 * 160)) + 8 * 4
         ] * 2
+
+
+def test_a_token_copies_the_experts_that_it_uses() -> None:
+    """As `generate` decodes on a GPU: one matrix for each choice of a token, whichever they are."""
+    model = text("MixtralForCausalLM", BF16, **GQA, num_local_experts=8)
+    expert = 64 * 2 * 160
+    for batch in (1, 3):
+        found = observe(model, Workload(batch=batch, tokens=1, context=16))
+        rows = 2 * batch
+        products = [op.nbytes for op in ops_of(found, "half") if op.flops == 2 * rows * expert]
+        assert products == [2 * rows * (expert + 64 + 2 * 160)] * 2
+        copies = [op for _, _, op in found.ops if op.picked]
+        assert {op.picked for op in copies} == {rows / 8}
+        assert max(op.nbytes for op in copies) == 2 * 2 * rows * expert
 
 
 ONLY_IDS = [name for name in models.ARCHITECTURES if name not in ("t5", "bart-bf16", "whisper", "clip", "siglip")]

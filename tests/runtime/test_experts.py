@@ -321,7 +321,7 @@ class Negates:
     def __call__(self, *_: object) -> None:
         self._calls += 1
         if self._calls > 3:
-            self._stack.mul_(-1)
+            self._stack.mul_(-100)
 
 
 @forms
@@ -332,6 +332,7 @@ def test_an_update_inside_of_a_step_is_seen(form: str) -> None:
         each.model.layers[0].register_forward_pre_hook(Negates(experts_of(each)[2].down_proj))
     with held(model, form):
         assert_equal(model, plain, 1, 2, 1)
+    assert not same(generated(plain, prompt(1), 6), generated(built(), prompt(1), 6))
 
 
 def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with whole stacks

@@ -36,7 +36,8 @@ class Experts:
         """As `runtime.weights.Picks`."""
         module = self._module
         of_class: Callable[..., Any] = type(module).forward
-        if module.config._experts_implementation != _BY_ROW or getattr(forward, "__func__", None) is not of_class:
+        plain = getattr(forward, "__func__", None) is of_class and getattr(forward, "__self__", None) is module
+        if module.config._experts_implementation != _BY_ROW or not plain:
             return None  # or somebody has put another forward in its place
         ids = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
         stacks = [module._parameters.get(name) for name in self._names]  # one that is computed is no parameter

@@ -1,7 +1,7 @@
 """Caches of experts: which stacks are worth slots of the device, how many, and how often a row is found in one.
 
 A step reads some rows of each stack. With slots for a share of them it finds more than that share there, as tokens in a
-row use the same experts: how much more is what others measured, until the device has counted.
+row use the same experts: how much more is what others measured.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
@@ -26,6 +27,7 @@ _SLOT_NBYTES = 1024  # that alignment takes of a slot
 _OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
 _OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
 _MANY = 8
+_TILE = 4096  # weights, of which a row is a multiple where rows are read
 
 
 class Cached(NamedTuple):
@@ -51,10 +53,14 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     """Of each unit that picks rows of its stacks in a step, these."""
     found = {}
     for index, unit in enumerate(manifest.units):
-        stacks = [t for t in unit.tensors if len(t.shape) == 3 and len(manifest.users[t.alias]) == 1]
+        stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
         if unit.picks and stacks and profile.picked and profile.picked[index][0] < 1:
             found[index] = stacks
     return found
+
+
+def _is_stack(tensor: TensorSpec) -> bool:
+    return len(tensor.shape) == 3 and prod(tensor.shape[1:]) % _TILE == 0
 
 
 def ways(

@@ -51,7 +51,7 @@ class Refined:
 def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True) -> Refined:
     """What the planner makes of the measured times of a plan of its own, and, where it may move, of others."""
     profile = planner.machine.profile
-    if plan.step_nbytes and not times.computes:
+    if (plan.step_nbytes and not times.computes) or plan.cached:  # what rows are fetched is in the units' times
         return _as_a_whole(planner, plan, times)
     if plan.limit == "disk":
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)

@@ -189,12 +189,14 @@ class Binding:
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
 
-    def picked(self, index: int, picks: Picks, forward: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    @_unseen
+    def picked(self, index: int, picks: Picks, eager: bool, *call: Any) -> Callable[..., Any] | None:
         """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
         unit = self.units[index]
-        if unit.rows is None or self._is_blocked(unit):
-            return None
-        found = picks.forward(forward, args, kwargs, unit.rows)
+        if eager:
+            self._see(unit.faces.faces)  # a unit that ran before this one may have updated them
+        is_open = unit.rows is not None and not self._is_blocked(unit)
+        found = picks.forward(call[0], call[1], call[2], unit.rows) if is_open else None
         unit.is_picked = found is not None
         return found
 

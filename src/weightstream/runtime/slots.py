@@ -23,9 +23,9 @@ _WARPS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Bytes of each row that lie in a row in the host's memory: for each row where, as flat uint8.
+    """Bytes of each row that lie in a row in the host's memory, by addresses of the device: flat uint8 for each row.
 
-    In a slot they begin at the byte `at`. `as_read` gives, of such memory, what the device reads it by.
+    In a slot they begin at the byte `at`.
     """
 
     rows: tuple[torch.Tensor, ...]

@@ -1,5 +1,4 @@
 """The streamer: a model whose weights stream. Lets steps in one at a time, and opens and closes their units.
-
 A unit is open while its module's forward runs; a step is a forward of the whole model.
 """
 
@@ -89,7 +88,7 @@ class Streamer:
         return tuple(nbytes for alias, nbytes in self.plan.manifest.aliases.items() if alias in whole)
 
     def stats(self) -> Stats:
-        """Counters and bytes held, as of now. Cheap; does not wait for the device."""
+        """Counters and bytes held, as of now. Waits for the device where experts are cached there."""
         return stats_of(self._installed)
 
     @contextmanager
@@ -229,7 +228,8 @@ class Streamer:
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
         picks = self._modules.units[unit].picks if self._gate.mode is not Mode.LEARNING else None
-        picked = picks and self._binding.picked(unit, picks, forward, args, kwargs)
+        with self._gate.lock:
+            picked = picks and self._binding.picked(unit, picks, not fixed, forward, args, kwargs)
         forward = picked or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
