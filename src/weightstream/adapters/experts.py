@@ -5,7 +5,7 @@ Found by structure. transformers' own function computes with a stand-in for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,8 @@ class _StandIn:
 class Experts:
     """How the forward of one module of experts reads single matrices of its stacks."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._names = [name for name in _STACKS if isinstance(getattr(module, name, None), nn.Parameter)]
+    def __init__(self, module: Any, names: Sequence[str]) -> None:
+        self._module, self._names = module, names
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
         """As `runtime.weights.Picks`."""
@@ -56,6 +55,6 @@ def picks_of(module: nn.Module) -> Experts | None:
     num, config = getattr(module, "num_experts", None), getattr(module, "config", None)
     if not isinstance(num, int) or not hasattr(type(module), "_apply_gate"):
         return None
-    stacks = [param for name in _STACKS if isinstance(param := module._parameters.get(name), nn.Parameter)]
-    is_stacked = len(stacks) == 2 and all(param.ndim == 3 and len(param) == num for param in stacks)
-    return Experts(module) if is_stacked and hasattr(config, "_experts_implementation") else None
+    stacks = {name: param for name in _STACKS if isinstance(param := module._parameters.get(name), nn.Parameter)}
+    is_stacked = len(stacks) == 2 and all(param.ndim == 3 and len(param) == num for param in stacks.values())
+    return Experts(module, list(stacks)) if is_stacked and hasattr(config, "_experts_implementation") else None

@@ -348,9 +348,10 @@ def tie(model: Any) -> None:
     model.tie_weights(recompute_mapping=False)
 
 
-def decoding(model: Any) -> AbstractContextManager[None]:
-    """What `generate` decodes in: experts compute by another function there."""
-    found: AbstractContextManager[None] = getattr(model, "_optimize_model_for_decode", nullcontext)()
+def decoding(model: Any, num_tokens: int) -> AbstractContextManager[None]:
+    """What `generate` runs a step of so many new tokens in: experts compute one token by another function."""
+    enter = getattr(model, "_optimize_model_for_decode", nullcontext) if num_tokens == 1 else nullcontext
+    found: AbstractContextManager[None] = enter()
     return found
 
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, zip_longest
@@ -175,7 +175,7 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
         prompt.output = None
         for cache in caches.values():
             _shorten(cache, past)
-        with hf_private.decoding(model) if workload.tokens == 1 else nullcontext():
+        with hf_private.decoding(model, workload.tokens):
             steps.append(forward(workload.tokens, **options, **caches))
     steps[-1].cache_nbytes = sum(aligned(launch.nbytes_of(t)) for cache in caches.values() for t in _cached(cache))
     return steps

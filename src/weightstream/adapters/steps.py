@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class Steps:
 
     def __call__(self) -> torch.Tensor:
         """The last token's logits, of shape (batch, words)."""
-        with hf_private.decoding(self._model) if self._ids.shape[1] == 1 else nullcontext():
+        with hf_private.decoding(self._model, self._ids.shape[1]):
             logits: torch.Tensor = self._forward(self._ids).logits[:, -1]
         for layer, prompt in zip(self._layers(), self._prompt, strict=True):
             layer.update(prompt)  # a cache grows into new tensors, so those of the prompt are as they were

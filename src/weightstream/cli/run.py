@@ -87,7 +87,7 @@ def run(
     if chat and prompt is None and not verify and not as_json:
         _converse(session, loading, max_new_tokens)
         return
-    text = os.fsencode(prompt).decode(errors="replace") if prompt is not None else _piped() or DEFAULT_PROMPT
+    text = _text(prompt) if prompt is not None else _piped() or DEFAULT_PROMPT
     inputs = session.encode([{"role": "user", "content": text}] if chat else text)
     if loading["config"].context is None:
         context = inputs["input_ids"].shape[1] + max_new_tokens
@@ -290,6 +290,11 @@ class Session:
         }
 
 
+def _text(argument: str) -> str:
+    """An argument of the command line, in which bytes that are no text are replaced."""
+    return os.fsencode(argument).decode(errors="replace")
+
+
 def _piped() -> str:
     return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
 
@@ -315,7 +320,7 @@ def trace(
     if is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     session = Session(model, loading["trust_remote_code"])
-    inputs = session.encode(os.fsencode(prompt).decode(errors="replace"))
+    inputs = session.encode(_text(prompt))
     session.load(progress=sys.stderr.isatty(), **loading)
     greedy = session.greedy(inputs)
     session.model.generate(**greedy, max_new_tokens=2)  # teaches the order of the units

@@ -262,10 +262,8 @@ class Planner:
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        profile, beside = (
-            caching.profiled(manifest, way.cached, profile, self.demand.workload),
-            way.cached.nbytes if way.cached else 0,
-        )
+        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload)
+        beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
         kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
         over = sum(way.aside.read.values()) - kept_nbytes
