@@ -19,6 +19,11 @@ CONFIG = OffloadConfig().resolved()
 
 
 @pytest.fixture(autouse=True)
+def _freeze_count() -> None:
+    """What is frozen is counted here."""
+
+
+@pytest.fixture(autouse=True)
 def _enabled() -> Iterator[None]:
     gc.enable()
     yield
