@@ -19,11 +19,11 @@ from test_codec_kernels import (
     by_reference,
     interpreted,
     kinds,
-    some_kinds,
     watch,
 )
 
-from patterns import noise, spread
+from patterns import KINDS, noise, spread
+from repeats import thinned
 from weightstream.codec import coding, reference, triton_codec
 from weightstream.codec.format import TILE, Layout
 
@@ -94,9 +94,7 @@ def rows_of(layout: Layout, coded: torch.Tensor) -> torch.Tensor:
     return by_reference(coded, layout).view(NUM_ROWS, -1)
 
 
-@some_kinds
-@pytest.mark.parametrize("place", ["the stack", "slots"])
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize(("dtype", "bits", "place", "tiles"), thinned(KINDS, ["the stack", "slots"], [1, 2], every=3))
 def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: str, bits: int) -> None:
     layout, coded = stack(dtype, bits, tiles)
     slots = InSlots(layout, coded) if place == "slots" else None
@@ -173,8 +171,7 @@ def damaged(layout: Layout, coded: torch.Tensor, how: str) -> torch.Tensor:
     return coded
 
 
-@pytest.mark.parametrize("how", STARTS)
-@some_kinds
+@pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
 def test_damaged_starts_in_slots_have_no_access_outside(
     how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,8 +190,7 @@ def test_damaged_starts_in_slots_have_no_access_outside(
 
 
 @interpreted
-@pytest.mark.parametrize("how", STARTS)
-@kinds
+@pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS))
 def test_damaged_starts_of_a_stack_have_no_access_outside(
     how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

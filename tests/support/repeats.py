@@ -1,0 +1,20 @@
+"""Grids of cases, of which CI runs a part: each value is there, and each pair of values where there are three axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
+    """All combinations, tuples of an axis as arguments of their own. Those whose places in the axes do not add up to a
+    multiple of `every` are for stress."""
+    cases = []
+    for each in product(*map(enumerate, axes)):
+        places, values = zip(*each, strict=True)
+        flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+        cases.append(pytest.param(*flat, marks=[pytest.mark.stress] * (sum(places) % every != 0)))
+    return cases
