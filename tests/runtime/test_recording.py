@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from graph_rig import ODD, PLANS, Graph, GraphRig, serve_again, take_turns
+from repeats import thinned
 from rig import equal_plan, small_plan
 from weightstream.errors import OffloadError
 from weightstream.plan.schedule import ALIGN_NBYTES
@@ -76,8 +77,7 @@ def test_the_next_steps_fills_follow_their_last_read_and_not_the_end() -> None:
         rig.assert_right(10)
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "seed"), thinned(PLANS, range(3)))
 def test_eager_and_several_graphs_in_turns(name: str, seed: int) -> None:
     with GraphRig(PLANS[name], seed) as rig:
         rig.assert_right(take_turns(rig, seed))
@@ -197,8 +197,7 @@ class TestAlone:
         with GraphRig(PLANS["5 units in 2 slots"]) as rig:
             rig.assert_right(serve_again(rig))
 
-    @pytest.mark.parametrize("name", PLANS)
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize(("name", "seed"), thinned(PLANS, range(3)))
     def test_eager_steps_in_between(self, name: str, seed: int) -> None:
         chance = random.Random(seed)
         with GraphRig(PLANS[name], seed) as rig:
