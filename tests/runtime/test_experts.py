@@ -29,6 +29,7 @@ from expert_rig import (
     selected,
 )
 from models import model_nbytes
+from repeats import thinned
 from weightstream.runtime import decoding
 from weightstream.runtime.slots import Lru, Slots
 
@@ -56,8 +57,8 @@ def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -
     model, plain = built(name), built(name)
     num = NUM_PICKING.get(name, NUM_LAYERS)
     with held(model, form, MOST) as streamer:
-        assert_equal(model, plain, 2, 12, num=20)
-        assert len(selected) >= 2 * 19 * num  # each token but, maybe, the first
+        assert_equal(model, plain, 2, 12, num=12)
+        assert len(selected) >= 2 * 11 * num  # each token but, maybe, the first
         if form == "cached":
             assert len(caches(streamer)) == num
             assert min(counts(streamer)) > 0
@@ -182,8 +183,14 @@ def filled_with_numpy(model: Any) -> None:
     experts_of(model)[2].down_proj.data.view(torch.int16).numpy()[:, ::2] ^= -32768  # signs
 
 
-@forms
-@pytest.mark.parametrize("update", [doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy])
+@pytest.mark.parametrize(
+    ("update", "form"),
+    [  # each in a cache, and in one of the other forms
+        pytest.param(update, form, marks=[pytest.mark.stress] * (form == FORMS[i % 2]))
+        for i, update in enumerate((doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy))
+        for form in FORMS
+    ],
+)
 def test_updates_between_steps_are_seen(update: Callable[[Any], None], form: str, selected: Selected) -> None:
     model, plain = built(), built()
     before = generated(plain, prompt(2), 6)
@@ -269,18 +276,20 @@ def adapted(peft: Any, model: Any, **targets: Any) -> Any:
     return found
 
 
-@forms
-@pytest.mark.parametrize(
-    "targets",
-    [
-        {"target_modules": ["q_proj", "v_proj"]},
-        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-        {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
-    ],
-    ids=["attention", "both stacks", "one stack"],
-)
-def test_adapters(targets: dict[str, Any], form: str, peft: Any, selected: Selected) -> None:
+TARGETS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "both stacks": {
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "one stack": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize(("form", "name"), thinned(FORMS, TARGETS))
+def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
     """Stacks that an adapter computes are not picked; those of a model whose attention has one are."""
+    targets = TARGETS[name]
     model, plain = built(), adapted(peft, built(), **targets)
     with held(model, form):
         assert_equal(model, built())

@@ -155,7 +155,7 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
     rig, model = Rig(num_rows, num_slots), Model(num_slots)
     slots = _OnDevice(rig.stacks, num_rows) if kernels else Slots(rig.stacks, num_rows)
     numbers = set()
-    for rows in steps(num_rows, num_slots, 40 if kernels else 400, seed=7):
+    for rows in steps(num_rows, num_slots, 24 if kernels else 400, seed=7):
         wanted, missed = model.resolve(rows)
         found = slots.resolve(on_device(rows))
         assert found.dtype is torch.int64
@@ -171,7 +171,7 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
 def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None:
     rig, table = Rig(9, num_slots), Lru(num_slots)
     slots = _OnDevice(rig.stacks, 9)
-    for rows in steps(9, num_slots, 40, seed=num_slots):
+    for rows in steps(9, num_slots, 20, seed=num_slots):
         found, missed = table.resolve(rows)
         assert slots.resolve(on_device(rows)).tolist() == found
         assert slots._held[1].tolist() == table._owners
