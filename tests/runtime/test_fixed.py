@@ -41,7 +41,7 @@ def counters() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.stress] * (i % 2))
+        pytest.param(name, marks=[pytest.mark.stress] * (i % 3))
         for i, name in enumerate(name for name in MODELS if name not in REFUSED.keys() | UPDATES_ITSELF)
     ],
 )
