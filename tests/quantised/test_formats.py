@@ -13,7 +13,7 @@ from formats import FORMATS, build, held_nbytes, inputs
 import weightstream
 from weightstream.runtime.leaves import leaves_of, plain_tensors
 
-SHARES = (0.2, 0.4, 0.7)
+SHARES = (0.2, 0.6)
 _UNCOPIED = (
     "gguf q8_0",
     "gguf q4_0",
