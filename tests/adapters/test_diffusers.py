@@ -80,7 +80,7 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
         assert all(tensor.device.type == device for tensor in part.parameters())
 
 
-@pytest.mark.parametrize("name", ["upcast", "svd"])
+@pytest.mark.parametrize("name", [pytest.param("upcast", marks=pytest.mark.stress), "svd"])  # from files it is in CI
 def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str) -> None:
     """A VAE in float16 that computes in float32: the plain bits, the counts of both, room for the larger."""
     plain = pipelines.build(name, device)
@@ -121,7 +121,9 @@ def test_a_cast_that_has_no_room() -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), want)
 
 
-@pytest.mark.parametrize("name", pipelines.PIPELINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.stress] * (i % 2)) for i, name in enumerate(pipelines.PIPELINES)]
+)
 def test_a_rehearsal_tells_which_calls_come(name: str) -> None:
     """As many of each component as the call then makes."""
     pipe = offloaded(name)
@@ -499,7 +501,8 @@ def test_every_budget_from_the_least_on_plans() -> None:
     pipe = offloaded("flux")
     example, refused = pipelines.arguments("flux"), []
     pipe.weightstream.remove()
-    for share in range(2, 40, 2):
+    shares = [*range(2, 14, 2), 18, 24, 31, 39]
+    for share in shares:
         try:
             weightstream.offload_pipeline(
                 pipe, device="cpu", device_budget=nbytes(pipe) * share // 100, example_inputs=example
@@ -508,7 +511,7 @@ def test_every_budget_from_the_least_on_plans() -> None:
             refused.append(share)
         else:
             pipe.weightstream.remove()
-    assert refused == list(range(2, 2 + 2 * len(refused), 2)), "larger ones than one that planned"
+    assert refused == shares[: len(refused)], "larger ones than one that planned"
     assert 0 < len(refused) < 6
 
 

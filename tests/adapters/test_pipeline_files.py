@@ -118,7 +118,7 @@ def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]
     assert set(places(found)) == set(parts(pipelines.build(name)))
 
 
-@pytest.mark.parametrize("option", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("option", [pytest.param("dtype", marks=pytest.mark.stress), "torch_dtype"])
 def test_another_dtype(option: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     """What is cast goes to the offload folder, once, and is what diffusers casts."""
     folder = saved("flux")
