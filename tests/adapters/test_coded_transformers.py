@@ -16,6 +16,7 @@ import weightstream
 from coded_rig import built, code_all, exact, told
 from mapped import rss_nbytes
 from models import assert_same, floats, step, tokens, weights
+from repeats import thinned
 from streaming import least_budget
 from weightstream.cli import app
 from weightstream.errors import CheckpointError, PlanError
@@ -62,11 +63,7 @@ NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 CODECS = ("3bit", "4bit")
-EVERY_SECOND = [  # in CI a model has one of the codes
-    pytest.param(name, codec, marks=[pytest.mark.stress] * ((i + j) % 2))
-    for i, name in enumerate(NAMES)
-    for j, codec in enumerate(CODECS)
-]
+EVERY_SECOND = thinned(NAMES, CODECS)  # in CI a model has one of the codes
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +165,13 @@ def values(model: Any) -> dict[str, Any]:
     return {name: (kind, *facts[1:-2], facts[-1]) for name, (kind, *facts) in exact(model).items()}
 
 
-@pytest.mark.parametrize(("name", "packed"), [*EVERY_SECOND, *((name, "auto") for name in NAMES)])
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        *EVERY_SECOND,
+        *(pytest.param(name, "auto", marks=[pytest.mark.stress] * (i % 2)) for i, name in enumerate(NAMES)),
+    ],
+)
 def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
     bits = 3 if packed != "4bit" else 4
@@ -207,8 +210,7 @@ def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
     assert values(model) == values(reference)
 
 
-@pytest.mark.parametrize("kind", ["plain", "3bit"])
-@pytest.mark.parametrize("codec", ["auto", "none", "3bit"])
+@pytest.mark.parametrize(("kind", "codec"), thinned(["plain", "3bit"], ["3bit", "none", "auto"]))
 def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, folder: Any) -> None:
     reference = plain(folder("llama"), "llama", dtype=torch.float16)
     model = weightstream.from_pretrained(
@@ -270,8 +272,7 @@ def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder:
     assert_equal_for_a_while(model, reference, "llama")
 
 
-@pytest.mark.parametrize("host_budget", [None, "250KiB"])
-@pytest.mark.parametrize("packed", CODECS)
+@pytest.mark.parametrize(("packed", "host_budget"), thinned(CODECS, [None, "250KiB"]))
 def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | None, folder: Any) -> None:
     reference = plain(folder("llama"), "llama")
     model = open_coded(folder("llama", packed), packed, 0.6, host_budget=host_budget)

@@ -15,6 +15,7 @@ import pytest
 
 import weightstream
 from models import MODELS
+from repeats import thinned
 from weightstream import ConfigError
 from weightstream.errors import CheckpointError, PlanError
 from weightstream.plan.check import prove
@@ -76,8 +77,7 @@ def test_an_encoder_is_given_its_text_at_once(tmp_path: Path) -> None:
         assert planned.workload == Workload(batch=1, tokens=length, context=length)
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-@pytest.mark.parametrize("times", [1.0, 1.5, 99])
+@pytest.mark.parametrize(("name", "times"), thinned(BUDGETS, [1.0, 1.5, 99]))
 def test_it_is_the_plan_of_the_loaded_model(folders: Mapping[str, Path], name: str, times: float) -> None:
     plan = assert_same_plan(folders[name], device_budget=int(times * BUDGETS[name]))
     assert (plan.step_nbytes > 0) == (times < 99)

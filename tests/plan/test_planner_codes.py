@@ -112,7 +112,7 @@ def test_a_step_that_streams_nearly_all_takes_the_coded_bytes_time(percent: int,
     assert plan.device_nbytes <= budget
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.004])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.stress), 0.004])
 def test_more_memory_is_never_slower(noise: float) -> None:
     whole = decoder("block", **EIGHT)
     plans = [plan_of(EIGHT, noise=noise, device_budget=whole.nbytes * k // 12) for k in range(1, 13)]
