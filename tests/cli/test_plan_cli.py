@@ -69,6 +69,13 @@ def plan(folder: Path, machine: Path) -> Callable[..., Result]:
     return run
 
 
+@pytest.fixture(scope="module")
+def swept(folder: Path, machine: Path) -> dict[str, Any]:
+    """What a sweep tells beside a plan of 8 MiB."""
+    flags = ["--profile", str(machine), "--host-budget", "30GiB", "--device-budget", "8MiB", "--sweep", "--json"]
+    return facts(CliRunner().invoke(app, ["plan", str(folder), *flags]))
+
+
 def shown_of(result: Result) -> str:
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -101,34 +108,33 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert re.search(r"limit: link, busy [\d.]+ ms of a step; compute [\d.]+ (ms|us)\n", text)
 
 
-def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(plan: Callable[..., Result]) -> None:
+def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(
+    plan: Callable[..., Result], swept: dict[str, Any]
+) -> None:
     text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
-    swept = [row for row in rows if len(row) == 8]
-    found = facts(plan("--device-budget", "8MiB", "--sweep", "--json"))
-    plans = [*found["sweep"], found]
-    assert {row[4] for row in swept} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
-    assert [row[0] for row in swept if "▶" in row[0]] == ["▶ 8.00"]
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    rows = [row for row in cells if len(row) == 8]
+    plans = [*swept["sweep"], swept]
+    assert {row[4] for row in rows} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
+    assert [row[0] for row in rows if "▶" in row[0]] == ["▶ 8.00"]
     assert "budget MiB" in text
-    assert swept[-1][6] == "all fits"
+    assert rows[-1][6] == "all fits"
     codes = {"small": "small", "fast": "fast", "small and fast": "both", None: ""}
-    assert {(row[3], row[4]) for row in swept} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
-    assert found["code"] == "small"
-    assert swept[-1][3] == "", "all of it fits as it is"
+    assert {(row[3], row[4]) for row in rows} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
+    assert swept["code"] == "small"
+    assert rows[-1][3] == "", "all of it fits as it is"
 
 
 @pytest.mark.parametrize(("width", "lost"), [(60, {"", "code"}), (80, set()), (100, set())])
 def test_a_sweep_is_a_line_per_budget_at_any_width(
-    plan: Callable[..., Result], width: int, lost: set[str], monkeypatch: pytest.MonkeyPatch
+    plan: Callable[..., Result], swept: dict[str, Any], width: int, lost: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--device-budget", "8MiB", "--sweep")
-    num = len(facts(plan(*flags, "--json"))["sweep"]) + 1
     monkeypatch.setenv("COLUMNS", str(width))
-    text = shown_of(plan(*flags))
+    text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
     assert max(map(len, text.splitlines())) <= width
-    swept = text.partition("step time over budget")[2].splitlines()
-    assert sum(line.startswith("│") for line in swept) == num
-    heads = zip(*(line.strip("┃").split("┃") for line in swept if line.startswith("┃")), strict=True)
+    lines = text.partition("step time over budget")[2].splitlines()
+    assert sum(line.startswith("│") for line in lines) == len(swept["sweep"]) + 1
+    heads = zip(*(line.strip("┃").split("┃") for line in lines if line.startswith("┃")), strict=True)
     shown = {" ".join(" ".join(head).split()).replace(" /", "/") for head in heads}
     assert {"budget MiB", "resident", "ring", "code", "step ms", "tokens/s", "limit", ""} - shown == lost
 
@@ -225,11 +231,11 @@ def test_json_is_complete_and_alone(plan: Callable[..., Result], folder: Path) -
     assert "sweep" not in found
 
 
-def test_more_memory_is_never_slower_in_a_sweep(plan: Callable[..., Result]) -> None:
-    swept = facts(plan("--device-budget", "8MiB", "--json", "--sweep"))["sweep"]
-    assert len(swept) > 10
-    assert all(p["device_nbytes"] <= p["budget"] for p in swept)
-    times = [p["step_s"] for p in swept]
+def test_more_memory_is_never_slower_in_a_sweep(swept: dict[str, Any]) -> None:
+    plans = swept["sweep"]
+    assert len(plans) > 10
+    assert all(p["device_nbytes"] <= p["budget"] for p in plans)
+    times = [p["step_s"] for p in plans]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
 

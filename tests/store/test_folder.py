@@ -64,7 +64,7 @@ def test_any_name_is_a_file_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_folder_goes_at_close_and_at_exit(inside: bool, tmp_path: Path) -> None:
+def test_a_folder_goes_at_close(inside: bool, tmp_path: Path) -> None:
     folder = OffloadFolder(tmp_path if inside else None)
     tensor = folder.write("a", torch.arange(5))
     assert folder.path.is_dir()
@@ -72,6 +72,9 @@ def test_a_folder_goes_at_close_and_at_exit(inside: bool, tmp_path: Path) -> Non
     assert not folder.path.exists()
     assert list(tmp_path.iterdir()) == []
     assert tensor.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_goes_at_exit() -> None:
     code = (
         "import torch; from weightstream.store.folder import OffloadFolder; f = OffloadFolder();"
         "f.write('a', torch.zeros(3)); print(f.path)"
@@ -81,28 +84,28 @@ def test_a_folder_goes_at_close_and_at_exit(inside: bool, tmp_path: Path) -> Non
     assert not Path(done.stdout.strip()).exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_a_signal_left_is_removed_by_the_next(number: signal.Signals, tmp_path: Path) -> None:
+def test_what_a_signal_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """That of no process that lives, nor what only has such a name."""
     code = (
         "import sys, time, torch; from pathlib import Path; from weightstream.store.folder import OffloadFolder;"
         "f = OffloadFolder(Path(sys.argv[1])); f.write('a', torch.zeros(3)); print(f.path, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    alive, dead = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
+    alive, *dead = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3))
     try:
-        paths = [Path(process.stdout.readline().strip()) for process in (alive, dead) if process.stdout]
-        dead.send_signal(number)
-        dead.wait()
+        paths = [Path(process.stdout.readline().strip()) for process in (alive, *dead) if process.stdout]
+        for process, number in zip(dead, (signal.SIGTERM, signal.SIGKILL), strict=True):
+            process.send_signal(number)
+            process.wait()
         (tmp_path / "weightstream-llama70b").mkdir()
-        assert paths[1].is_dir()
+        assert all(path.is_dir() for path in paths)
         folder = OffloadFolder(tmp_path)
         assert sorted(tmp_path.iterdir()) == sorted([paths[0], folder.path, tmp_path / "weightstream-llama70b"])
         assert list(paths[0].glob("*.safetensors"))
     finally:
         alive.kill()
         alive.wait()
-        for process in (alive, dead):
+        for process in (alive, *dead):
             if process.stdout:
                 process.stdout.close()
     folder.close()
