@@ -18,7 +18,7 @@ from transformers import (  # noqa: E402
 
 import weightstream  # noqa: E402
 
-SIZE = 128
+SIZE = 64
 words = {word: index for index, word in enumerate(["<pad>", "<eos>", "a", "photo", "of", "cat", "on", "the", "moon"])}
 text = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
 text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
