@@ -12,7 +12,7 @@ from torch import nn
 
 import weightstream
 from models import MODELS, Model, model_nbytes, randomise, weights
-from streaming import least_budget
+from streaming import least_budget, once
 from weightstream.plan import planner
 
 KINDS = (torch.bfloat16, torch.float16)
@@ -95,13 +95,15 @@ def offload(module: nn.Module, place: str = "streams", codec: str = "3bit", **se
 
 def budgets(module: nn.Module, codec: str = "3bit", places: Sequence[str] = PLACES) -> dict[str, int]:
     """Place -> bytes of budget: the least that a refusal asks for, what all takes, and half way."""
-    most = _held(module, 16 * model_nbytes(module) + (1 << 20), codec)
+    most = once(_held, module, "cpu", codec=codec)
     least = most if set(places) == {"resident"} else least_budget(module, "cpu", codec=codec)
     return {"streams": least, "in part": (least + most) // 2, "resident": most}
 
 
-def _held(module: nn.Module, budget: int, codec: str) -> int:
-    with weightstream.offload(module, device="cpu", device_budget=budget, codec=codec) as streamer:
+def _held(module: nn.Module, device: str, codec: str) -> int:
+    """What all takes."""
+    room = 16 * model_nbytes(module) + (1 << 20)
+    with weightstream.offload(module, device=device, device_budget=room, codec=codec) as streamer:
         return streamer.plan.device_nbytes
 
 
