@@ -11,6 +11,7 @@ from torch import nn
 
 from fixtures_structure import Block
 from models import floats, randomise
+from repeats import thinned
 from weightstream import OffloadConfig
 from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, OffloadError, PlanError
@@ -558,9 +559,7 @@ def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_rea
         assert not any(name.endswith("conv") for name in names(offloader))
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("kind", [peeking, partial])
-@pytest.mark.parametrize("first", [0.5, 0.8, 2.0])
+@pytest.mark.parametrize(("first", "kind", "is_compiled"), thinned([0.5, 0.8, 2.0], [peeking, partial], [False, True]))
 def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
     first: float, kind: Callable[[], Iterator[nn.Module]], is_compiled: bool, profile: Profile
 ) -> None:

@@ -7,8 +7,8 @@ import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,25 @@ def test_an_image_is_written_and_is_the_plain_one(folder: Path, tmp_path: Path) 
     assert pixels(out) != first, "another seed"
 
 
-def test_a_terminal_shows_what_bench_is_at(folder: Path) -> None:
-    command = [sys.executable, "-m", "weightstream", "bench", folder, "--device", "cpu", "--seconds", "0.1", *CALL]
+def read_until_closed(terminal: int, shown: bytearray) -> None:
+    with contextlib.suppress(OSError):  # by which the last of a terminal's output ends
+        while part := os.read(terminal, 4096):
+            shown += part
+
+
+def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # by which the last of a terminal's output ends
-            while part := os.read(ours, 4096):
-                shown += part
-    os.close(ours)
-    assert process.returncode == 0, shown
+    shown = bytearray()
+    reader = threading.Thread(target=read_until_closed, args=(ours, shown))
+    reader.start()
+    try:
+        with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            flags = ["--device", "cpu", "--seconds", "0.1", *map(str, CALL)]
+            app(["bench", str(folder), *flags], standalone_mode=False)
+    finally:
+        reader.join()
+        os.close(ours)
     told = [shown.find(f"timing: {name}".encode()) for name in ("offloaded", "resident", "raw link floor")]
     assert min(told) >= 0, shown
     assert told == sorted(told)

@@ -203,9 +203,9 @@ def test_decode_several_at_once(dtype: str, bits: int) -> None:
 
 def test_more_tensors_than_a_launch_takes() -> None:
     """A full table, and one more launch; the last one has a tensor alone."""
-    data = [gaussian("bfloat16", count) for count in range(1, 66)]
+    data = [gaussian("bfloat16", count) for count in range(1, 34)]
     parts = [part(values, "bfloat16", 3) for values in data]
-    assert [grid[0] for grid, _ in triton_codec.Decoding(parts)._launches] == [32, 32, 1]
+    assert [grid[0] for grid, _ in triton_codec.Decoding(parts)._launches] == [32, 1]
     assert all(torch.equal(*pair) for pair in zip(decoded(parts), data, strict=True))
 
 

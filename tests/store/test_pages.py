@@ -30,6 +30,7 @@ import weightstream.runtime.devices
 from fixtures_structure import Block
 from mapped import rss_nbytes
 from models import MODELS, Model, floats, model_nbytes, randomise, weights
+from repeats import thinned
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
 from weightstream.assembly import Given
@@ -746,8 +747,7 @@ LOADED = ("llama", "llama-bf16", "gpt2", "bert", "t5", "mixtral", "qwen3_moe-bf1
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
-@pytest.mark.parametrize("shards", ["one file", "shards"])
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize(("name", "shards"), thinned(LOADED, ["one file", "shards"]))
 def test_loaded_models_are_copied_from_their_files(name: str, shards: str, pinning: Device, tmp_path: Path) -> None:
     made = MODELS[name]()
     options = {"max_shard_size": "60KB"} if shards == "shards" else {}
