@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,7 +229,7 @@ def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
 # -- what commands tell ------------------------------------------------------------------------------------------------
 
 
-def test_a_comparison_tells_what_its_steps_found_and_fetched() -> None:
+def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
     from weightstream.adapters.steps import Steps
 
     model = built()
@@ -240,6 +242,34 @@ def test_a_comparison_tells_what_its_steps_found_and_fetched() -> None:
     assert 0.9 < found["experts"]["found_share"] < 1, "its steps are all of one token, and the first finds others there"
     once = NUM_LAYERS * TOP_K * ROW_NBYTES
     assert 0 < found["experts"]["fetched_nbytes_per_token"] < 0.1 * once
+    importlib.import_module("weightstream.cli.bench").show(plan, {"model": "mixture", **found})
+    assert f"counted: {counted(found['experts'])}"[:60] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["cached", "coded"])
+def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
+    cli = importlib.import_module("weightstream.cli.run")
+    model, tokens = built(), cli.Tokens(None)
+    with held(model, form, MOST) as streamer:
+        steps(model, 8)
+        session = object.__new__(cli.Session)
+        session.name, session.streamer = "mixture", streamer
+        session.tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+        tokens.ids, tokens.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
+        report = session.report({"input_ids": torch.zeros(1, 1)}, tokens)
+        stats = streamer.stats()
+    lines = cli._lines(report, tokens)
+    if form == "coded":
+        assert report["experts"] is None
+        assert "experts" not in lines
+        return
+    num_ids = stats.experts_found + stats.experts_fetched
+    assert report["experts"] == {
+        "num_slots": MOST,
+        "found_share": stats.experts_found / num_ids,
+        "fetched_nbytes_per_token": stats.experts_fetched_nbytes / 8,
+    }
+    assert lines["experts"] == counted(report["experts"])
 
 
 def test_what_a_cache_did_in_words() -> None:
