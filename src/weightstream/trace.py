@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Row = Literal["host", "compute", "copy"]
 SpanKind = Literal["step", "wait", "unit", "fill"]
@@ -29,13 +30,30 @@ class Span:
         return self.end_s - self.begin_s
 
 
+class Experts(NamedTuple):
+    """What the cache of a unit was asked for: ids whose rows it found, rows that it fetched, and bytes of these."""
+
+    found: int
+    fetched: int
+    fetched_nbytes: int
+
+
+def total(experts: Iterable[Experts]) -> Experts:
+    """The sums over units."""
+    return Experts(*map(sum, zip((0, 0, 0), *experts, strict=True)))
+
+
 class Trace:
-    """The spans of a `with streamer.trace()` block, complete once it ends; at most `limit` of them."""
+    """The spans of a `with streamer.trace()` block, complete once it ends; at most `limit` of them.
+
+    `experts` are those that each unit with a cache of them found and fetched meanwhile.
+    """
 
     def __init__(self, name: str, limit: int = 100_000) -> None:
         self.name = name
         self.limit = limit
         self.spans: list[Span] = []
+        self.experts: dict[str, Experts] = {}
 
     def save(self, path: str | Path) -> None:
         """Write the Trace Event Format, to be opened at https://ui.perfetto.dev or chrome://tracing."""
@@ -44,7 +62,18 @@ class Trace:
         for row, number in rows.items():
             events += [_meta("thread_name", number, name=row), _meta("thread_sort_index", number, sort_index=number)]
         events += [_event(span, rows[span.row]) for span in self.spans]
+        if self.experts:
+            events += [_meta("thread_name", len(rows) + 1, name="experts"), self._of_experts(len(rows) + 1)]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    def _of_experts(self, thread: int) -> dict[str, Any]:
+        """An event as long as the trace: the counts of each unit, and their sums."""
+        units = {unit or "(root)": of_unit._asdict() for unit, of_unit in self.experts.items()}
+        sums = total(self.experts.values())
+        ends = max((span.end_s for span in self.spans), default=0.0)
+        name = f"{sums.found} found, {sums.fetched} fetched"
+        at = {"ph": "X", "pid": 1, "tid": thread, "ts": 0, "dur": round(1e6 * ends, 3)}
+        return at | {"name": name, "cat": "experts", "args": sums._asdict() | {"units": units}}
 
 
 def _meta(what: str, thread: int, **args: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import weightstream
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.slots import Lru, Piece, Slots
+from weightstream.trace import total
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,6 +128,26 @@ def test_captured_generation_has_the_plain_bits(form: str, kind: str) -> None:
         assert (stats.experts_fetched > 0) is (form != "coded"), stats
         assert stats.fills == 0
     assert_same(generated(model, ids), wanted)
+
+
+@pytest.mark.parametrize("form", ["cached", "cached, coded"])
+def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> None:
+    model, ids = mixture(), prompt()
+    with offloaded(model, form) as streamer:
+        generated(model, ids)
+        before = streamer.stats().experts
+        with streamer.trace() as trace:
+            generated(model, ids)
+        during = streamer.stats().experts
+        assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, during, strict=True))
+        assert len(trace.experts) == LAYERS
+        assert min(found + fetched for found, fetched, _ in trace.experts.values()) >= (NEW - 2) * TOP_K
+        assert min(total(trace.experts.values())) > 0
+        while sum(streamer.stats().experts[:2]) < 40 * LAYERS * streamer.plan.num_slots:
+            generated(model, ids)
+        found, fetched, _ = streamer.stats().experts
+        assert streamer._installed.refinement.prospect.planners[0].counts is not None
+        assert streamer.plan.found_share == pytest.approx(found / (found + fetched), abs=0.1)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,6 +4,7 @@ a cache at all."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,13 @@ from test_planner import H200, Machine, machine, weight
 
 from weightstream.config import OffloadConfig
 from weightstream.plan import caching
-from weightstream.plan.caching import Cached
+from weightstream.plan.caching import Cached, Counts
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, Op, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Planner, Weights
-from weightstream.plan.refine import moved_nbytes
+from weightstream.plan.refine import Times, moved_nbytes, refine
+from weightstream.runtime.slots import Lru
 
 NUM_ROWS, NUM_PICKED, NUM_LAYERS = 128, 8, 6
 HIDDEN, INNER = 2048, 768
@@ -208,6 +210,144 @@ def test_a_cache_costs_what_it_fetches() -> None:
     for index, (unit, before, after) in enumerate(zip(MIXTURE.units, profile.unit_s, found.unit_s, strict=True)):
         more = missed * ROW_NBYTES / (0.92 * H200.link_bytes_per_s) + 5e-6 if unit.picks else 0.0
         assert after - before == pytest.approx(more), index
+
+
+# -- what was counted --------------------------------------------------------------------------------------------------
+
+MANY = 10**7  # ids, beside which the law weighs nothing
+
+
+def counts_of(share: float, num_slots: int = 32, workload: Workload | None = None, num_ids: int = MANY) -> Counts:
+    """So large a share was found."""
+    found = round(share * num_ids)
+    return Counts(num_slots, found, num_ids - found, workload)
+
+
+def missed(num_slots: int, counts: Counts | None, workload: Workload = Workload()) -> float:  # noqa: B008
+    num_picked = NUM_PICKED * workload.batch * workload.tokens
+    return caching._missed(NUM_ROWS, num_picked, num_slots, workload, counts)
+
+
+@pytest.mark.parametrize("num_slots", [8, 32, 100])
+@pytest.mark.parametrize("share", [0.03, 0.4, 0.77, 0.995])
+def test_the_law_goes_through_what_was_counted(share: float, num_slots: int) -> None:
+    counts = counts_of(share, num_slots)
+    assert missed(num_slots, counts) == pytest.approx(NUM_PICKED * (1 - share), rel=2e-3)
+    curve = [missed(slots, counts) for slots in range(NUM_ROWS + 1)]
+    assert (curve[0], curve[-1]) == (NUM_PICKED, 0)
+    assert all(more <= less for less, more in itertools.pairwise(curve))
+    by_law = [missed(slots, None) for slots in range(NUM_ROWS + 1)]
+    for told, law in zip(curve[1:-1], by_law[1:-1], strict=True):
+        assert (told > law) is (curve[num_slots] > by_law[num_slots]), "all of it is bent to one side"
+
+
+def test_few_counts_change_little() -> None:
+    for slots in (1, 32, 127):
+        assert missed(slots, Counts(32, 0, 0)) == pytest.approx(missed(slots, None))
+        assert missed(slots, Counts(32, 0, 1)) == pytest.approx(missed(slots, None), rel=0.06, abs=0.01)
+    told = [missed(32, counts_of(0.2, num_ids=num)) for num in (0, 10, 100, 1000, MANY)]
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == pytest.approx((missed(32, None), NUM_PICKED * 0.8), rel=1e-3)
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 32, 128, 200])
+@pytest.mark.parametrize(("found", "fetched"), [(0, 0), (0, MANY), (MANY, 0)])
+def test_no_counts_break_it(num_slots: int, found: int, fetched: int) -> None:
+    for slots in (0, 1, 64, 128):
+        assert 0 <= missed(slots, Counts(num_slots, found, fetched)) <= NUM_PICKED
+
+
+@pytest.mark.parametrize("workload", [Workload(), Workload(batch=4), Workload(batch=2, tokens=2)], ids=str)
+@pytest.mark.parametrize("num_slots", [40, 90])
+def test_what_a_cache_counted_tells_what_a_step_fetches(num_slots: int, workload: Workload) -> None:
+    """Ids that name a row again are counted, and not fetched again."""
+    rng, table, num_steps = random.Random(3), Lru(num_slots), 3000
+    num_tokens = workload.batch * workload.tokens
+    for _ in range(num_steps):
+        table.resolve([row for _ in range(num_tokens) for row in rng.sample(range(NUM_ROWS), NUM_PICKED)])
+    counts = Counts(num_slots, table.hits, table.misses, workload)
+    assert missed(num_slots, counts, workload) == pytest.approx(table.misses / num_steps, rel=0.05)
+    assert abs(missed(num_slots, None, workload) / (table.misses / num_steps) - 1) > 0.3, "the law is of other steps"
+
+
+def test_counts_of_one_workload_tell_of_another() -> None:
+    one, four = Workload(), Workload(batch=4)
+    better, worse = counts_of(0.9, workload=one), counts_of(0.6, workload=one)
+    assert missed(32, better, four) < missed(32, None, four) < missed(32, worse, four)
+    assert missed(32, counts_of(0.77, workload=one), four) == pytest.approx(missed(32, None, four), rel=0.01)
+
+
+def mixed(percent: int, batch: int, counts: Counts | None = None) -> Planner:
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
+    planner = planner_of(budget, codec="none", workload=Workload(batch=batch), on=IN_GRAPHS)
+    return replace(planner, counts=counts)
+
+
+@pytest.mark.parametrize(
+    ("percent", "batch", "share", "is_cached"),
+    [(70, 4, None, True), (70, 4, 0.1, False), (80, 12, None, False), (80, 12, 0.98, True), (25, 1, 0.0, True)],
+)
+def test_what_was_counted_chooses_between_cache_and_ring(
+    percent: int, batch: int, share: float | None, is_cached: bool
+) -> None:
+    counts = None if share is None else counts_of(share, 90, Workload(batch=batch))
+    plan = mixed(percent, batch, counts)(MIXTURE)
+    assert bool(plan.cached) is is_cached
+    prove(plan)
+
+
+def test_a_plan_tells_what_was_counted() -> None:
+    plan = mixed(25, 1)(MIXTURE)
+    row_nbytes = STACKS_NBYTES // NUM_ROWS
+    assert plan.found_share == pytest.approx(caching._at(caching._OF_MANY, plan.num_slots / NUM_ROWS))
+    for share in (0.2, 0.95):
+        told = mixed(25, 1, counts_of(share, plan.num_slots)).priced(plan)
+        assert told.found_share == pytest.approx(share, abs=1e-4)
+        assert told.fetched_nbytes == pytest.approx((1 - share) * NUM_PICKED * row_nbytes, rel=1e-3)
+        fetched_s = (told.fetched_nbytes - plan.fetched_nbytes) / (0.92 * H200.link_bytes_per_s)
+        assert told.step_s - plan.step_s == pytest.approx(fetched_s, rel=0.01)
+        assert f"finds about {100 * share:.0f} % there" in str(told)
+        assert told.numbers()["found_share"] == told.found_share
+        assert Plan.from_json(told.to_json()) == told
+
+
+# -- a cache whose steps were measured ---------------------------------------------------------------------------------
+
+
+def times_of(step_s: float) -> Times:
+    return Times(step_s=step_s, host_s=step_s, computes={}, copies={})
+
+
+def test_measured_steps_of_a_cache_keep_what_was_counted() -> None:
+    plan = mixed(70, 4)(MIXTURE)
+    counts = counts_of(0.8, plan.num_slots, Workload(batch=4))
+    refined = refine(mixed(70, 4, counts), plan, times_of(1.04 * plan.step_s))
+    told = mixed(70, 4, counts).priced(plan)
+    assert refined.plan.step_s == pytest.approx(1.04 * plan.step_s)
+    assert refined.plan.fetched_nbytes == told.fetched_nbytes != plan.fetched_nbytes
+    assert refined.plan.cached == plan.cached
+    by_law = refine(mixed(70, 4), plan, times_of(1.04 * plan.step_s))
+    assert by_law.plan.fetched_nbytes == plan.fetched_nbytes
+    assert by_law.better is None
+
+
+@pytest.mark.parametrize(
+    ("share", "slower", "may_move", "moves"),
+    [(0.1, 1.0, True, True), (0.1, 1.0, False, False), (0.1, 1.3, True, False), (0.9, 1.0, True, False)],
+)
+def test_a_cache_that_finds_little_is_left_for_the_ring(
+    share: float, slower: float, may_move: bool, moves: bool
+) -> None:
+    """Where counts tell what was measured; of other times nobody knows what another plan would do about them."""
+    plan = mixed(70, 4)(MIXTURE)
+    assert plan.cached
+    planner = mixed(70, 4, counts_of(share, plan.num_slots, Workload(batch=4)))
+    measured_s = slower * planner.priced(plan).step_s
+    better = refine(planner, plan, times_of(measured_s), may_move=may_move).better
+    assert (better is not None) is moves
+    if better is not None:
+        assert not better.cached
+        assert better.step_s < 0.9 * measured_s
 
 
 # -- when it is worth it -----------------------------------------------------------------------------------------------

@@ -531,11 +531,11 @@ def test_a_move_that_makes_steps_longer_is_undone(
         before, learned = given.planners[0](given.grains[0]), Refinement(given)
     _, after = look(learned, before, 64, steps_of(1.0))
     assert after is not None
-    _, again = look(learned, after, 64, steps_of(after_s))
+    _, again = look(learned, after, 128, steps_of(after_s))
     assert again is not None
     assert (again.resident == before.resident) == is_undone
     assert again.step_s == 1.0 or not is_undone
-    assert look(learned, again, 64, steps_of(1.0))[1] is None, "no move is left"
+    assert look(learned, again, 192, steps_of(1.0))[1] is None, "no move is left"
 
 
 def test_what_a_move_was_undone_for_is_not_gone_back_to(
@@ -547,8 +547,8 @@ def test_what_a_move_was_undone_for_is_not_gone_back_to(
         given = streamer._installed.refinement.prospect
         plan, learned = given.planners[0](given.grains[0]), Refinement(given)
     moved = []
-    for step_s in (1.0, 1.2, 2.0, 4.0):
-        same, better = look(learned, plan, 64, steps_of(step_s))
+    for num, step_s in enumerate((1.0, 1.2, 2.0, 4.0), 1):
+        same, better = look(learned, plan, 64 * num, steps_of(step_s))
         moved.append(better is not None)
         plan = better or same
     assert moved == [True, True, False, False]
@@ -565,9 +565,23 @@ def test_after_a_step_that_counted_as_a_whole_a_move_may_follow(monkeypatch: pyt
         return Refined(planner=planner, plan=plan, better=None, is_whole=len(asked) == 1)
 
     monkeypatch.setattr("weightstream.runtime.refinement.refine", found)
-    for step_s in (4.0, 2.0, 1.0):
-        plan, _ = look(learned, plan, 64, steps_of(step_s))
+    for num, step_s in enumerate((4.0, 2.0, 1.0), 1):
+        plan, _ = look(learned, plan, 64 * num, steps_of(step_s))
     assert asked == [True, True, False]
+
+
+def test_steps_of_a_known_kind_are_looked_at_once_enough_came_since() -> None:
+    """A generation is looked at once, at its end, after any number of steps."""
+    planner, plan = planned(60)
+    learned = Refinement(Prospect(grains=(plan.manifest,), planners=(planner,)))
+    looks = []
+    for num_steps, step_s in ((23, 1.0), (46, 2.0), (69, 2.0), (92, 4.0), (138, 4.0), (161, 8.0)):
+        measured = steps_of(step_s)
+        timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda measured=measured: measured)
+        found = learned.refine(plan, num_steps, timeline, may_move=False)
+        plan = found[0] if found is not None else plan
+        looks.append((num_steps, plan.step_s))
+    assert looks == [(23, 1.0), (46, 1.0), (69, 1.0), (92, 4.0), (138, 4.0), (161, 8.0)]
 
 
 def test_it_moves_twice_at_most(opened: Callable[..., weightstream.Streamer], always_better: list[Times]) -> None:

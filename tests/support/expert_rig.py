@@ -126,7 +126,8 @@ def plan_of(streamer: weightstream.Streamer, form: str, num_slots: int) -> Plan:
     per_slot = max(sum(aligned(_row_nbytes(t) + 8) for t in of_unit) for of_unit in users)
     rest = grain.without(stacks)
     plan = Plan.build(rest, frozenset(rest.aliases), 0)
-    return replace(plan, manifest=grain, cached=stacks, slots_nbytes=num_slots * per_slot * len(users))
+    slots = {"num_slots": num_slots, "slots_nbytes": num_slots * per_slot * len(users)}
+    return replace(plan, manifest=grain, cached=stacks, **slots)
 
 
 def _row_nbytes(stack: TensorSpec) -> int:

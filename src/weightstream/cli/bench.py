@@ -25,6 +25,7 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
+    counted,
     figure,
     foretold,
     grid,
@@ -142,6 +143,8 @@ def show(plan: Plan, row: dict[str, Any]) -> None:
     lines = plan.predictions() | (foretold(row["predicted_s"], measured) if row["predicted_s"] else {})
     if plan.step_s != row["predicted_s"]:
         lines["predicted"] += f"; {milliseconds(plan.step_s)} from what was measured since"
+    if row["experts"]:
+        lines["counted"] = counted(row["experts"])
     lines["link"] = f"{per_second(row['link_bytes_per_s'])} now; {all_weights}"
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"

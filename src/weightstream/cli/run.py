@@ -26,6 +26,7 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
+    counted,
     foretold,
     print_labelled,
     require,
@@ -33,13 +34,13 @@ from weightstream.cli.terminal import (
 )
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds, per_second
+from weightstream.trace import Trace, total
 
 if TYPE_CHECKING:
     import torch
 
     from weightstream.adapters.generation import Decoding
     from weightstream.runtime.streamer import Streamer
-    from weightstream.trace import Trace
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
@@ -156,6 +157,8 @@ def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
         "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
         "waited": f"{stats['stall_s']:.2f} s of {found['seconds']:.2f} s",
     }
+    if found["experts"] is not None:
+        lines["experts"] = counted(found["experts"])
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
     if measured_s is not None and predicted_s:
         lines |= foretold(predicted_s, measured_s)
@@ -275,6 +278,9 @@ class Session:
 
     def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> dict[str, Any]:
         """What a run took."""
+        from weightstream.runtime.stats import of_cache
+
+        stats = self.streamer.stats()
         return {
             "model": self.name,
             "device": str(self.streamer.device),
@@ -286,7 +292,8 @@ class Session:
             "first_token_s": tokens.times[1] - tokens.times[0],
             "tokens_per_s": tokens.per_second,
             "decoding": tokens.decoding and dataclasses.asdict(tokens.decoding),
-            "stats": dataclasses.asdict(self.streamer.stats()),
+            "experts": of_cache(self.streamer.plan, stats.experts, len(tokens.ids)),
+            "stats": dataclasses.asdict(stats),
         }
 
 
@@ -350,6 +357,10 @@ def _show(session: Session, recorded: Trace, out: Path) -> None:
         lines["copies"] = (
             f"{milliseconds(copied_s)}, {human(nbytes)} ({nbytes} bytes) at {per_second(nbytes / copied_s)}"
         )
+    if recorded.experts:
+        experts = total(recorded.experts.values())
+        fetched = f"{experts.fetched} fetched ({human(experts.fetched_nbytes)})"
+        lines["experts"] = f"{experts.found} found in slots, {fetched}"
     if waited_s:
         longest = sorted(waited, key=lambda name: waited[name], reverse=True)[:_MOST_WAITS]
         named = (f"{name or '(root)'} ({milliseconds(waited[name])})" for name in longest)

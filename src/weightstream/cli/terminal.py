@@ -27,7 +27,7 @@ from rich.text import Text
 
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.plan.amounts import milliseconds
+from weightstream.plan.amounts import human, milliseconds
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
@@ -206,6 +206,13 @@ def foretold(predicted_s: float, measured_s: float, text: Callable[[float], str]
     if is_far:
         lines["advice"] = "measure again with `weightstream doctor --measure`"
     return lines
+
+
+def counted(experts: Mapping[str, Any]) -> str:
+    """What was counted in a cache of experts."""
+    share, nbytes = experts["found_share"], human(experts["fetched_nbytes_per_token"])
+    found = "none was read there" if share is None else f"{100 * share:.1f} % found there, {nbytes} fetched per token"
+    return f"{experts['num_slots']} slots for those of a layer; {found}"
 
 
 def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from operator import eq
+from operator import eq, sub
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from weightstream.plan.amounts import human
 from weightstream.plan.plan import Plan
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
+from weightstream.runtime.stats import of_cache
 from weightstream.store import limits
+from weightstream.trace import Experts
 
 System = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
 Step = Callable[[], torch.Tensor]  # the same step, over and over
@@ -44,9 +46,13 @@ def compare(
     try:
         with closing(bench.backend_of(device)) as backend:  # the streamer's ends with the streamer
             on_phase("offloaded")
-            offloaded, ours = _timed("offloaded", steps(), backend, seconds)
-            plan, read = streamer.plan, streamer.read_in_place
-            offloaded["weights_nbytes"] = streamer.stats().held_nbytes["device"]
+            step, begun = steps(), streamer.stats()
+            offloaded, ours = _timed("offloaded", step, backend, seconds)
+            plan, read, ended = streamer.plan, streamer.read_in_place, streamer.stats()
+            offloaded["weights_nbytes"] = ended.held_nbytes["device"]
+            num_tokens = (ended.steps - begun.steps) * workload.batch * workload.tokens
+            experts = of_cache(plan, Experts(*map(sub, ended.experts, begun.experts)), num_tokens)
+            del step
             streamer.remove()
             on_phase("raw link floor")
             floor, bytes_per_s = _floor(plan, read, backend, seconds)
@@ -72,6 +78,7 @@ def compare(
         "predicted_s": planned.step_s,
         "link_bytes_per_s": bytes_per_s,
         "whole_floor_s": plan.manifest.decoded_nbytes / bytes_per_s,
+        "experts": experts,
         "systems": systems,
         "skipped": skipped or None,
         "num_compared": NUM_COMPARED,

@@ -1,7 +1,7 @@
 """Caches of experts: which stacks are worth slots of the device, how many, and how often a row is found in one.
 
 A step reads some rows of each stack. With slots for a share of them it finds more than that share there, as tokens in a
-row use the same experts: how much more is what others measured.
+row use the same experts: how much more is a law of what others measured, bent through what was counted here.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
-from typing import NamedTuple
+from math import log, prod
+from typing import Any, NamedTuple
 
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
@@ -27,7 +27,22 @@ _SLOT_NBYTES = 1024  # that alignment takes of a slot
 _OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
 _OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
 _MANY = 8
+_WORTH = 100  # counted ids: the law weighs as much
 _TILE = 4096  # weights, of which a row is a multiple where rows are read
+
+
+class Counts(NamedTuple):
+    """What was counted under a workload, with so many slots for each stack: ids whose row was found in one, and rows
+    that were fetched."""
+
+    num_slots: int
+    found: int
+    fetched: int
+    workload: Workload | None = None
+
+    @property
+    def num_ids(self) -> int:
+        return self.found + self.fetched
 
 
 class Cached(NamedTuple):
@@ -102,14 +117,20 @@ def _per_slot(stacks: Iterable[TensorSpec], codes: Mapping[str, tuple[int, int]]
     return total
 
 
-def profiled(manifest: Manifest, cached: Cached | None, profile: Profile, workload: Workload | None) -> Profile:
+def profiled(
+    manifest: Manifest,
+    cached: Cached | None,
+    profile: Profile,
+    workload: Workload | None,
+    counts: Counts | None = None,
+) -> Profile:
     """The profile of a plain manifest whose stacks are cached: with what units take to find, fetch and decode rows."""
     if cached is None:
         return profile
     coded = manifest.coded(cached.coded)
     decoding = profile.decoding(coded)
     unit_s, host_s = list(decoding.unit_s), list(decoding.host_s)
-    for index, nbytes in _fetched(manifest, cached, profile, workload).items():
+    for index, nbytes in _fetched(manifest, cached, profile, workload, counts).items():
         unit_s[index] += _MANAGED_S + nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
         if host_s:
             shown = len(coded.units[index].tensors)
@@ -120,33 +141,72 @@ def profiled(manifest: Manifest, cached: Cached | None, profile: Profile, worklo
     return replace(decoding, unit_s=tuple(unit_s), host_s=tuple(host_s))
 
 
-def fetched_nbytes(manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None) -> int:
-    """Bytes that a step fetches into slots."""
-    return round(sum(_fetched(manifest, cached, profile, workload).values()))
+def predicted(
+    manifest: Manifest,
+    cached: Cached,
+    profile: Profile,
+    workload: Workload | None,
+    counts: Counts | None = None,
+) -> dict[str, Any]:
+    """What a plan tells of its slots: the share of the rows that a step finds in them, and bytes that it fetches."""
+    fetched_nbytes = sum(_fetched(manifest, cached, profile, workload, counts).values())
+    empty = cached._replace(num_slots=0)
+    read_nbytes = sum(_fetched(manifest, empty, profile, workload, counts).values())
+    found_share = 1 - fetched_nbytes / read_nbytes if read_nbytes else 0.0
+    return {"num_slots": cached.num_slots, "found_share": found_share, "fetched_nbytes": round(fetched_nbytes)}
 
 
-def _fetched(manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None) -> dict[int, float]:
-    """The same of each unit."""
+def _fetched(
+    manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
+) -> dict[int, float]:
+    """Bytes that a step fetches for each unit."""
     found = {}
     for index, of_unit in stacks_of(manifest, profile).items():
         num_rows = of_unit[0].shape[0]
-        missed = _missed(num_rows, profile.picked[index][0] * num_rows, cached.num_slots, workload)
+        missed = _missed(num_rows, profile.picked[index][0] * num_rows, cached.num_slots, workload, counts)
         found[index] = missed * sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
     return found
 
 
-def _missed(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> float:
-    """Rows of a stack that a step has to fetch: fewer than it picks are different, and of these some are there.
+def _missed(
+    num_rows: int, num_picked: float, num_slots: int, workload: Workload | None, counts: Counts | None = None
+) -> float:
+    """Rows of a stack that a step has to fetch: fewer than it picks are different, and of these some are there."""
+    different, there = _law(num_rows, num_picked, num_slots, workload)
+    bend = 1.0 if counts is None else _bend(counts, num_rows, num_picked / _num_tokens(workload))
+    missed: float = different * (1 - there) ** bend
+    return missed
+
+
+def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> tuple[float, float]:
+    """Different rows of a stack that a step picks, and the share of them that is there.
 
     Sequences do not share what they use: the more there are, the nearer is what is found to the share of the slots.
     """
-    num_tokens = workload.batch * workload.tokens if workload else 1
-    batch = workload.batch if workload else 1
+    num_tokens, batch = _num_tokens(workload), workload.batch if workload else 1
     different = num_rows * (1 - (1 - 1 / num_rows) ** num_picked) if num_tokens > 1 else num_picked
     share = num_slots / num_rows
     law = _OF_MANY if num_rows * num_tokens >= _MANY * num_picked else _OF_FEW
     there: float = share + (_at(law, share) - share) / batch**0.5
-    return different * (1 - there)
+    return different, there
+
+
+def _bend(counts: Counts, num_rows: int, per_token: float) -> float:
+    """The power of what the law misses that goes through what was counted; of few ids nearly 1, the law itself.
+
+    Ids of one step that name the same row are found one by one, and fetched once.
+    """
+    num_picked = per_token * _num_tokens(counts.workload)
+    different, there = _law(num_rows, num_picked, counts.num_slots, counts.workload)
+    if not 0 < there < 1:
+        return 1.0
+    fetched = counts.fetched * num_picked / different
+    missed = (fetched + _WORTH * (1 - there)) / (counts.found + fetched + _WORTH)
+    return log(missed) / log(1 - there)
+
+
+def _num_tokens(workload: Workload | None) -> int:
+    return workload.batch * workload.tokens if workload else 1
 
 
 def _at(law: tuple[tuple[float, float], ...], x: float) -> float:

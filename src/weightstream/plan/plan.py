@@ -21,7 +21,7 @@ _NUMBERS = (
     *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
     *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
     *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
-    *("num_slots", "slots_nbytes", "fetched_nbytes"),
+    *("num_slots", "slots_nbytes", "found_share", "fetched_nbytes"),
 )
 
 
@@ -40,7 +40,8 @@ class Plan:
 
     Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, or
     `graph_s` in a CUDA graph, where the host launches nothing, and those that compute (`decode_s` of them to decode),
-    link and disk are busy; and the bytes that are fetched into slots; of activations, at most; and of the KV cache.
+    link and disk are busy; the share of the rows of `cached` that it finds in slots, and the bytes that it fetches into
+    them; and the bytes of activations, at most, and of the KV cache.
     """
 
     manifest: Manifest
@@ -67,6 +68,7 @@ class Plan:
     cached: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     num_slots: int = 0
     slots_nbytes: int = 0
+    found_share: float = 0.0
     fetched_nbytes: int = 0
 
     @classmethod
@@ -243,8 +245,8 @@ class Plan:
             lines["coded"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
         if self.cached:
             lines["experts"] = (
-                f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step fetches about "
-                f"{human(self.fetched_nbytes)}"
+                f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step finds about "
+                f"{100 * self.found_share:.0f} % there and fetches {human(self.fetched_nbytes)}"
             )
         busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
         if any(busy.values()):

@@ -21,7 +21,7 @@ from weightstream.config import CODES, OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.given import selects
 from weightstream.plan import caching, cost, placement
-from weightstream.plan.caching import Cached
+from weightstream.plan.caching import Cached, Counts
 from weightstream.plan.choices import Share
 from weightstream.plan.codes import Codes, Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
@@ -114,7 +114,7 @@ class Way(NamedTuple):
 class Planner:
     """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
     over the work, and in which the groups `measured_reads` were read from host memory. A `share` is in place of the
-    budget where several models have device memory in turn.
+    budget where several models have device memory in turn. `counts` are those of a cache that ran.
 
     Raises `PlanError` with the arithmetic where no plan fits.
     """
@@ -126,6 +126,7 @@ class Planner:
     unit_s: Mapping[str, float] = field(default_factory=dict)
     measured_reads: frozenset[str] = frozenset()
     share: Share | None = None
+    counts: Counts | None = None
 
     def __call__(self, manifest: Manifest) -> Plan:
         refusals: list[Refusal] = []
@@ -146,7 +147,7 @@ class Planner:
         """The plans of one way."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         as_coded = manifest.coded(way.codes | way.aside.codes)  # once: there are hundreds of candidates
-        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload)
+        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
         placing = replace(self, config=self.config.within(beside)) if way.cached else self
 
@@ -239,9 +240,9 @@ class Planner:
         budget = self.budget if is_tried and self.machine.maps_host_memory else None
         if budget is None or manifest.nbytes <= budget:
             return None
-        profile, workload = self.profile(manifest), self.demand.workload
+        profile, known = self.profile(manifest), (self.demand.workload, self.counts)
         found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]))
-        return min(found, key=lambda c: sum(caching.profiled(manifest, c, profile, workload).unit_s), default=None)
+        return min(found, key=lambda c: sum(caching.profiled(manifest, c, profile, *known).unit_s), default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, cached: Cached | None) -> Plan:
         """The plan of a manifest without what is cached, as one of the whole."""
@@ -253,16 +254,15 @@ class Planner:
             manifest=whole,
             budget=self.budget,
             cached=frozenset(cached.codes),
-            num_slots=cached.num_slots,
             slots_nbytes=cached.slots_nbytes,
-            fetched_nbytes=caching.fetched_nbytes(whole, cached, profile, self.demand.workload),
+            **caching.predicted(whole, cached, profile, self.demand.workload, self.counts),
             decode_s=sum(profile.decode_s(u, units[u]) for u in whole.order),
         )
 
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload)
+        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
         kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
@@ -355,7 +355,7 @@ class Planner:
         manifest = plan.manifest.plain()
         profile, cached = self.profile(manifest), caching.of_plan(plan)
         way = Way(plan.mapped, plan.manifest.without(plan.mapped | plan.cached), {}, cached)
-        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload).decoding(way.aside)
+        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts).decoding(way.aside)
         alone = replace(plan, manifest=way.aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
         times = self._with_cache(cost.predicted(alone, profile), plan.manifest.without(plan.mapped), cached)
         told = self._for_demand(self._reading(times, plan.manifest, plan.mapped, profile))

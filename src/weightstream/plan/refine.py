@@ -51,7 +51,9 @@ class Refined:
 def refine(planner: Planner, plan: Plan, times: Times, *, may_move: bool = True) -> Refined:
     """What the planner makes of the measured times of a plan of its own, and, where it may move, of others."""
     profile = planner.machine.profile
-    if (plan.step_nbytes and not times.computes) or plan.cached:  # what rows are fetched is in the units' times
+    if plan.cached:
+        return _counted(planner, plan, times, may_move=may_move)
+    if plan.step_nbytes and not times.computes:
         return _as_a_whole(planner, plan, times)
     if plan.limit == "disk":
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
@@ -85,6 +87,16 @@ def _as_a_whole(planner: Planner, plan: Plan, times: Times) -> Refined:
     names = ("compute_s", "decode_s") if plan.limit == "compute" else ("copy_s" if plan.limit == "link" else limit,)
     busy = {name: getattr(plan, name) * ratio for name in names}
     return Refined(planner=planner, plan=replace(plan, step_s=times.step_s, **busy), better=None, is_whole=True)
+
+
+def _counted(planner: Planner, plan: Plan, times: Times, *, may_move: bool) -> Refined:
+    """Where rows are fetched, what that takes is in the units' times: counts tell it apart, and how others would do."""
+    if planner.counts is None:
+        return _as_a_whole(planner, plan, times)
+    counted = planner.priced(plan)
+    is_told = times.step_s <= _UNTOLD * counted.step_s
+    better = _better(planner, counted, times.step_s) if may_move and is_told else None
+    return replace(_as_a_whole(planner, counted, times), better=better)
 
 
 def _rates(times: Times, latency_s: float) -> list[float]:

@@ -13,7 +13,7 @@ themselves, `switch` refuses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -33,6 +33,7 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.moves import CodeOverflow
 from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.tally import Cache, Tally
 from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.weights import UnitModule, manifest
 
@@ -63,7 +64,7 @@ class Installation:
         self._grains = [tuple(units) for units in grains]
         self.graphs = Graphs(backend, lambda: self.binding)
         self.counters = Counters()
-        self.timeline = Timeline(backend)
+        self.timeline = Timeline(backend, Tally(self._caches))
         self._on_close = on_close
 
     @property
@@ -74,6 +75,16 @@ class Installation:
     def manifest(self) -> Manifest:
         """All units and weights, plain, in the order of the modules."""
         return manifest(self.modules.units, {alias: home.group for alias, home in self.homes.homes.items()})
+
+    def _caches(self) -> Iterator[Cache]:
+        """Those of the plan in force."""
+        held = self.plan.manifest.aliases
+        for unit in self.binding.units:
+            if unit.rows is not None and unit.rows.cache is not None:
+                spec = self.plan.manifest.units[unit.index]
+                stacks = {t.alias: t.shape[0] for t in spec.tensors if t.alias in self.plan.cached}
+                row_nbytes = sum(held[alias] / num_rows for alias, num_rows in stacks.items())
+                yield Cache(spec.name, unit.rows.cache, unit.rows.most, row_nbytes)
 
     def start(self, plan: Plan | None) -> None:
         """Put the first plan in force, or one that is made now. On an error the model is as it was."""
@@ -159,6 +170,7 @@ class Installation:
         self.compiled.drop()
         self.modules.detach()
         if hasattr(self, "binding"):
+            self.timeline.tally.keep()
             self.binding.close_all()
 
     def remove(self) -> None:

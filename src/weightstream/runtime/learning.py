@@ -254,7 +254,7 @@ class Learning:
     def _refine(self, plan: Plan, *, may_move: bool = True) -> None:
         installed = self._installed
         steps, timeline = installed.counters.steps, installed.timeline
-        found = installed.refinement.refine(plan, steps, timeline, may_move=may_move)
+        found = installed.refinement.refine(plan, steps, timeline, timeline.tally.counts, may_move=may_move)
         if found is not None:
             installed.binding.plan, better = found
             if better is not None:

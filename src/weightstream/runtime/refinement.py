@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weightstream.errors import PlanError
+from weightstream.plan.caching import Counts
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
@@ -48,6 +49,7 @@ class Refinement:
         self.kept = frozenset[str]()  # on the device for good
         self._kind: Kind | None = None  # of the steps that the plan was held against last
         self._foreseen = _planned(prospect)  # of the call that the plan was predicted for from its work
+        self._looked_at = 0  # so many steps
         self._num_moves = 0
         self._left: tuple[Plan, Measured] | None = None  # what the last move left, and how long its steps took
         self._is_whole = False  # no unit's times told what was measured last: others may be gone by the next look
@@ -124,20 +126,29 @@ class Refinement:
         return chosen
 
     def refine(
-        self, plan: Plan, num_steps: int, timeline: Timeline, *, may_move: bool = True
+        self,
+        plan: Plan,
+        num_steps: int,
+        timeline: Timeline,
+        counts: Callable[[], Counts | None] = lambda: None,
+        *,
+        may_move: bool = True,
     ) -> tuple[Plan, Plan | None] | None:
         """The plan in force as measured times predict it, and a better one to move to; None where nothing is new.
 
-        Steps of a kind that is known are looked at again now and then, as others may use the machine by now.
+        Steps of a kind that is known are looked at again now and then, as others may use the machine by now, and caches
+        have `counts`.
         """
         is_known = timeline.kind == self._kind
-        if timeline.kind is None or num_steps % (_AGAIN if is_known else _EVERY if may_move else 1):
+        pause = _AGAIN if is_known else _EVERY if may_move else 1
+        if timeline.kind is None or num_steps - self._looked_at < pause:
             return None
+        self._looked_at = num_steps
         measured = timeline.measured()
         if measured is None or measured.num_steps < _FROM:
             return None
         missed = max(measured.step_s, plan.step_s) / (min(measured.step_s, plan.step_s) or 1e-9)
-        if is_known and missed <= _MISSED:
+        if not self._learn_counts(counts()) and is_known and missed <= _MISSED:
             return None
         planner = self._planners[self.prospect.grain_of(plan.manifest)]
         if missed > _DOUBTED and timeline.kind == self._foreseen:
@@ -163,6 +174,17 @@ class Refinement:
         self._kind = None  # the steps of the new plan are to be measured
         prove(refined.better)
         return refined.plan, refined.better
+
+    def _learn_counts(self, counts: Counts | None) -> bool:
+        """Plan by what caches have counted from now on; returns whether that is new: twice as many as were known."""
+        known = self._planners[0].counts
+        if counts is None or counts.num_ids < 2 * (known.num_ids if known else 1):
+            return False
+        of_kind = counts._replace(workload=self.prospect.workload)
+        self.prospect = replace(
+            self.prospect, planners=tuple(replace(planner, counts=of_kind) for planner in self._planners)
+        )
+        return True
 
 
 def _planned(prospect: Prospect) -> Kind | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from weightstream.plan.plan import Plan
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.timeline import UnitTimes
+from weightstream.trace import Experts, total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +25,8 @@ class Stats:
     first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
     the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
 
-    Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not; to
-    tell these waits for the device.
+    Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not, of
+    `experts_fetched_nbytes` bytes; to tell these waits for the device.
     """
 
     steps: int
@@ -38,13 +41,30 @@ class Stats:
     units: tuple[UnitTimes, ...]
     experts_found: int = 0
     experts_fetched: int = 0
+    experts_fetched_nbytes: int = 0
+
+    @property
+    def experts(self) -> Experts:
+        """The last three."""
+        return Experts(self.experts_found, self.experts_fetched, self.experts_fetched_nbytes)
+
+
+def of_cache(plan: Plan, experts: Experts, num_tokens: int) -> dict[str, Any] | None:
+    """What the cache of a plan did for so many tokens; None where there is none."""
+    if not plan.cached:
+        return None
+    num_ids = experts.found + experts.fetched
+    return {
+        "num_slots": plan.num_slots,
+        "found_share": experts.found / num_ids if num_ids else None,
+        "fetched_nbytes_per_token": experts.fetched_nbytes / num_tokens,
+    }
 
 
 def stats_of(installed: Installation) -> Stats:
     """The statistics as of now."""
     held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
-    caches = [unit.rows.cache for unit in installed.binding.units if unit.rows is not None and unit.rows.cache]
-    found, fetched = map(sum, zip(*(cache.counts() for cache in caches), strict=True)) if caches else (0, 0)
+    experts = total(installed.timeline.tally.read().values())
     held["device"] += sum(memory.numel() for memory in installed.binding.memory) + installed.modules.adopted_nbytes
     return Stats(
         **asdict(installed.counters),
@@ -54,6 +74,7 @@ def stats_of(installed: Installation) -> Stats:
         predicted_step_s=plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
-        experts_found=found,
-        experts_fetched=fetched,
+        experts_found=experts.found,
+        experts_fetched=experts.fetched,
+        experts_fetched_nbytes=experts.fetched_nbytes,
     )

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -23,8 +23,9 @@ from weightstream.errors import OffloadError
 from weightstream.plan.manifest import Workload
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Side, Stamp
+from weightstream.runtime.tally import Tally, since
 from weightstream.runtime.values import tensors_in
-from weightstream.trace import Row, Span, SpanKind, Trace
+from weightstream.trace import Experts, Row, Span, SpanKind, Trace
 
 logger = logging.getLogger("weightstream")
 
@@ -144,6 +145,7 @@ class Tracing:
     trace: Trace
     origin: Stamp
     host_origin_s: float
+    experts: Mapping[str, Experts]  # as they were counted before
     num_steps: int = 0
     step: int = 0  # the one under way; 0 between two
     marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)
@@ -179,10 +181,14 @@ class Tracing:
 
 
 class Timeline:
-    """Times steps of one streamer, under one plan after the other. `stall_s` is what all steps waited, estimated."""
+    """Times steps of one streamer, under one plan after the other. `stall_s` is what all steps waited, estimated.
 
-    def __init__(self, backend: Backend) -> None:
+    `tally` has what caches of experts counted in all of them.
+    """
+
+    def __init__(self, backend: Backend, tally: Tally | None = None) -> None:
         self.stall_s = 0.0
+        self.tally = tally or Tally()
         self._backend = backend
         self._plan: Plan
         self._num_steps = self._in_a_row = 0
@@ -315,13 +321,15 @@ class Timeline:
         """Record all that comes until `end_trace`; the device is idle."""
         if self._tracing is not None:
             raise OffloadError("trace() inside of trace(): this streamer is recording one already")
-        self._tracing = Tracing(trace, self._backend.stamp(Side.COMPUTE), time.perf_counter())
+        stamp = self._backend.stamp(Side.COMPUTE)
+        self._tracing = Tracing(trace, stamp, time.perf_counter(), self.tally.read())
 
     def end_trace(self) -> None:
         """The device is idle: what was recorded is in the trace now."""
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
             tracing.finish(self._backend.seconds)
+            tracing.trace.experts = since(tracing.experts, self.tally.read())
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

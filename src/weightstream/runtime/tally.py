@@ -1,0 +1,70 @@
+"""The tally: how often caches of experts found what a step asked for, by unit, since the model was offloaded.
+
+Counts are on the device. They are read where somebody asks, or where a plan is refined from measured times, once in
+many steps: each time the host waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from weightstream.plan.caching import Counts
+from weightstream.runtime.slots import Slots
+from weightstream.trace import Experts
+
+_WARM = 8  # times as many ids as there are slots: before, slots were empty
+
+
+class Cache(NamedTuple):
+    """The cache of a unit, its slots, and the bytes of a row in one."""
+
+    unit: str
+    slots: Slots
+    num_slots: int
+    row_nbytes: float
+
+
+class Tally:
+    """Reads the caches of one plan after the other; `caches()` are those of the one in force."""
+
+    def __init__(self, caches: Callable[[], Iterable[Cache]] = tuple) -> None:
+        self._caches = caches
+        self._before: Mapping[str, Experts] = {}  # of plans that were in force
+        self._warm: WeakKeyDictionary[Slots, tuple[int, int]] = WeakKeyDictionary()  # what they had counted by then
+
+    def read(self) -> dict[str, Experts]:
+        """What was found and fetched so far, by unit."""
+        found = dict(self._before)
+        for cache in self._caches():
+            num_found, fetched = cache.slots.counts()
+            now = num_found, fetched, round(fetched * cache.row_nbytes)
+            found[cache.unit] = Experts(*map(sum, zip(now, found.get(cache.unit, (0, 0, 0)), strict=True)))
+        return found
+
+    def keep(self) -> None:
+        """The plan in force ends, and its caches with it."""
+        self._before = self.read()
+
+    def counts(self) -> Counts | None:
+        """Sums over the caches of the plan in force, of each since a look found it warm; None: of nothing."""
+        num_slots = num_found = num_fetched = 0
+        for cache in self._caches():
+            found, fetched = cache.slots.counts()
+            if cache.slots not in self._warm and found + fetched >= _WARM * cache.num_slots:
+                self._warm[cache.slots] = found, fetched
+            found_then, fetched_then = self._warm.get(cache.slots, (found, fetched))
+            num_found, num_fetched = num_found + found - found_then, num_fetched + fetched - fetched_then
+            num_slots = cache.num_slots
+        return Counts(num_slots, num_found, num_fetched) if num_found + num_fetched else None
+
+
+def since(begin: Mapping[str, Experts], end: Mapping[str, Experts]) -> dict[str, Experts]:
+    """What came from one reading to the next, of units where something did; what began anew tells of a part."""
+    found = {unit: Experts(*map(_more, now, begin.get(unit, (0, 0, 0)))) for unit, now in end.items()}
+    return {unit: counts for unit, counts in found.items() if any(counts)}
+
+
+def _more(now: int, then: int) -> int:
+    return max(0, now - then)
