@@ -465,3 +465,36 @@ def test_what_is_cached_is_nowhere_else() -> None:
     assert any("alias groups on disk" in text for text in violations(on_disk))
     over = replace(plan, slots_nbytes=plan.slots_nbytes + (plan.budget or 0))
     assert any("device bytes" in text for text in violations(over))
+
+
+def with_unit(manifest: Manifest, index: int, **changes: Any) -> Manifest:
+    units = list(manifest.units)
+    units[index] = replace(units[index], **changes)
+    return replace(manifest, units=tuple(units))
+
+
+def test_what_is_cached_is_of_one_unit_that_encloses_none() -> None:
+    """Units inside of it would overwrite the buffer, and several would each want slots of their own."""
+    plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec="none")(MIXTURE)
+    assert plan.cached
+    assert list(violations(plan)) == []
+    of_layer = next(u for u, unit in enumerate(MIXTURE.units) if unit.name == "2/experts")
+    enclosing = replace(plan, manifest=with_unit(MIXTURE, of_layer, enclosing=True))
+    expected = f"unit {of_layer} encloses others, which use the buffer, and has ['2.down', '2.up'] cached"
+    assert list(violations(enclosing)) == [expected]
+    other = next(u for u, unit in enumerate(MIXTURE.units) if unit.name == "head")
+    (up,) = (t for t in MIXTURE.units[of_layer].tensors if t.alias == "2.up")
+    shared = with_unit(MIXTURE, other, tensors=(*MIXTURE.units[other].tensors, up))
+    expected = "cached alias groups of several units, of which each would have slots: ['2.up']"
+    assert list(violations(replace(plan, manifest=shared, budget=None))) == [expected]
+
+
+def test_no_cache_is_planned_for_units_that_enclose_others() -> None:
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5
+    of_layer = next(u for u, unit in enumerate(MIXTURE.units) if unit.picks)
+    manifest = with_unit(MIXTURE, of_layer, enclosing=True)
+    (cached, *_) = ways(budget, manifest)
+    assert cached.codes.keys() == STACKS - MIXTURE.units[of_layer].aliases().keys()
+    plan = planner_of(budget + STACKS_NBYTES // NUM_LAYERS, manifest)(manifest)
+    prove(plan)
+    assert plan.cached == cached.codes.keys()

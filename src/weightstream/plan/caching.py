@@ -69,7 +69,8 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     found = {}
     for index, unit in enumerate(manifest.units):
         stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
-        if unit.picks and stacks and profile.picked and profile.picked[index][0] < 1:
+        picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
+        if picks and stacks and profile.picked and profile.picked[index][0] < 1:
             found[index] = stacks
     return found
 

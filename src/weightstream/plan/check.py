@@ -47,6 +47,8 @@ def _homes(plan: Plan) -> Iterator[str]:
         yield f"zero-copy alias groups that no unit has, or that are resident: {sorted(wrong)}"
     if wrong := (plan.cached - aliases.keys()) | (plan.cached & (plan.resident | plan.mapped)):
         yield f"cached alias groups that no unit has, or that are elsewhere: {sorted(wrong)}"
+    if shared := [alias for alias in sorted(plan.cached & aliases.keys()) if len(plan.manifest.users[alias]) > 1]:
+        yield f"cached alias groups of several units, of which each would have slots: {shared}"
     if wrong := (plan.disk - aliases.keys()) | (plan.disk & plan.placed):
         yield f"alias groups on disk that no unit has, or that do not stream: {sorted(wrong)}"
     for index, (unit, extent) in enumerate(zip(plan.manifest.units, plan.extents, strict=True)):
@@ -68,6 +70,8 @@ def _homes(plan: Plan) -> Iterator[str]:
             yield f"{unknown_code} of unit {index} are coded in no code"
         if unit.enclosing and coded:
             yield f"unit {index} encloses others and is coded: they share the buffer"
+        if unit.enclosing and (held := sorted(plan.cached & unit.aliases().keys())):
+            yield f"unit {index} encloses others, which use the buffer, and has {held} cached"
         if end > extent.nbytes:
             yield f"unit {index} needs {end} bytes, its extent has {extent.nbytes}"
 
