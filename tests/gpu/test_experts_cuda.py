@@ -137,7 +137,7 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
         generated(model, ids)
         before = streamer.stats().experts
         with streamer.trace() as trace:
-            generated(model, ids + 100)  # an answer again would find all that it uses in slots
+            generated(model, ids.flip(-1))  # the same prompt would find all that it uses in slots
         during = streamer.stats().experts
         assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, during, strict=True))
         assert len(trace.experts) == LAYERS
