@@ -190,13 +190,13 @@ class Binding:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
 
     @_unseen
-    def picked(self, index: int, picks: Picks, eager: bool, *call: Any) -> Callable[..., Any] | None:
+    def picked(self, index: int, picks: Picks, call: tuple[Any, Any, Any], eager: bool) -> Callable[..., Any] | None:
         """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
         unit = self.units[index]
         if eager:
             self._see(unit.faces.faces)  # a unit that ran before this one may have updated them
         is_open = unit.rows is not None and not self._is_blocked(unit)
-        found = picks.forward(call[0], call[1], call[2], unit.rows) if is_open else None
+        found = picks.forward(*call, unit.rows) if is_open else None
         unit.is_picked = found is not None
         return found
 

@@ -1,4 +1,5 @@
 """The streamer: a model whose weights stream. Lets steps in one at a time, and opens and closes their units.
+
 A unit is open while its module's forward runs; a step is a forward of the whole model.
 """
 
@@ -229,8 +230,7 @@ class Streamer:
         output, has_ended, fixed = None, False, self._gate.is_fixed
         picks = self._modules.units[unit].picks if self._gate.mode is not Mode.LEARNING else None
         with self._gate.lock:
-            picked = picks and self._binding.picked(unit, picks, not fixed, forward, args, kwargs)
-        forward = picked or forward
+            forward = (picks and self._binding.picked(unit, picks, (forward, args, kwargs), not fixed)) or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
             if torch.is_grad_enabled() or is_profiled():
