@@ -1,0 +1,149 @@
+"""A stack of matrices: a weight of which single rows are read, decoded or from slots, and where each row lies.
+
+Knows homes and sources, no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from weightstream.codec import coding
+from weightstream.codec.format import TILE
+from weightstream.runtime.backend import Backend
+from weightstream.runtime.moves import Home
+from weightstream.runtime.slots import Piece
+from weightstream.runtime.sources import PageWindow, Pinned
+
+WORD = 8  # bytes, of which what is fetched is a multiple
+
+
+@dataclass(kw_only=True, slots=True)
+class Stack:
+    """A weight that is a stack of matrices, each of whole tiles, and where its rows go."""
+
+    home: Home
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, home: Home, buffer: torch.Tensor) -> Stack | None:
+        """The stack that a group is; None: it is none."""
+        (member, *others) = home.group.members
+        shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
+        is_flat = len(shape) == 3 and member.view(home.group.home, 0).is_contiguous() and not others
+        if not is_flat or prod(shape[1:]) % TILE or home.group.nbytes != prod(shape) * dtype.itemsize:
+            return None
+        return cls(home=home, shape=shape, dtype=dtype, out=buffer[: home.group.nbytes])
+
+    @property
+    def alias(self) -> str:
+        return self.home.group.alias
+
+    @property
+    def key(self) -> int:
+        return id(self.home.group.members[0].tensor)
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a plain row."""
+        return self.home.group.nbytes // self.num_rows
+
+    def picking(self, coded: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What decodes rows of a stack that is coded as a whole."""
+        assert self.home.layout is not None
+        pick, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
+
+        def read(ids: torch.Tensor) -> torch.Tensor:
+            pick(ids)
+            return target[: len(ids)]
+
+        return read
+
+    def reading(self, slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What reads rows in slots, which hold them as the home does."""
+        layout, shape = self.home.layout, (-1, *self.shape[1:])
+        if layout is None:
+            plain = slots[:, : self.nbytes].view(self.dtype)
+            return lambda _, found: plain[found].view(shape)
+        heads = self.heads().to(slots.device)
+        pick, target = coding.picking(heads, layout, self.out, self.num_rows, slots), self._target()
+
+        def read(ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+            pick(ids, found)
+            return target[: len(ids)]
+
+        return read
+
+    def heads(self) -> torch.Tensor:
+        """The starts and the bases of a coded stack, in host memory."""
+        layout = self.home.layout
+        assert layout is not None
+        return self._data()[layout.starts_at : layout.escapes_at]
+
+    def _target(self) -> torch.Tensor:
+        return self.out.view(self.dtype).view(self.shape)
+
+    def _data(self) -> torch.Tensor:
+        """The bytes of the home as they are held."""
+        source = self.home.source
+        if isinstance(source, PageWindow):
+            window = source.window()
+            assert window is not None
+            return window
+        return source.view if source.coded is None else source.coded
+
+    def pieces(self, backend: Backend) -> list[Piece]:
+        """What each row consists of in host memory that the device reads; none where it does not."""
+        if (segments := self.segments(backend)) is None:
+            return []
+        if (layout := self.home.layout) is None:
+            return list(_pieces_of_rows(segments, self.num_rows, self.nbytes))
+        (data,) = segments
+        tiles = layout.num_tiles // self.num_rows
+        stride = tiles * layout.tile_nbytes
+        words = Piece(rows=data[: self.num_rows * stride].split(stride), at=0)
+        starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
+        spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
+        ends = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
+        escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in ends)
+        return [words, Piece(rows=escapes, at=stride)]
+
+    def segments(self, backend: Backend) -> list[torch.Tensor] | None:
+        """The bytes of the home, in order, by addresses of the device; None where it cannot read them."""
+        source = self.home.source
+        parts: Sequence[torch.Tensor | None]
+        if backend.device.type == "cpu":  # what is in a file may be gone when it is read: whole stacks tell that
+            parts = [source.view if source.place is None else None]
+        elif isinstance(source, PageWindow):
+            parts = [source.window(k) for k in range(len(source.extents))]
+        else:
+            parts = [source.data] if isinstance(source, Pinned) else [None]
+        found = [part if part is None or backend.device.type == "cpu" else backend.device_view(part) for part in parts]
+        there = [part for part in found if part is not None and not part.data_ptr() % WORD]
+        return there if len(there) == len(found) else None
+
+
+def _pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> Iterator[Piece]:
+    """The pieces of rows of so many bytes each, in these segments one after another; none where rows differ."""
+    if len(segments) == 1:
+        yield Piece(rows=segments[0].split(nbytes), at=0)
+        return
+    per_row, rest = divmod(len(segments), num_rows)
+    columns = [segments[k::per_row] for k in range(per_row)] if not rest else []
+    sizes = [{part.numel() for part in column} for column in columns]
+    if any(len(size) != 1 for size in sizes) or sum(max(size) for size in sizes) != nbytes:
+        return
+    at = 0
+    for column, size in zip(columns, sizes, strict=True):
+        yield Piece(rows=tuple(column), at=at)
+        at += max(size)
