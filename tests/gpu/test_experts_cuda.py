@@ -170,11 +170,12 @@ def test_updates_are_seen(form: str) -> None:
     assert_same(found, generated(model, ids))
 
 
+@pytest.mark.parametrize("shards", ["5GB", "100MB"])
 @pytest.mark.parametrize("form", ["cached", "cached, coded"])
-def test_rows_are_fetched_from_the_page_cache(form: str, tmp_path: Path) -> None:
-    """Where a checkpoint holds matrices one by one, each row is of three places."""
+def test_rows_are_fetched_from_the_page_cache(form: str, shards: str, tmp_path: Path) -> None:
+    """Where a checkpoint holds matrices one by one, each row is of three places, in one file or in several."""
     model, ids = mixture(), prompt()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size=shards)
     whole, experts = nbytes(model)
     wanted = generated(model, ids)
     del model

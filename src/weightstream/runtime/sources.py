@@ -226,6 +226,11 @@ class PageWindow(Mapped):
         _, begin, end = self.extents[index]
         return self.pages[index].source(begin, end)
 
+    def shown(self, index: int, backend: Backend) -> torch.Tensor | None:
+        """The same by addresses of the device, where kernels can read it."""
+        _, begin, end = self.extents[index]
+        return self.pages[index].shown(begin, end, backend.device_view)
+
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
         if (memory := self.window(index)) is None:
             return Mapped._copy(self, index, dst, backend)

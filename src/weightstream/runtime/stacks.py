@@ -5,15 +5,16 @@ Knows homes and sources, no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
 
 from weightstream.codec import coding
 from weightstream.codec.format import TILE
+from weightstream.errors import InvariantError
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.moves import Home
 from weightstream.runtime.slots import Piece
@@ -107,7 +108,7 @@ class Stack:
         if (segments := self.segments(backend)) is None:
             return []
         if (layout := self.home.layout) is None:
-            return list(_pieces_of_rows(segments, self.num_rows, self.nbytes))
+            return pieces_of_rows(segments, self.num_rows, self.nbytes)
         (data,) = segments
         tiles = layout.num_tiles // self.num_rows
         stride = tiles * layout.tile_nbytes
@@ -125,25 +126,32 @@ class Stack:
         if backend.device.type == "cpu":  # what is in a file may be gone when it is read: whole stacks tell that
             parts = [source.view if source.place is None else None]
         elif isinstance(source, PageWindow):
-            parts = [source.window(k) for k in range(len(source.extents))]
+            parts = [source.shown(k, backend) for k in range(len(source.extents))]
         else:
-            parts = [source.data] if isinstance(source, Pinned) else [None]
-        found = [part if part is None or backend.device.type == "cpu" else backend.device_view(part) for part in parts]
-        there = [part for part in found if part is not None and not part.data_ptr() % WORD]
-        return there if len(there) == len(found) else None
+            parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
+        there = [part for part in parts if part is not None and not part.data_ptr() % WORD]
+        return there if len(there) == len(parts) else None
 
 
-def _pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> Iterator[Piece]:
-    """The pieces of rows of so many bytes each, in these segments one after another; none where rows differ."""
-    if len(segments) == 1:
-        yield Piece(rows=segments[0].split(nbytes), at=0)
-        return
-    per_row, rest = divmod(len(segments), num_rows)
-    columns = [segments[k::per_row] for k in range(per_row)] if not rest else []
-    sizes = [{part.numel() for part in column} for column in columns]
-    if any(len(size) != 1 for size in sizes) or sum(max(size) for size in sizes) != nbytes:
-        return
-    at = 0
-    for column, size in zip(columns, sizes, strict=True):
-        yield Piece(rows=tuple(column), at=at)
-        at += max(size)
+def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[Piece]:
+    """The pieces of rows of so many bytes each, which lie in these segments one after another; none where a row is cut
+    inside of a word.
+
+    Segments may end anywhere. Where one ends inside of a row all rows are cut, so that a piece is at one place in every
+    slot: files end between matrices, so that there are few such places.
+    """
+    ends = list(accumulate(segment.numel() for segment in segments))
+    if ends[-1] != num_rows * nbytes:
+        raise InvariantError(f"{num_rows} rows of {nbytes} bytes are not the {ends[-1]} bytes of their segments")
+    cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
+    if any(cut % WORD for cut in cuts):
+        return []
+    found: list[list[torch.Tensor]] = [[] for _ in cuts[1:]]
+    index = begin = 0  # of the segment
+    for row in range(num_rows):
+        for piece, (start, end) in zip(found, pairwise(cuts), strict=True):
+            while row * nbytes + start >= ends[index]:
+                begin, index = ends[index], index + 1
+            at = row * nbytes - begin
+            piece.append(segments[index][at + start : at + end])
+    return [Piece(rows=tuple(rows), at=start) for rows, start in zip(found, cuts, strict=False)]

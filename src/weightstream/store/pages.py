@@ -22,6 +22,7 @@ _PINNED_NBYTES = 512 << 20  # of one registration: the first range is ready soon
 _PIECE_NBYTES = 64 << 20  # close() waits for one
 
 Range = tuple[FileMapping, int, int]
+Show = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Pages:
@@ -32,6 +33,7 @@ class Pages:
         self.ranges: set[Range] = set()
         self.window: Window | None = None
         self.done = threading.Event()
+        self._shown: torch.Tensor | None = None  # the window, as a device has it
 
     def source(self, begin: int, end: int) -> torch.Tensor | None:
         """Waits for the range; returns its bytes [begin, end) in pinned memory, or None where they are not pinned.
@@ -40,6 +42,15 @@ class Pages:
         """
         self.done.wait()
         return self.window.bytes(begin, end) if self.window is not None else None
+
+    def shown(self, begin: int, end: int, show: Show) -> torch.Tensor | None:
+        """The same as a device has it, if it can: `show` is asked once for all that was pinned together."""
+        self.done.wait()
+        if self.window is None:
+            return None
+        if self._shown is None:
+            self._shown = show(self.window.memory)
+        return None if self._shown is None else self._shown[begin - self.window.begin : end - self.window.begin]
 
 
 class PageCache:

@@ -1,0 +1,158 @@
+"""Where rows of stacks lie: wherever segments, files and windows end, a slot gets the bytes of its row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightstream.errors import InvariantError
+from weightstream.runtime.moves import Home
+from weightstream.runtime.slots import Piece, Slots
+from weightstream.runtime.sources import in_file
+from weightstream.runtime.stacks import Stack, pieces_of_rows
+from weightstream.runtime.weights import groups
+from weightstream.store import pages as pages_module
+from weightstream.store.decoded import LazyMemory
+from weightstream.store.mapping import FileMapping
+from weightstream.store.pages import PageCache
+
+NUM_ROWS, ROW = 6, 8192  # bytes: one tile of bfloat16
+WORD = 8
+
+
+def fetched(pieces: Sequence[Piece], nbytes: int = ROW) -> torch.Tensor:
+    """All rows, as a cache brings them."""
+    memory = torch.full((NUM_ROWS, nbytes + 64), 77, dtype=torch.uint8)
+    slots = Slots([(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
+    assert (memory[:, nbytes:] == 77).all()
+    return memory[slots, :nbytes]
+
+
+def data_of(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_ROWS * ROW,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+ENDS = {
+    "one segment": [],
+    "a segment for each row": [row * ROW for row in range(1, NUM_ROWS)],
+    "two for each, as gate and up": [half * ROW // 2 for half in range(1, 2 * NUM_ROWS)],
+    "two for each, but some rows lie in a row": [ROW // 2, ROW, 3 * ROW, 3 * ROW + ROW // 2, 4 * ROW],
+    "several rows in each": [2 * ROW, 5 * ROW],
+    "a row over two": [2 * ROW + 4096],
+    "rows over two, at other places": [ROW + 8, 3 * ROW + 4096, 5 * ROW + 8184],
+    "a row over three": [ROW + 64, ROW + 72],
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_rows_are_found_wherever_segments_end(name: str) -> None:
+    data = data_of()
+    segments = [data[begin:end].clone() for begin, end in pairwise([0, *ENDS[name], len(data)])]
+    pieces = pieces_of_rows(segments, NUM_ROWS, ROW)
+    assert torch.equal(fetched(pieces), data.view(NUM_ROWS, ROW))
+    assert len(pieces) <= 1 + len({end % ROW for end in ENDS[name]} - {0})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_found_in_segments_of_any_length(seed: int) -> None:
+    rng, data = random.Random(seed), data_of(seed)
+    ends = sorted(rng.sample(range(WORD, len(data), WORD), rng.randint(0, 12)))
+    segments = [data[begin:end].clone() for begin, end in pairwise([0, *ends, len(data)])]
+    assert torch.equal(fetched(pieces_of_rows(segments, NUM_ROWS, ROW)), data.view(NUM_ROWS, ROW))
+
+
+def test_rows_that_are_cut_inside_of_a_word_are_not_fetched() -> None:
+    data = data_of()
+    assert pieces_of_rows([data[: ROW + 4], data[ROW + 4 :]], NUM_ROWS, ROW) == []
+
+
+def test_segments_of_other_bytes_than_the_rows_are_an_error() -> None:
+    with pytest.raises(InvariantError, match="6 rows of 8192 bytes"):
+        pieces_of_rows([data_of()[:-8]], NUM_ROWS, ROW)
+
+
+# -- pages of files ----------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A device in whose eyes memory is where it is, and which counts how often it is asked."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        self.asked.append(memory.numel())
+        return memory
+
+
+@pytest.fixture
+def cache() -> Iterator[PageCache]:
+    made = PageCache(lambda memory: None, lambda memory: None)
+    yield made
+    made.close()
+
+
+def stack_in(extents: Sequence[tuple[FileMapping, int, int]], cache: PageCache) -> Stack:
+    """A stack whose bytes are these, in windows that are pinned."""
+    memory = LazyMemory.of_extents("w", extents)
+    tensor = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(NUM_ROWS, 64, 64)
+    module = torch.nn.Module()
+    module.register_buffer("w", tensor)
+    (group,) = groups(module).values()
+    file = in_file(group.home, memory)
+    assert file is not None
+    source = file.windowed(cache.hold(file.extents, lambda error: None))
+    stack = Stack.of(Home(group=group, origin=torch.device("cpu"), source=source), torch.empty(0, dtype=torch.uint8))
+    assert stack is not None
+    return stack
+
+
+def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[tuple[FileMapping, int, int]]:
+    """Halves of rows in so many files, those of one file one after another with other bytes between."""
+    halves, files = data.view(-1, ROW // 2), [bytearray(before) for _ in range(num)]
+    places = []
+    for index, half in enumerate(halves):
+        file = index * num // len(halves)
+        places.append((file, len(files[file]), len(files[file]) + ROW // 2))
+        files[file] += half.numpy().tobytes() + bytes(64)
+    for index, file in enumerate(files):
+        (folder / f"{index}").write_bytes(file)
+    mappings = [FileMapping(folder / f"{index}") for index in range(num)]
+    return [(mappings[file], begin, end) for file, begin, end in places]
+
+
+@pytest.mark.parametrize("num", [1, 3, 5, 12])
+def test_rows_are_fetched_from_windows_of_several_files(num: int, tmp_path: Path, cache: PageCache) -> None:
+    data = data_of()
+    stack = stack_in(shards(tmp_path, data, num), cache)
+    assert torch.equal(fetched(stack.pieces(Device())), data.view(NUM_ROWS, ROW))
+
+
+def test_rows_are_fetched_from_several_windows_of_one_file(
+    tmp_path: Path, cache: PageCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "_PINNED_NBYTES", 2 * ROW)
+    data = data_of()
+    stack, device = stack_in(shards(tmp_path, data, 1), cache), Device()
+    assert torch.equal(fetched(stack.pieces(device)), data.view(NUM_ROWS, ROW))
+    assert len(device.asked) > 2
+
+
+def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache) -> None:
+    stack, device = stack_in(shards(tmp_path, data_of(), 3), cache), Device()
+    assert len(stack.home.source.extents) == 2 * NUM_ROWS
+    for _ in range(2):
+        stack.pieces(device)
+    assert len(device.asked) == 3
+
+
+def test_rows_that_begin_at_no_word_are_not_fetched(tmp_path: Path, cache: PageCache) -> None:
+    stack = stack_in(shards(tmp_path, data_of(), 2, before=4098), cache)
+    assert stack.pieces(Device()) == []
