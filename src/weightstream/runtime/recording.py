@@ -57,6 +57,8 @@ class Recording:
         self._reads: dict[int, Event] = {}  # the last read of each unit, oldest first
         self._external: dict[int, Event] = {}  # of these: reads that a copy outside can wait for
         self.begins = False  # the first unit of a step is in here
+        streams = any(map(plan.streams, plan.manifest.order))
+        self._unseen: set[int] = set() if streams else set(plan.manifest.order)  # they tell where nothing streams
         self.entry = set(self._in_use)  # units that are read before they are filled in here
         self.filled: list[int] = []
         fork = backend.edge()  # what comes first on the copy stream joins the capture by it
@@ -72,8 +74,9 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that streams in a step is in here."""
-        return self.begins and not any(map(self._engine.plan.streams, self._cursor.order[self._cursor.position :]))
+        """Whether all that streams in a step is in here; where nothing does, all units."""
+        rest = self._cursor.order[self._cursor.position :]
+        return self.begins and not self._unseen and not any(map(self._engine.plan.streams, rest))
 
     @property
     def in_use(self) -> bool:
@@ -88,6 +91,8 @@ class Recording:
         """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
         plan = self._engine.plan
         if not plan.streams(unit):
+            self.begins = self.begins or (unit in self._unseen and unit == self._cursor.order[0])
+            self._unseen.discard(unit)
             return
         if self.restarts(unit):
             self._restart()
