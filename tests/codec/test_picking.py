@@ -75,7 +75,7 @@ class InSlots:
         self.heads = coded[layout.starts_at : layout.escapes_at].to(DEVICE)
 
     def of(self, ids: list[int]) -> torch.Tensor:
-        return on_device([self.slot_of[min(max(row, 0), NUM_ROWS - 1)] for row in ids])
+        return on_device([self.slot_of[min(row, NUM_ROWS - 1)] if row >= 0 else -1 for row in ids])
 
 
 def picked(layout: Layout, coded: torch.Tensor, ids: list[int], slots: InSlots | None = None) -> torch.Tensor:
@@ -102,25 +102,30 @@ def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: s
 
 
 NONE = [-1, NUM_ROWS, -(2**40), 2**40, 2]
-NEAREST = [0, 3, 0, 3, 2]
+
+
+def assert_none(layout: Layout, coded: torch.Tensor, found: torch.Tensor) -> None:
+    """An id that is too large gives the last row; of a negative one nothing is written."""
+    assert torch.equal(found[[1, 3, 4]], rows_of(layout, coded)[[3, 3, 2]])
+    assert (found[[0, 2]] == GUARD).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_an_id_that_is_none_gives_the_nearest_row_of_slots(dtype: str) -> None:
+def test_an_id_that_is_none_reaches_nothing_outside_of_slots(dtype: str) -> None:
     layout, coded = stack(dtype, 3, 1)
-    assert torch.equal(picked(layout, coded, NONE, InSlots(layout, coded)), rows_of(layout, coded)[NEAREST])
+    assert_none(layout, coded, picked(layout, coded, NONE, InSlots(layout, coded)))
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_an_id_that_is_none_gives_the_nearest_row_of_a_stack(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, coded = stack(dtype, 3, 1)
     out, ids = target(layout, len(NONE)), on_device(NONE)
     pick = triton_codec.Picking(coded, layout, out, NUM_ROWS)
     with monkeypatch.context() as patch:
         watch(patch, [coded, pick._table, ids], [out])
         pick(ids)
-    assert torch.equal(out.view(len(NONE), -1), rows_of(layout, coded)[NEAREST])
+    assert_none(layout, coded, out.view(len(NONE), -1).cpu())
 
 
 def test_picking_again_reads_anew() -> None:
@@ -214,11 +219,13 @@ def test_picking_without_kernels(tiles: int, dtype: str, bits: int) -> None:
     room = layout.raw_nbytes + GUARD_NBYTES
     out = torch.full((room,), GUARD, dtype=torch.uint8)
     pick = coding.picking(coded, layout, out, NUM_ROWS)
-    for ids in ([1], [3, 0, 3], [2, 1]):
+    for ids in ([1], [3, 0, 3], [2, -1, 1]):
         out.fill_(GUARD)
         pick(torch.tensor(ids))
         end = len(ids) * layout.raw_nbytes // NUM_ROWS
-        assert torch.equal(out[:end].view(len(ids), -1), rows_of(layout, coded)[ids])
+        wanted = rows_of(layout, coded)[ids]
+        wanted[[index for index, row in enumerate(ids) if row < 0]] = GUARD
+        assert torch.equal(out[:end].view(len(ids), -1), wanted)
         assert (out[end:] == GUARD).all()
 
 

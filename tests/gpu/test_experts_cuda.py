@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import weightstream
+from weightstream.adapters import experts as adapter
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.slots import Lru, Piece, Slots
 from weightstream.trace import total
@@ -150,12 +151,27 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
         assert streamer.plan.found_share == pytest.approx(found / (found + fetched), abs=0.1)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_batch_that_asks_for_more_than_there_are_slots(form: str) -> None:
-    model, ids = mixture(), prompt(40)  # 160 ids, of 128 experts
-    wanted = generated(model, ids)
-    with offloaded(model, form):
-        assert_same(generated(model, ids), wanted)
+def test_batches_of_more_ids_than_there_are_slots(form: str, kind: str) -> None:
+    """Of 12 ids, which may all have slots; of 160, of 128 experts, in waves; and of 320, which read whole stacks."""
+    model, seen = mixture(kind), []
+    wanted = {batch: generated(model, prompt(batch)) for batch in (3, 40, 80)}
+    with offloaded(model, form) as streamer:
+        for batch in (3, 40, 80, 3):
+            assert_same(generated(model, prompt(batch)), wanted[batch])
+            seen.append(sum(streamer.stats().experts[:2]))
+    is_cached = form != "coded"
+    assert (0 < seen[0] < seen[1] == seen[2] < seen[3]) if is_cached else seen == [0] * 4, seen
+
+
+def test_several_tokens_are_multiplied_in_groups() -> None:
+    """As the bits of both implementations are the same on the GPUs that this ran on; if not, that is no fault."""
+    model, ids = mixture(), prompt(8)
+    with offloaded(model, "cached"):
+        adapter._EQUAL.clear()
+        generated(model, ids)
+        assert {ids: equal for (_, _, ids, *_), equal in adapter._EQUAL.items()} == {(8, TOP_K): True}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -71,7 +71,7 @@ def planner_of(
     **settings: Any,
 ) -> Planner:
     settings |= {} if "offload_backend" in settings else {"device_budget": budget}
-    picked = min(NUM_PICKED * workload.batch * workload.tokens, NUM_ROWS)
+    picked = NUM_PICKED * workload.batch * workload.tokens
     work = {unit.name: ops_of(unit, picked) for unit in manifest.units} if has_work else {}
     codes = SHARES.items()
     sizes = {a: {bits: int(n * share) // 512 * 512 for bits, share in codes} for a, n in manifest.aliases.items()}
@@ -86,7 +86,8 @@ def planner_of(
 
 def ways(budget: int, manifest: Manifest = MIXTURE, **more: Any) -> list[Cached]:
     planner = planner_of(budget, manifest, **more)
-    return list(caching.ways(manifest, planner.weights.codes, planner.profile(manifest), budget, (0, 3, 4)))
+    profile, workload = planner.profile(manifest), planner.demand.workload
+    return list(caching.ways(manifest, planner.weights.codes, profile, budget, (0, 3, 4), workload))
 
 
 def bits_of(cached: Cached) -> int:
@@ -129,12 +130,23 @@ def test_as_many_slots_as_rows_are_no_cache() -> None:
     assert ways(MIXTURE.nbytes + BUFFER_NBYTES + STACKS_NBYTES // 50) == []
 
 
-def test_a_batch_picks_more() -> None:
+def test_a_batch_has_the_same_slots() -> None:
+    """Its rows pass through them in waves; where it picks nearly all, it has none."""
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 23 // 100
-    alone, four = (ways(budget, workload=Workload(batch=batch)) for batch in (1, 4))
-    assert [c.num_slots for c in four] == [max(32, c.num_slots) for c in alone]
-    assert alone[0].num_slots < four[0].num_slots == 32
-    assert ways(MIXTURE.nbytes, workload=Workload(batch=16)) == [], "it may pick all"
+    alone, four, most = (ways(budget, workload=Workload(batch=batch)) for batch in (1, 4, 32))
+    assert alone == four == most
+    assert ways(budget, workload=Workload(batch=33)) == []
+
+
+@pytest.mark.parametrize(("batch", "percent", "waves"), [(1, 23, 1), (4, 23, 2), (8, 23, 3), (32, 23, 5), (32, 40, 3)])
+def test_a_wave_costs_a_call(batch: int, percent: int, waves: int) -> None:
+    planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100, workload=Workload(batch=batch))
+    (cached, *_) = ways(planner.budget or 0)
+    profile, workload = planner.profile(MIXTURE), planner.demand.workload
+    for nbytes, num in caching._fetched(MIXTURE, cached, profile, workload, None).values():
+        assert num == waves == -(-min(NUM_ROWS, NUM_PICKED * batch) // cached.num_slots)
+        missed = caching._missed(NUM_ROWS, NUM_PICKED * batch, cached.num_slots, workload)
+        assert nbytes == pytest.approx(missed * ROW_NBYTES)
 
 
 @pytest.mark.parametrize("why", ["no unit picks", "no work is known", "no stacks", "shared"])
@@ -157,7 +169,7 @@ def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
     planner = planner_of(budget)
     profile, sizes = planner.profile(MIXTURE), {a: dict(codes) for a, codes in planner.weights.codes.items()}
     del sizes["3.up"][3]
-    assert [bits_of(c) for c in caching.ways(MIXTURE, sizes, profile, budget, (0, 3, 4))] == [0, 4]
+    assert [bits_of(c) for c in caching.ways(MIXTURE, sizes, profile, budget, (0, 3, 4), None)] == [0, 4]
 
 
 # -- how often a row is found ------------------------------------------------------------------------------------------
@@ -214,13 +226,13 @@ def test_a_cache_costs_what_it_fetches() -> None:
 
 # -- what was counted --------------------------------------------------------------------------------------------------
 
-MANY = 10**7  # ids, beside which the law weighs nothing
+MANY = 10**7  # rows, beside which the law weighs nothing
 
 
-def counts_of(share: float, num_slots: int = 32, workload: Workload | None = None, num_ids: int = MANY) -> Counts:
+def counts_of(share: float, num_slots: int = 32, workload: Workload | None = None, num: int = MANY) -> Counts:
     """So large a share was found."""
-    found = round(share * num_ids)
-    return Counts(num_slots, found, num_ids - found, workload)
+    found = round(share * num)
+    return Counts(num_slots, found, num - found, workload)
 
 
 def missed(num_slots: int, counts: Counts | None, workload: Workload = Workload()) -> float:  # noqa: B008
@@ -245,7 +257,7 @@ def test_few_counts_change_little() -> None:
     for slots in (1, 32, 127):
         assert missed(slots, Counts(32, 0, 0)) == pytest.approx(missed(slots, None))
         assert missed(slots, Counts(32, 0, 1)) == pytest.approx(missed(slots, None), rel=0.06, abs=0.01)
-    told = [missed(32, counts_of(0.2, num_ids=num)) for num in (0, 10, 100, 1000, MANY)]
+    told = [missed(32, counts_of(0.2, num=num)) for num in (0, 10, 100, 1000, MANY)]
     assert told == sorted(told)
     assert (told[0], told[-1]) == pytest.approx((missed(32, None), NUM_PICKED * 0.8), rel=1e-3)
 
@@ -260,7 +272,7 @@ def test_no_counts_break_it(num_slots: int, found: int, fetched: int) -> None:
 @pytest.mark.parametrize("workload", [Workload(), Workload(batch=4), Workload(batch=2, tokens=2)], ids=str)
 @pytest.mark.parametrize("num_slots", [40, 90])
 def test_what_a_cache_counted_tells_what_a_step_fetches(num_slots: int, workload: Workload) -> None:
-    """Ids that name a row again are counted, and not fetched again."""
+    """A row that is named again in the same step counts once."""
     rng, table, num_steps = random.Random(3), Lru(num_slots), 3000
     num_tokens = workload.batch * workload.tokens
     for _ in range(num_steps):

@@ -13,6 +13,7 @@ import weightstream
 from expert_rig import (
     CONFIGS,
     FORMS,
+    NUM_EXPERTS,
     NUM_LAYERS,
     NUM_PICKING,
     TOP_K,
@@ -30,6 +31,7 @@ from expert_rig import (
 )
 from models import model_nbytes
 from repeats import thinned
+from weightstream.adapters import experts as adapter
 from weightstream.runtime import decoding
 from weightstream.runtime.slots import Lru, Slots
 
@@ -67,15 +69,17 @@ def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -
 
 
 @forms
-def test_a_prompt_of_more_rows_than_there_are_reads_whole_stacks(form: str, selected: Selected) -> None:
+def test_one_token_selects_several_place_and_long_prompts_read_whole_stacks(form: str, selected: Selected) -> None:
     model, plain = built(), built()
-    most = MOST if form == "cached" else 8
+    most = 2 * NUM_EXPERTS // TOP_K  # tokens
     with held(model, form, MOST), torch.no_grad():
         model(prompt(1))  # watched
-        for num, picked in ((1, True), (most // TOP_K, True), (most // TOP_K + 1, False), (30, False), (1, True)):
+        for num, way in ((1, "select"), (2, "place"), (MOST, "place"), (most, "place"), (most + 1, ""), (1, "select")):
             selected.clear()
+            selected.ways.clear()
             assert torch.equal(model(prompt(num)).logits, plain(prompt(num)).logits)
-            assert selected == ([num * TOP_K] * NUM_LAYERS if picked else [])
+            assert selected == ([num * TOP_K] * NUM_LAYERS if way else [])
+            assert selected.ways == ([way] * NUM_LAYERS if way else [])
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -100,15 +104,16 @@ def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> Non
 
 @forms
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_other_implementations_read_whole_stacks(implementation: str, form: str, selected: Selected) -> None:
+def test_other_implementations(implementation: str, form: str, selected: Selected) -> None:
+    """What loops over experts may read all; what multiplies in groups reads those that are used."""
     model, plain = built("qwen3_moe", implementation), built("qwen3_moe", implementation)
-    with held(model, form):
-        assert_equal(model, plain)
-        assert selected == []
+    with held(model, form, MOST):
+        assert_equal(model, plain, 2, 5, 12)
+        assert set(selected.ways) == ({"place"} if implementation == "grouped_mm" else set())
         for each in (model, plain):
             each.set_experts_implementation("batched_mm")
         assert_equal(model, plain)
-        assert selected
+        assert "select" in selected.ways
 
 
 @forms
@@ -408,3 +413,88 @@ def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) 
         for each in (model, plain):
             one_row(each)
         assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))
+
+
+# -- beside the stacks, and in place of the copies ---------------------------------------------------------------------
+
+
+def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 1024}
+    model, plain = (built("gpt_oss", **sizes) for _ in range(2))
+    with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model), codec="small") as streamer:
+        aliases = streamer.plan.manifest.aliases
+        biases = {alias for alias in aliases if alias.endswith("gate_up_proj_bias")}
+        sizes_of = streamer._installed.refinement.prospect.planners[0].weights.codes
+        codes = streamer.plan.manifest.codes | {a: (3, sizes_of[a][3]) for a in biases}
+        streamer.switch(plan_of(streamer, "coded", MOST, codes))
+        assert biases <= streamer.plan.manifest.codes.keys()
+        assert_equal(model, plain, 2, 5, 12)
+        assert {"select", "place"} == set(selected.ways)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The implementations that experts ran in; what was found equal before is forgotten."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    found: list[str] = []
+
+    def spied(name: str) -> Callable[..., Any]:
+        inner = ALL_EXPERTS_FUNCTIONS._global_mapping[name]
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return inner(*args, **kwargs)
+
+        return spy
+
+    for name in ("batched_mm", "grouped_mm"):
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, spied(name))
+    monkeypatch.setattr(adapter, "_EQUAL", {})
+    return found
+
+
+@forms
+@torch.no_grad()
+def test_several_tokens_are_multiplied_in_groups_where_a_trial_gave_the_same_bits(
+    form: str, selected: Selected, ran: list[str]
+) -> None:
+    model, plain = built(), built()
+    wanted = {num: plain(prompt(num)).logits for num in (1, 2, 3)}
+    with held(model, form, MOST):
+        model(prompt(1))
+        ran.clear()
+        for num, first in ((2, True), (2, False), (3, True), (3, False), (1, False)):
+            assert torch.equal(model(prompt(num)).logits, wanted[num])
+            trial = ["batched_mm", "grouped_mm"] if first else []
+            rest = "batched_mm" if num == 1 else "grouped_mm"
+            assert ran == trial + [rest] * (NUM_LAYERS - first)
+            ran.clear()
+
+
+@forms
+@torch.no_grad()
+def test_other_bits_are_not_taken(
+    form: str, selected: Selected, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    grouped = ALL_EXPERTS_FUNCTIONS._global_mapping["grouped_mm"]
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        found = grouped(*args, **kwargs)
+        found[-1, -1] += 1
+        return found
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", other)
+    model, plain = built(), built()
+    with held(model, form, MOST):
+        model(prompt(1))
+        selected.ways.clear()
+        ran.clear()
+        for num, way in ((2, "select"), (6, "place")):
+            for _ in range(2):
+                assert torch.equal(model(prompt(num)).logits, plain(prompt(num)).logits)
+            assert ran.count("grouped_mm") == 1
+            assert selected.ways[-1] == way
+            ran.clear()

@@ -14,6 +14,7 @@ from graph_rig import ODD, PLANS, Graph, GraphRig, serve_again, take_turns
 from repeats import thinned
 from rig import equal_plan, small_plan
 from weightstream.errors import OffloadError
+from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES
 from weightstream.runtime.backend import Event, Side
 
@@ -232,3 +233,20 @@ class TestAlone:
             graph = Graph(rig.graphs)
             with rig.graphs.capture(graph), pytest.raises(OffloadError, match=r"use model\.weightstream\.capture"):
                 rig.wait_unit(0)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5])
+def test_steps_that_stream_nothing_are_counted_and_timed(piece: int) -> None:
+    """A cache of experts may be all that a plan has beside residents."""
+    manifest = equal_plan(5, 2).manifest
+    plan = Plan.build(manifest, frozenset(manifest.aliases), 0)
+    with GraphRig(plan) as rig:
+        graphs = [rig.captured(manifest.order[start : start + piece]) for start in range(0, 5, piece)]
+        recordings = [rig.captures.recordings[graph] for graph in graphs]
+        assert [recording.begins for recording in recordings] == [True] + [False] * (len(graphs) - 1)
+        assert [recording.is_whole for recording in recordings] == [piece == 5] + [False] * (len(graphs) - 1)
+        for _ in range(ROUNDS):
+            for graph in graphs:
+                rig.replay(graph)
+        assert rig.engine.counters.steps == ROUNDS
+        assert rig.graphs.moved_nbytes == rig.engine.counters.fills == 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightstream.runtime import slot_kernels
-from weightstream.runtime.slots import Lru, Piece, Slots, Stack, _OnDevice
+from weightstream.runtime.slots import Lru, Piece, Slots, Stack, _OnDevice, put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 77
@@ -40,34 +40,41 @@ class Model:
         self.step = self.hits = self.misses = 0
 
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        there, fetched = set(self.slot_of), []
-        self.hits += len([row for row in rows if row in there])
-        for row in sorted(set(rows) - there, key=rows.index):
+        named = set(rows) - {-1}
+        there, fetched = named & self.slot_of.keys(), []
+        self.hits += len(there)
+        for row in sorted(named - there, key=rows.index):
             if self.empty:
                 slot = self.empty.pop(0)
             else:
-                old = min(
-                    self.slot_of.keys() - set(rows), key=lambda r: (self.used_at[self.slot_of[r]], self.slot_of[r])
-                )
-                slot = self.slot_of.pop(old)
+                olds = self.slot_of.keys() - there - {row for row, _ in fetched}
+                if not olds:
+                    break
+                slot = self.slot_of.pop(min(olds, key=lambda r: (self.used_at[self.slot_of[r]], self.slot_of[r])))
             self.slot_of[row] = slot
             fetched.append((row, slot))
         self.misses += len(fetched)
-        found = [self.slot_of[row] for row in rows]
-        for slot in found:
-            self.used_at[slot] = self.step
+        served = there | {row for row, _ in fetched}
+        found = [self.slot_of[row] if row in served else -1 for row in rows]
+        for row in served:
+            self.used_at[self.slot_of[row]] = self.step
         self.step += 1
         return found, fetched
 
 
 def steps(num_rows: int, num_slots: int, count: int, seed: int) -> Iterator[list[int]]:
-    """Rows of steps: some are used far more often than others, some in a step again, and some steps use all slots."""
+    """Rows of steps: some are used far more often than others, some in a step again, some steps use all slots, and some
+    name more rows than there are slots, with places between that name none."""
     rng, rows = random.Random(seed), list(range(num_rows))
     for index in range(count):
         if index % 50 == 0:
             rng.shuffle(rows)
         if index % 5 == 4:
             yield rng.sample(rows, num_slots)
+            continue
+        if index % 7 == 3:
+            more = rng.sample(rows, min(num_rows, 2 * num_slots))
+            yield [row if rng.random() < 0.8 else -1 for row in more]
             continue
         named = [
             rows[min(int(rng.expovariate(3 / num_rows)), num_rows - 1)] for _ in range(rng.randint(1, 2 * num_slots))
@@ -84,10 +91,12 @@ def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
         found, missed = table.resolve(rows)
         assert (found, missed) == model.resolve(rows)
         assert (table.hits, table.misses) == (model.hits, model.misses)
-        assert len(set(zip(rows, found, strict=True))) == len(set(rows)) == len(set(found)), "a slot of two rows"
-        kinds.add((len(missed) > 0, len(set(rows)) == num_slots, len(set(rows)) < len(rows)))
+        there = {(row, slot) for row, slot in zip(rows, found, strict=True) if slot >= 0}
+        named = set(rows) - {-1}
+        assert len(there) == len({slot for _, slot in there}) == min(len(named), num_slots), "a slot of two rows"
+        kinds.add((len(missed) > 0, len(named) >= num_slots, len(set(rows)) < len(rows)))
     assert {misses for misses, _, _ in kinds} == {again for *_, again in kinds} == {False, True}
-    assert {full for _, full, _ in kinds} == ({True} if num_slots == 1 else {False, True})
+    assert {full for _, full, _ in kinds} == {False, True}
     assert min(table.hits, table.misses) > 0
 
 
@@ -100,6 +109,18 @@ def test_the_stalest_go_first_and_of_these_the_first_slots() -> None:
     assert table.resolve([3, 7]) == ([0, 2], [(3, 0)]), "7 is the stalest, and of this step"
     assert table.resolve([9, 4, 9, 0]) == ([1, 3, 1, 0], [(9, 1), (4, 3), (0, 0)]), "3 and 7 are as old"
     assert (table.hits, table.misses) == (3, 10)
+
+
+def test_what_finds_no_slot_is_for_the_next_call() -> None:
+    """Each row once, however few the slots."""
+    table, rows, calls = Lru(3), [4, -1, 0, 1, 2, 3], []
+    while set(rows) != {-1}:
+        found, _ = table.resolve(rows)
+        calls.append([row for row, slot in zip(rows, found, strict=True) if slot >= 0])
+        rows = [-1 if slot >= 0 else row for row, slot in zip(rows, found, strict=True)]
+    assert calls == [[4, 0, 1], [2, 3]]
+    assert (table.hits, table.misses) == (0, 5)
+    assert table.resolve([3, 1, 5, 6]) == ([1, 2, 0, -1], [(5, 0)]), "1 was not overwritten, 4 was, then 0"
 
 
 def test_what_is_forgotten_is_fetched_again() -> None:
@@ -183,15 +204,35 @@ def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None
         assert slots._state.tolist() == [table._step, len(missed), table.hits, table.misses]
 
 
-def test_an_id_that_is_none_gives_the_nearest_row() -> None:
-    """As coded rows do: a damaged router must not reach outside."""
+def test_an_id_that_is_none_reaches_nothing_outside() -> None:
+    """As coded rows do: a damaged router must not."""
     rig = Rig(9, 4)
     slots = _OnDevice(rig.stacks, 9)
-    assert slots.resolve(on_device([-5, 3, 2**31 - 1])).tolist() == [0, 1, 2]
-    rig.fetched([(0, 0), (3, 1), (8, 2)])
+    assert slots.resolve(on_device([-(2**40), 3, 2**40])).tolist() == [-1, 0, 1]
+    rig.fetched([(3, 0), (8, 1)])
     assert torch.equal(rig.whole, rig.wanted)
-    assert slots.resolve(on_device([8, 0, 9, 3])).tolist() == [2, 0, 2, 1]
-    assert slots.counts() == (4, 3)
+    assert slots.resolve(on_device([8, 0, 9, -1])).tolist() == [1, 2, 1, -1]
+    assert slots.counts() == (1, 3)
+
+
+@pytest.mark.parametrize("nbytes", [8, 8192, 70_000])
+@pytest.mark.parametrize("kernels", [False, True], ids=["slices", "kernels"])
+def test_rows_are_put_where_they_are_in_the_stack(kernels: bool, nbytes: int) -> None:
+    stride, found = nbytes + 64, on_device([2, -1, 0, -1, 2])
+    whole = torch.full((7, nbytes // 4), POISON, dtype=torch.int32, device=DEVICE)
+    slots, target = (
+        torch.randint(0, 256, (3, stride), dtype=torch.uint8, device=DEVICE),
+        whole[1:6].unflatten(1, (2, -1)),
+    )
+    wanted = whole.clone()
+    for row, slot in ((0, 2), (2, 0), (4, 2)):
+        wanted[1 + row] = slots[slot, :nbytes].view(torch.int32)
+    if kernels:
+        grid, rows = (5, -(-nbytes // 65536)), target.flatten(1).view(torch.uint8)
+        slot_kernels.put[grid](slots, stride, rows, nbytes, found, CHUNK=65536)
+    else:
+        put_rows(slots, target, None, found)
+    assert torch.equal(whole, wanted)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])

@@ -153,7 +153,7 @@ def test_counts_are_read_in_few_steps_and_taken_over_when_they_have_doubled(monk
         for k in range(10):
             steps(model, 64, 64 * k)
             now = refinement.prospect.planners[0].counts
-            known.append(now.num_ids // (NUM_LAYERS * TOP_K) if now is not None else 0)
+            known.append(now.num_rows // (NUM_LAYERS * TOP_K) if now is not None else 0)
     assert known == [0, 64, 128, 128, 256, 256, 256, 256, 512, 512], "steps since the first look"
     assert reads[0] <= 12
 

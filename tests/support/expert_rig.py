@@ -110,11 +110,13 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def plan_of(streamer: weightstream.Streamer, form: str, num_slots: int) -> Plan:
+def plan_of(
+    streamer: weightstream.Streamer, form: str, num_slots: int, codes: Mapping[str, tuple[int, int]] | None = None
+) -> Plan:
     """A plan in which experts are units of their own, their stacks in one of `FORMS`, all else on the device."""
     grains = streamer._installed.refinement.prospect.grains
     grain = next(grain for grain in grains if any(unit.picks for unit in grain.units))
-    grain = grain.coded(streamer.plan.manifest.codes)
+    grain = grain.coded(streamer.plan.manifest.codes if codes is None else codes)
     users = [[t for t in unit.tensors if len(t.shape) == 3] for unit in grain.units if unit.picks]
     stacks = frozenset(t.alias for of_unit in users for t in of_unit)
     if form == "coded":
@@ -161,20 +163,31 @@ def counts(streamer: weightstream.Streamer) -> tuple[int, int]:
 
 
 class Selected(list[int]):
-    """How many ids each selection of rows was given; empty: all stacks were read as wholes."""
+    """How many ids each selection of rows was given; empty: all stacks were read as wholes. `ways`: of which kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: list[str] = []
 
 
 @pytest.fixture
 def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
     """The selections of rows from now on."""
-    found, select = Selected(), decoding.Rows.select
+    found = Selected()
 
-    def spied(rows: decoding.Rows, ids: torch.Tensor) -> Any:
-        assert ids.numel() <= rows.most
-        found.append(ids.numel())
-        return select(rows, ids)
+    def spied(way: str, most: Any) -> Any:
+        inner = getattr(decoding.Rows, way)
 
-    monkeypatch.setattr(decoding.Rows, "select", spied)
+        def spy(rows: decoding.Rows, ids: torch.Tensor) -> Any:
+            assert ids.numel() <= most(rows)
+            found.append(ids.numel())
+            found.ways.append(way)
+            return inner(rows, ids)
+
+        return spy
+
+    monkeypatch.setattr(decoding.Rows, "select", spied("select", lambda rows: rows.most))
+    monkeypatch.setattr(decoding.Rows, "place", spied("place", lambda rows: rows.most_to_place))
     return found
 
 

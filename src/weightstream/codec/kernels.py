@@ -175,9 +175,10 @@ def pick(
     """Decode a tile of one of the rows `ids` of a tensor, one row after another; where escapes are `BESIDE` the words
     of a row, these are in `slots`, else in the tensor.
 
-    A row is whole tiles; an id that is none gives the nearest row. The table holds where slot 0 is, the bytes from one
-    slot to the next, and the most escapes that a row may have; the target; how many rows there are, the tiles of one,
-    and where the starts and the bases of all tiles are; and where the escapes of all rows are. In a slot they
+    A row is whole tiles. Nothing is written for a negative id or slot; an id that is too large gives the last row. The
+    table holds where slot 0 is, the bytes from one slot to the next, and the most escapes that a row may have; the
+    target; how many rows there are, the tiles of one, and where the starts and the bases of all tiles are; and where
+    the escapes of all rows are. In a slot they
     begin as many bytes behind a multiple of 8 as there.
     """
     program = tl.program_id(0)
@@ -190,8 +191,10 @@ def pick(
     OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     index, part = program // tiles, program % tiles
-    row = tl.minimum(tl.maximum(tl.load(ids + index), 0), num_rows - 1).to(tl.int32)
+    row = tl.minimum(tl.maximum(tl.load(ids + index), -1), num_rows - 1).to(tl.int32)
     slot = tl.load(slots + index) if BESIDE else row.to(tl.int64)
+    if (row < 0) | (slot < 0):
+        return
     place = tl.load(table) + slot * stride
     first = tl.load(starts + row * tiles)
     if not BESIDE:  # damaged, it may be any number

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from math import log, prod
+from math import ceil, log, prod
 from typing import Any, NamedTuple
 
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 
-_MANAGED_S = 5e-6  # to find the slots of a unit's rows, with nothing to fetch [H200: 3.4 to 4.2 us]
+_MANAGED_S = 5e-6  # to find the slots of a unit's rows once, with nothing to fetch [H200: 3.4 to 4.2 us]
 _LAUNCHES = 2  # of kernels beside those of a unit, by Triton, as those that decode are
 _FETCH_RATE = 0.92  # of the link, that the kernel which fetches rows reaches [H200: 51 of 55 GB/s]
 _HEADROOM = 1.02  # of a coded row: one of a stack may have more escapes than the mean
@@ -27,13 +27,14 @@ _SLOT_NBYTES = 1024  # that alignment takes of a slot
 _OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
 _OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
 _MANY = 8
-_WORTH = 100  # counted ids: the law weighs as much
+_WORTH = 100  # counted rows: the law weighs as much
+_MOST = 2  # ids for each row: if a step picks more, it reads whole stacks
 _TILE = 4096  # weights, of which a row is a multiple where rows are read
 
 
 class Counts(NamedTuple):
-    """What was counted under a workload, with so many slots for each stack: ids whose row was found in one, and rows
-    that were fetched."""
+    """What was counted under a workload, with so many slots for each stack: rows that were found in one when a step
+    named them, and rows that were fetched."""
 
     num_slots: int
     found: int
@@ -41,7 +42,7 @@ class Counts(NamedTuple):
     workload: Workload | None = None
 
     @property
-    def num_ids(self) -> int:
+    def num_rows(self) -> int:
         return self.found + self.fetched
 
 
@@ -70,7 +71,7 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     for index, unit in enumerate(manifest.units):
         stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
         picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
-        if picks and stacks and profile.picked and profile.picked[index][0] < 1:
+        if picks and stacks and profile.picked and 0 < profile.picked[index][0] <= _MOST:
             found[index] = stacks
     return found
 
@@ -80,17 +81,23 @@ def _is_stack(tensor: TensorSpec) -> bool:
 
 
 def ways(
-    manifest: Manifest, sizes: Mapping[str, Mapping[int, int]], profile: Profile, budget: int, bits: tuple[int, ...]
+    manifest: Manifest,
+    sizes: Mapping[str, Mapping[int, int]],
+    profile: Profile,
+    budget: int,
+    bits: tuple[int, ...],
+    workload: Workload | None,
 ) -> Iterator[Cached]:
     """Caches for all stacks of a plain manifest, in each of these codes: as large as leaves room for all other weights,
-    or else as small as a step allows."""
+    or else with slots for what a token picks."""
     stacks = stacks_of(manifest, profile)
     if not stacks:
         return
     every = [t for of_unit in stacks.values() for t in of_unit]
     rest = manifest.nbytes - sum(t.nbytes for t in every)
     buffer = max(sum(aligned(t.nbytes) for t in of_unit) for of_unit in stacks.values())
-    least = max(round(profile.picked[u][0] * of_unit[0].shape[0]) for u, of_unit in stacks.items())
+    picked = max(round(profile.picked[u][0] * of_unit[0].shape[0]) for u, of_unit in stacks.items())
+    least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
     for code in bits:
         if code and any(code not in sizes.get(t.alias, {}) for t in every):
@@ -131,8 +138,8 @@ def profiled(
     coded = manifest.coded(cached.coded)
     decoding = profile.decoding(coded)
     unit_s, host_s = list(decoding.unit_s), list(decoding.host_s)
-    for index, nbytes in _fetched(manifest, cached, profile, workload, counts).items():
-        unit_s[index] += _MANAGED_S + nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
+    for index, (nbytes, waves) in _fetched(manifest, cached, profile, workload, counts).items():
+        unit_s[index] += waves * _MANAGED_S + nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
         if host_s:
             shown = len(coded.units[index].tensors)
             opening_s = (
@@ -150,22 +157,24 @@ def predicted(
     counts: Counts | None = None,
 ) -> dict[str, Any]:
     """What a plan tells of its slots: the share of the rows that a step finds in them, and bytes that it fetches."""
-    fetched_nbytes = sum(_fetched(manifest, cached, profile, workload, counts).values())
+    fetched_nbytes = sum(nbytes for nbytes, _ in _fetched(manifest, cached, profile, workload, counts).values())
     empty = cached._replace(num_slots=0)
-    read_nbytes = sum(_fetched(manifest, empty, profile, workload, counts).values())
+    read_nbytes = sum(nbytes for nbytes, _ in _fetched(manifest, empty, profile, workload, counts).values())
     found_share = 1 - fetched_nbytes / read_nbytes if read_nbytes else 0.0
     return {"num_slots": cached.num_slots, "found_share": found_share, "fetched_nbytes": round(fetched_nbytes)}
 
 
 def _fetched(
     manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
-) -> dict[int, float]:
-    """Bytes that a step fetches for each unit."""
+) -> dict[int, tuple[float, int]]:
+    """Bytes that a step fetches for each unit, and the calls of its cache, each for as many rows as there are slots."""
     found = {}
     for index, of_unit in stacks_of(manifest, profile).items():
         num_rows = of_unit[0].shape[0]
-        missed = _missed(num_rows, profile.picked[index][0] * num_rows, cached.num_slots, workload, counts)
-        found[index] = missed * sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
+        num_picked = profile.picked[index][0] * num_rows
+        missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
+        nbytes = missed * sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
+        found[index] = nbytes, ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
     return found
 
 
@@ -193,16 +202,11 @@ def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | 
 
 
 def _bend(counts: Counts, num_rows: int, per_token: float) -> float:
-    """The power of what the law misses that goes through what was counted; of few ids nearly 1, the law itself.
-
-    Ids of one step that name the same row are found one by one, and fetched once.
-    """
-    num_picked = per_token * _num_tokens(counts.workload)
-    different, there = _law(num_rows, num_picked, counts.num_slots, counts.workload)
+    """The power of what the law misses that goes through what was counted; of few rows nearly 1, the law itself."""
+    _, there = _law(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
     if not 0 < there < 1:
         return 1.0
-    fetched = counts.fetched * num_picked / different
-    missed = (fetched + _WORTH * (1 - there)) / (counts.found + fetched + _WORTH)
+    missed = (counts.fetched + _WORTH * (1 - there)) / (counts.num_rows + _WORTH)
     return log(missed) / log(1 - there)
 
 

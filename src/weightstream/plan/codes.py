@@ -68,7 +68,7 @@ def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
 
     def read(alias: str) -> float:
         """The share of it that a step decodes."""
-        return max(profile.picked[unit][0] for unit in plan.manifest.users[alias]) if profile.picked else 1.0
+        return max(profile.read_share(unit) for unit in plan.manifest.users[alias])
 
     for share, bits in product(sorted(set(map(read, codes)), reverse=True), (3, 4, 0)):
         for alias in [alias for alias in codes if read(alias) == share]:

@@ -251,8 +251,13 @@ class Profile:
 
     def decode_s(self, index: int, unit: UnitSpec) -> float:
         """Seconds that the device takes to decode a unit's weights before it computes; of what it picks that alone."""
-        share = self.picked[index][0] if self.picked else 1.0
-        return share * sum(t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in unit.coded().values())
+        return self.read_share(index) * sum(
+            t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in unit.coded().values()
+        )
+
+    def read_share(self, index: int) -> float:
+        """Of the stacks of a unit, what it reads at most; 1.0 of one that picks nothing."""
+        return min(1.0, (self.picked[index][0] if self.picked else 0.0) or 1.0)
 
     def _spared_s(self, index: int, unit: UnitSpec) -> float:
         """Seconds to copy what a unit picks, which goes away with what is decoded in place of a copy."""

@@ -185,8 +185,8 @@ class Planner:
         picked: list[tuple[float, float]] = []
         for index, unit in enumerate(manifest.plain().units):
             on_device, on_host, after_share = unit_seconds(work.get(unit.name, ()), profile)
-            copies = [op for op in work.get(unit.name, ()) if unit.picks and 0 < op.picked <= 1]
-            picked.append((max((op.picked for op in copies), default=1.0), sum(op.seconds(profile) for op in copies)))
+            copies = [op for op in work.get(unit.name, ()) if unit.picks and op.picked]
+            picked.append((max((op.picked for op in copies), default=0.0), sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
                 on_device = self.unit_s[unit.name]
             elif unit.name not in work:
@@ -241,7 +241,7 @@ class Planner:
         if budget is None or manifest.nbytes <= budget:
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)
-        found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]))
+        found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), self.demand.workload)
         return min(found, key=lambda c: sum(caching.profiled(manifest, c, profile, *known).unit_s), default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, cached: Cached | None) -> Plan:

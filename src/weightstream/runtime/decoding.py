@@ -1,16 +1,21 @@
 """What brings the coded and the cached weights of a unit to the device: all of them, or the rows that ids name.
 
 [Note: rows]
-A forward of experts reads, of stacks of matrices, copies of those that ids on the device name. Where a stack is coded
-or cached, what `Rows.select` gives stands in for it: to be indexed gives these rows alone. So the product sees the
-values, shapes and strides that it would have seen, and the host never learns the ids. Coded rows are decoded into the
-buffer, in place of a copy; it has room for all rows of each stack. A forward that asks for more rows reads whole
-stacks, from the buffer.
+A forward of experts reads those rows of stacks of matrices that ids on the device name, and the host never learns the
+ids. Where stacks are coded or cached, the buffer has room for all rows of each. There are two ways:
+
+- `Rows.select`, where a forward copies the rows: what it gives stands in for a stack, and to be indexed gives these
+  rows alone, which coded ones are decoded into in place of a copy. So the product sees the values, shapes and strides
+  that it would have seen.
+- `Rows.place` brings each row that is named to its own place in the buffer, which the weights show. A forward that
+  touches no other rows then runs as it is. Where more are named than there are slots, they pass through these in waves.
+
+A forward that asks for nearly all rows, many times over, reads whole stacks from the buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,8 +28,9 @@ from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.moves import Home
 from weightstream.runtime.slots import Slots
-from weightstream.runtime.stacks import WORD, Stack
+from weightstream.runtime.stacks import WORD, Reading, Stack
 
+_NEARLY_ALL = 2  # ids for each row: if they are drawn evenly they name 86 % of the rows
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the ring, the one that is decoded into, and slots
 
 
@@ -34,25 +40,36 @@ def buffers(plan: Plan, backend: Backend) -> Buffers:
 
 
 class Picked:
-    """A stack of which rows are read: `[ids]` are those of the ids, in memory that the next ones overwrite."""
+    """A stack of which rows are read: `[ids]` are those that were selected, in memory that the next ones overwrite."""
 
-    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self._read = read
 
-    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._read(ids)
+    def __getitem__(self, _: torch.Tensor) -> torch.Tensor:
+        return self._read()
 
 
 @dataclass(kw_only=True, slots=True)
 class Rows:
-    """What reads single rows of the stacks of a unit, `most` at a time, by the ids of their tensor objects.
+    """What reads single rows of the stacks of a unit, by the ids of their tensor objects.
 
-    `readers` take ids, and slots where there is a cache.
+    `select` takes `most` ids at a time. `rest` brings what is no stack. `capturing` tells whether a graph is captured.
     """
 
-    most: int
-    readers: Mapping[int, Callable[..., torch.Tensor]]
+    num_rows: int
+    capturing: Callable[[], bool]
+    readings: Mapping[int, Reading]
     cache: Slots | None = None
+    rest: Callable[[], None] | None = None
+
+    @property
+    def most(self) -> int:
+        return self.num_rows if self.cache is None else self.cache.num
+
+    @property
+    def most_to_place(self) -> int:
+        """More ids name nearly all rows: to copy the stacks in order is faster, and leaves the slots as they are."""
+        return _NEARLY_ALL * self.num_rows
 
     def forget(self) -> None:
         """Stacks were written to: what is in slots is stale."""
@@ -60,27 +77,48 @@ class Rows:
             self.cache.forget()
 
     def select(self, ids: torch.Tensor) -> dict[int, Picked]:
-        """Stand-ins for the stacks, for these rows: int64 on the device."""
+        """Stand-ins for the stacks, for these rows: on the device."""
         ids = ids.reshape(-1).to(torch.int64).contiguous()
+        if self.rest is not None:
+            self.rest()
+        rows = (ids,) if self.cache is None else (ids, self.cache.resolve(ids))
+        return {key: Picked(partial(reading.read, *rows)) for key, reading in self.readings.items()}
+
+    def place(self, ids: torch.Tensor) -> None:
+        """Bring these rows to where they are in the whole stacks."""
+        ids = ids.reshape(-1).to(torch.int64)
+        ids = ids.clamp(0, self.num_rows - 1)  # one that is none would be an access outside
+        rows = torch.full((self.num_rows,), -1, dtype=torch.int64, device=ids.device).scatter_(0, ids, ids)
+        if self.rest is not None:
+            self.rest()
         if self.cache is None:
-            return {key: Picked(read) for key, read in self.readers.items()}
-        slots = self.cache.resolve(ids)
-        return {key: Picked(partial(_read_slots, read, ids, slots)) for key, read in self.readers.items()}
+            self._put(rows)
+            return
+        for _ in range(-(-min(len(ids), self.num_rows) // self.cache.num)):
+            slots = self.cache.resolve(rows)
+            self._put(rows, slots)
+            rows = rows.masked_fill(slots >= 0, -1)
 
-
-def _read_slots(
-    read: Callable[..., torch.Tensor], ids: torch.Tensor, slots: torch.Tensor, _: torch.Tensor
-) -> torch.Tensor:
-    return read(ids, slots)
+    def _put(self, *rows: torch.Tensor) -> None:
+        for reading in self.readings.values():
+            reading.put(*rows)
 
 
 def decoding(
-    plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend
+    plan: Plan,
+    index: int,
+    homes: Mapping[str, Home],
+    memory: Buffers,
+    backend: Backend,
+    only: Collection[str] | None = None,
 ) -> Callable[[], None]:
-    """What decodes the coded weights of a unit; those that are coded no more, or cached, are copied as they are."""
+    """What decodes the coded weights of a unit, all or `only` some; those that are coded no more, or cached, are copied
+    as they are."""
     parts, plain = [], []
     copies: list[Callable[[], None]] = []
     for alias, offset in plan.decoded(index).items():
+        if only is not None and alias not in only:
+            continue
         home = homes[alias]
         out = memory[1][offset : offset + aligned(home.group.nbytes)]
         if alias in plan.cached:
@@ -132,17 +170,23 @@ def _copy_each(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def rows(plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> Rows | None:
     """What reads single rows of the stacks of a unit; None where not all that opens can be read so."""
-    stacks = [Stack.of(homes[alias], memory[1][offset:]) for alias, offset in plan.decoded(index).items()]
-    found = [stack for stack in stacks if stack is not None]
-    if not found or len(found) < len(stacks):
+    decoded = plan.decoded(index)
+    stacks = {alias: Stack.of(homes[alias], memory[1][offset:]) for alias, offset in decoded.items()}
+    found = [stack for stack in stacks.values() if stack is not None]
+    rest = [alias for alias, stack in stacks.items() if stack is None]
+    cached = plan.cached.intersection(stacks)
+    if not found or len({stack.num_rows for stack in found}) > 1 or (cached and cached != stacks.keys() - set(rest)):
         return None
-    if any(stack.alias in plan.cached for stack in found):
-        is_whole = all(stack.alias in plan.cached and stack.num_rows == found[0].num_rows for stack in found)
-        return _cached_rows(found, _share(plan, index, memory[2]), backend) if is_whole else None
-    if any(stack.home.layout is None for stack in found):
+    if cached:
+        made = _cached_rows(found, _share(plan, index, memory[2]), backend)
+    elif any(stack.home.layout is None for stack in found):
         return None  # it was written to since it was coded
-    readers = {stack.key: stack.picking(_coded(plan, index, stack.home, memory[0])) for stack in found}
-    return Rows(most=min(stack.num_rows for stack in found), readers=readers)
+    else:
+        readings = {stack.key: stack.picking(_coded(plan, index, stack.home, memory[0])) for stack in found}
+        made = Rows(num_rows=found[0].num_rows, capturing=backend.capturing, readings=readings)
+    if made is not None and rest:
+        made.rest = decoding(plan, index, homes, memory, backend, rest)
+    return made
 
 
 def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) -> Rows | None:
@@ -157,9 +201,9 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) 
         return None
     parts = room[: num_slots * sum(strides)].split([num_slots * stride for stride in strides])
     views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
+    readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
     cache = Slots(list(zip(views, pieces, strict=True)), stacks[0].num_rows)
-    readers = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
-    return Rows(most=num_slots, readers=readers, cache=cache)
+    return Rows(num_rows=stacks[0].num_rows, capturing=backend.capturing, readings=readings, cache=cache)
 
 
 def _share(plan: Plan, index: int, memory: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,6 @@ class Recording:
         self._reads: dict[int, Event] = {}  # the last read of each unit, oldest first
         self._external: dict[int, Event] = {}  # of these: reads that a copy outside can wait for
         self.begins = False  # the first unit of a step is in here
-        streams = any(map(plan.streams, plan.manifest.order))
-        self._unseen: set[int] = set() if streams else set(plan.manifest.order)  # they tell where nothing streams
         self.entry = set(self._in_use)  # units that are read before they are filled in here
         self.filled: list[int] = []
         fork = backend.edge()  # what comes first on the copy stream joins the capture by it
@@ -74,9 +72,8 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that streams in a step is in here; where nothing does, all units."""
-        rest = self._cursor.order[self._cursor.position :]
-        return self.begins and not self._unseen and not any(map(self._engine.plan.streams, rest))
+        """Whether all that streams in a step is in here."""
+        return self.begins and not any(map(self._tells, self._cursor.order[self._cursor.position :]))
 
     @property
     def in_use(self) -> bool:
@@ -89,16 +86,15 @@ class Recording:
 
     def wait(self, unit: int) -> None:
         """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
-        plan = self._engine.plan
-        if not plan.streams(unit):
-            self.begins = self.begins or (unit in self._unseen and unit == self._cursor.order[0])
-            self._unseen.discard(unit)
+        if not self._tells(unit):
             return
         if self.restarts(unit):
             self._restart()
         self._is_empty = False
         self._cursor.reach(unit)
-        self.begins = self.begins or not any(map(plan.streams, self._cursor.order[: self._cursor.position]))
+        self.begins = self.begins or not any(map(self._tells, self._cursor.order[: self._cursor.position]))
+        if not self._engine.plan.streams(unit):
+            return
         if unit not in self._held:
             self._fill(unit)
         elif self._held[unit] is not None:
@@ -110,7 +106,10 @@ class Recording:
 
     def release(self, unit: int) -> None:
         """The unit's last kernel is recorded."""
+        if not self._tells(unit):
+            return
         if not self._engine.plan.streams(unit):
+            self._cursor.release(unit)
             return
         if not self._in_use[unit]:
             raise InvariantError(f"unit {unit} is released, and no wait for it was captured")
@@ -148,6 +147,10 @@ class Recording:
         """What the plan has in the ring at the cursor, but for bytes of units in use."""
         plan, sharing = self._engine.plan, self._engine.sharing
         return [u for u in self._cursor.needed() if plan.streams(u) and not sharing[u] & self._in_use.keys()]
+
+    def _tells(self, unit: int) -> bool:
+        """Whether the unit tells where a step begins and ends: where nothing streams, all do."""
+        return self._engine.plan.streams(unit) or not self._engine.plan.ring_nbytes
 
     def _take_for_granted(self, units: set[int]) -> None:
         self._held = {unit: self._engine.fences[unit].filled if self._deferred else None for unit in units}

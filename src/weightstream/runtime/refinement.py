@@ -178,7 +178,7 @@ class Refinement:
     def _learn_counts(self, counts: Counts | None) -> bool:
         """Plan by what caches have counted from now on; returns whether that is new: twice as many as were known."""
         known = self._planners[0].counts
-        if counts is None or counts.num_ids < 2 * (known.num_ids if known else 1):
+        if counts is None or counts.num_rows < 2 * (known.num_rows if known else 1):
             return False
         of_kind = counts._replace(workload=self.prospect.workload)
         self.prospect = replace(

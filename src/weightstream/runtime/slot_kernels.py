@@ -1,6 +1,6 @@
-"""Triton kernels of a cache of rows: one finds the slots of a step, one fetches the rows that are in none.
+"""Triton kernels of a cache of rows: one finds slots for rows, one fetches those that are in none, one copies them.
 
-Neither tells the host anything, and their grids are fixed: they run in a CUDA graph.
+None tells the host anything, and their grids are fixed: they run in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,30 +28,34 @@ def resolve(
 ):
     """Give each row that `ids` name a slot, in one program.
 
-    A row that has none takes the one that was used longest ago, of those that hold none of this step; of slots as old
-    the first, and of rows the one that is named first. `state` counts steps, rows missed in this step, ids that had a
-    slot, and rows missed in all. `missed` gets pairs of a row and its new slot. IDS and SLOTS are powers of two.
+    A row that has none takes the one that was used longest ago, of those that hold none of this call; of slots as old
+    the first, and of rows the one that is named first. Where none is left, and of an id below 0, the slot is -1.
+    `state` counts calls, rows missed in this one, rows that had a slot, and rows missed in all. `missed` gets pairs of
+    a row and its new slot. IDS and SLOTS are powers of two.
     """
     s = tl.arange(0, IDS)
-    given = s < num_ids
-    row = tl.load(ids + s, mask=given, other=0).to(tl.int32)
-    row = tl.where(given, tl.minimum(tl.maximum(row, 0), NUM_ROWS - 1), -1 - s)  # those that are none are all different
+    row = tl.load(ids + s, mask=s < num_ids, other=-1)
+    row = tl.minimum(tl.maximum(row, -1), NUM_ROWS - 1).to(tl.int32)
+    given = row >= 0
+    row = tl.where(given, row, -1 - s)  # those that are none are all different
     slot = tl.load(slot_of + row, mask=given, other=-1)
     same = row[:, None] == row[None, :]
     first = given & (tl.sum((same & (s[None, :] < s[:, None])).to(tl.int32), 1) == 0)
-    misses = first & (slot < 0)
-    order = tl.cumsum(misses.to(tl.int32)) - 1
-    num = tl.sum(misses.to(tl.int32))
-
     n = tl.arange(0, SLOTS)
     there = n < NUM_SLOTS
     used = tl.sum((slot[:, None] == n[None, :]).to(tl.int32), 0) > 0
+    hits = tl.sum(used.to(tl.int32))
+    misses = first & (slot < 0)
+    order = tl.cumsum(misses.to(tl.int32)) - 1
+    misses &= order < NUM_SLOTS - hits
+    num = tl.sum(misses.to(tl.int32))
+
     stamp = tl.load(stamps + n, mask=there, other=0)
     key = tl.where(used | (n >= NUM_SLOTS), _NEVER, stamp)
     before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (n[None, :] < n[:, None]))
     rank = tl.sum(before.to(tl.int32), 1)
     victim = tl.sum(tl.where(rank[None, :] == order[:, None], n[None, :], 0), 1)
-    found = tl.where(slot < 0, tl.sum(tl.where(same & misses[None, :], victim[None, :], 0), 1), slot)
+    found = tl.where(slot < 0, tl.sum(tl.where(same & misses[None, :], victim[None, :] + 1, 0), 1) - 1, slot)
 
     owner = tl.load(owner_of + victim, mask=misses, other=-1)
     tl.store(slot_of + owner, tl.full([IDS], -1, tl.int32), mask=misses & (owner >= 0))
@@ -59,10 +63,9 @@ def resolve(
     tl.store(owner_of + victim, row, mask=misses)
     tl.store(missed + 2 * order, row, mask=misses)
     tl.store(missed + 2 * order + 1, victim, mask=misses)
-    tl.store(slots + s, found.to(tl.int64), mask=given)
+    tl.store(slots + s, found.to(tl.int64), mask=s < num_ids)
     step = tl.load(state)
     tl.store(stamps + n, tl.zeros([SLOTS], tl.int64) + step, mask=there & (used | (rank < num)))
-    hits = tl.sum((given & (slot >= 0)).to(tl.int32))
     tl.store(state, step + 1)
     tl.store(state + 1, num.to(tl.int64))
     tl.store(state + 2, tl.load(state + 2) + hits)
@@ -89,3 +92,19 @@ def fetch(sources, lengths, targets, chunks, missed, state, PIECES: tl.constexpr
         stride = tl.load(targets + 2 * piece + 1)
         target = (tl.load(targets + 2 * piece) + slot.to(tl.int64) * stride + begin).to(tl.pointer_type(tl.int64))
         tl.store(target + word, tl.load(source + word, mask=word < left), mask=word < left)
+
+
+@triton.jit
+def put(slots, stride, target, nbytes, found, CHUNK: tl.constexpr):
+    """Copy a chunk of a row from its slot to where it is in a stack of such rows; nothing where the slot is negative.
+
+    Slots are `stride` bytes from each other, rows `nbytes`, both multiples of 8.
+    """
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(found + row)
+    if slot >= 0:
+        source = (slots + slot * stride).to(tl.pointer_type(tl.int64))
+        place = (target + row.to(tl.int64) * nbytes).to(tl.pointer_type(tl.int64))
+        for begin in range(chunk * CHUNK // 8, min((chunk + 1) * CHUNK, nbytes) // 8, 1024):
+            word = begin + tl.arange(0, 1024)
+            tl.store(place + word, tl.load(source + word, mask=word < nbytes // 8), mask=word < nbytes // 8)

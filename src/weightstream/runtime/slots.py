@@ -1,11 +1,11 @@
 """A cache of rows: slots of the device for some rows of stacks that lie in host memory, found by ids that stay there.
 
 [Note: slots]
-A step names the rows that it uses. Those that have a slot are used where they are; each other one takes the slot that
-was used longest ago, and is fetched into it from where it lies. Rows of one step never take each other's slots, so a
-step may name as many rows as there are slots. Which row is where is known to the device alone: one kernel finds the
-slots, a second fetches what was missed, both on the compute stream, before what reads the slots. So no event orders
-them, and the host waits for nothing. A CPU does the same with lists.
+A call names the rows that it uses. Those that have a slot are used where they are; each other one takes the slot that
+was used longest ago, and is fetched into it from where it lies. Rows of one call never take each other's slots: what is
+left over when none is free gets no slot, and is for the next call. Which row is where is known to the device alone: one
+kernel finds the slots, a second fetches what was missed, both on the compute stream, before what reads the slots. So no
+event orders them, and the host waits for nothing. A CPU does the same with lists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
 _PROGRAMS = 64  # they fill the link, and leave the other units to whoever computes beside
-_WARPS = 4
+_WARPS, _MOST_WARPS = 4, 16
+_PER_WARP = 4096  # comparisons of an id with another, or with a slot
+_PUT = 1 << 16  # bytes that a program of the kernel copies from a slot to where whole stacks are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +46,15 @@ class Slots:
     def __init__(self, stacks: Sequence[Stack], num_rows: int) -> None:
         self._stacks = [(memory, list(pieces)) for memory, pieces in stacks]
         memory, _ = self._stacks[0]
-        self._table = Lru(len(memory))
+        self.num = len(memory)
+        self._table = Lru(self.num)
         self._device = _OnDevice(self._stacks, num_rows) if memory.device.type != "cpu" else None
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of these rows, int64 of the same shape; what has none is fetched before any kernel that follows."""
+        """The slots of these rows, int64 of the same shape; what has none is fetched before any kernel that follows.
+
+        An id below 0 names none, and its slot is -1; so is that of a row for which no slot is free.
+        """
         if self._device is not None:
             return self._device.resolve(ids)
         slots, missed = self._table.resolve(ids.tolist())
@@ -66,7 +72,7 @@ class Slots:
         self._table.forget()
 
     def counts(self) -> tuple[int, int]:
-        """Ids that had a slot, and rows that were fetched; waits for the device."""
+        """Rows that had a slot when they were named, and rows that were fetched; waits for the device."""
         return self._device.counts() if self._device is not None else (self._table.hits, self._table.misses)
 
 
@@ -81,18 +87,17 @@ class Lru:
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The slot of each, and the rows that have to be fetched, each with its slot."""
         slot_of = {row: slot for slot, row in enumerate(self._owners) if row >= 0}
-        missed = [row for row in dict.fromkeys(rows) if row not in slot_of]
-        self.hits += sum(row in slot_of for row in rows)
-        self.misses += len(missed)
-        used = {slot_of[row] for row in rows if row in slot_of}
+        named = [row for row in dict.fromkeys(rows) if row >= 0]
+        used = {slot_of[row] for row in named if row in slot_of}
         free = sorted((stamp, slot) for slot, stamp in enumerate(self._stamps) if slot not in used)
-        for row, (_, slot) in zip(missed, free, strict=False):
-            self._owners[slot] = row
-            slot_of[row] = slot
-        for row in rows:
-            self._stamps[slot_of[row]] = self._step
+        missed = [(row, slot) for row, (_, slot) in zip((r for r in named if r not in slot_of), free, strict=False)]
+        self.hits += len(used)
+        self.misses += len(missed)
+        slot_of = {row: slot for row, slot in slot_of.items() if slot in used} | dict(missed)
+        for row, slot in slot_of.items():
+            self._owners[slot], self._stamps[slot] = row, self._step
         self._step += 1
-        return [slot_of[row] for row in rows], [(row, slot_of[row]) for row in missed]
+        return [slot_of.get(row, -1) for row in rows], missed
 
     def forget(self) -> None:
         """No row has a slot."""
@@ -137,7 +142,8 @@ class _OnDevice:
         found = torch.empty(num_ids, dtype=torch.int64, device=ids.device)
         sizes = num_rows, num_slots, _power_of_2(num_ids), _power_of_2(num_slots)
         missed, state = self._missed, self._state
-        self._kernels.resolve[(1,)](ids, num_ids, *self._held, state, found, missed, *sizes, num_warps=_WARPS)
+        warps = min(_MOST_WARPS, max(_WARPS, sizes[2] * max(sizes[2:]) // _PER_WARP))
+        self._kernels.resolve[(1,)](ids, num_ids, *self._held, state, found, missed, *sizes, num_warps=warps)
         self._kernels.fetch[(_PROGRAMS,)](*self._places, missed, state, *self._fetch, num_warps=_WARPS)
         return found
 
@@ -148,6 +154,22 @@ class _OnDevice:
     def counts(self) -> tuple[int, int]:
         _, _, hits, misses = self._state.tolist()
         return hits, misses
+
+
+def put_rows(slots: torch.Tensor, target: torch.Tensor, _: object, found: torch.Tensor) -> None:
+    """Copy plain rows from these slots, uint8 of shape (slots, bytes), to the first ones of `target`; none where a slot
+    is negative."""
+    rows = target.view(len(target), -1).view(torch.uint8)
+    nbytes = rows.shape[1]
+    if slots.device.type == "cpu":
+        for row, slot in enumerate(found.tolist()):
+            if slot >= 0:
+                rows[row] = slots[slot, :nbytes]
+        return
+    from weightstream.runtime import slot_kernels
+
+    grid = len(found), -(-nbytes // _PUT)
+    slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, CHUNK=_PUT, num_warps=_WARPS)
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +19,21 @@ from weightstream.codec.format import TILE
 from weightstream.errors import InvariantError
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.moves import Home
-from weightstream.runtime.slots import Piece
+from weightstream.runtime.slots import Piece, put_rows
 from weightstream.runtime.sources import PageWindow, Pinned
 
 WORD = 8  # bytes, of which what is fetched is a multiple
+
+
+class Reading(NamedTuple):
+    """How rows of a stack come to the buffer, by their ids, and by their slots where there are any.
+
+    `put` makes the k-th of them the k-th row of the buffer, and passes over what is negative. `read` gives them in
+    memory that the next ones overwrite.
+    """
+
+    put: Callable[..., None]
+    read: Callable[..., torch.Tensor]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,31 +72,20 @@ class Stack:
         """Of a plain row."""
         return self.home.group.nbytes // self.num_rows
 
-    def picking(self, coded: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def picking(self, coded: torch.Tensor) -> Reading:
         """What decodes rows of a stack that is coded as a whole."""
         assert self.home.layout is not None
-        pick, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
+        put, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
+        return Reading(put=put, read=partial(_put_first, put, target))
 
-        def read(ids: torch.Tensor) -> torch.Tensor:
-            pick(ids)
-            return target[: len(ids)]
-
-        return read
-
-    def reading(self, slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def reading(self, slots: torch.Tensor) -> Reading:
         """What reads rows in slots, which hold them as the home does."""
-        layout, shape = self.home.layout, (-1, *self.shape[1:])
+        layout, shape, target = self.home.layout, (-1, *self.shape[1:]), self._target()
         if layout is None:
             plain = slots[:, : self.nbytes].view(self.dtype)
-            return lambda _, found: plain[found].view(shape)
-        heads = self.heads().to(slots.device)
-        pick, target = coding.picking(heads, layout, self.out, self.num_rows, slots), self._target()
-
-        def read(ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-            pick(ids, found)
-            return target[: len(ids)]
-
-        return read
+            return Reading(put=partial(put_rows, slots, target), read=lambda _, found: plain[found].view(shape))
+        put = coding.picking(self.heads().to(slots.device), layout, self.out, self.num_rows, slots)
+        return Reading(put=put, read=partial(_put_first, put, target))
 
     def heads(self) -> torch.Tensor:
         """The starts and the bases of a coded stack, in host memory."""
@@ -131,6 +133,11 @@ class Stack:
             parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
         there = [part for part in parts if part is not None and not part.data_ptr() % WORD]
         return there if len(there) == len(parts) else None
+
+
+def _put_first(put: Callable[..., None], target: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    put(*rows)
+    return target[: len(rows[0])]
 
 
 def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[Piece]:

@@ -53,10 +53,10 @@ def of_cache(plan: Plan, experts: Experts, num_tokens: int) -> dict[str, Any] | 
     """What the cache of a plan did for so many tokens; None where there is none."""
     if not plan.cached:
         return None
-    num_ids = experts.found + experts.fetched
+    num_rows = experts.found + experts.fetched
     return {
         "num_slots": plan.num_slots,
-        "found_share": experts.found / num_ids if num_ids else None,
+        "found_share": experts.found / num_rows if num_rows else None,
         "fetched_nbytes_per_token": experts.fetched_nbytes / num_tokens,
     }
 

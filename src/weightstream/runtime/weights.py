@@ -70,7 +70,7 @@ class Picks(Protocol):
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
         """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
-        stacks, `rows.most` ids at most; None where it would read more."""
+        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings; None where it would read more."""
 
 
 class Scope(Enum):
