@@ -71,6 +71,20 @@ def test_fused_attention_is_one_op(rows: int, positions: int, causal: bool, prod
     assert found.activation_nbytes == given + 2 * q.numel() + 512 * -(-2 * 8 * rows * 4 // 512)
 
 
+def test_what_is_several_kernels_takes_longer() -> None:
+    """Attention, more so with a mask, and the choice of experts."""
+
+    class Picking(nn.Module):
+        def forward(self, q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+            return torch.topk(y.exp(), 4).values
+
+    q = heads(8, 1)
+    for mask, wanted in ((None, 4.0), (torch.zeros(2, 1, 1, 1).bool(), 8.0), (torch.zeros(2, 1, 1, 1).to(BF16), 4.0)):
+        attention, exp, topk = (op for _, _, op in watched(Picking(), q, mask).ops)
+        assert (attention.least, exp.least, topk.least) == (wanted, 1.0, 6.0)
+
+
 def test_a_mask_becomes_a_bias_for_a_moment() -> None:
     q, mask = heads(8, 32), torch.ones(2, 1, 32, 32, dtype=torch.bool)
     found = watched(Attention(), q, q.clone(), q.clone(), attn_mask=mask)
@@ -204,6 +218,7 @@ def test_a_token_copies_the_experts_that_it_uses() -> None:
         rows = 2 * batch
         products = [op.nbytes for op in ops_of(found, "half") if op.flops == 2 * rows * expert]
         assert products == [2 * rows * (expert + 64 + 2 * 160)] * 2
+        assert [op.nbytes for _, _, op in found.ops if op.stacked][::2] == products, "each matrix by a row of its own"
         copies = [op for _, _, op in found.ops if op.picked]
         assert {op.picked for op in copies} == {rows / 8}
         assert max(op.nbytes for op in copies) == 2 * 2 * rows * expert

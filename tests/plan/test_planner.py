@@ -50,6 +50,22 @@ TABLE, HEAD = "embed.weight", "head.weight"
 DECODE, BATCH, PREFILL = Workload(), Workload(batch=32), Workload(tokens=8192, context=8192)
 
 
+def test_an_op_takes_its_least_time_and_its_work() -> None:
+    on = Profile(device_bytes_per_s=1e12, half_flops_per_s=1e14, op_s=2e-6, product_s=5e-6, gather_share=0.5)
+    on = replace(on, stack_s=10e-6, stack_share=0.25)
+    assert Op(nbytes=100).seconds(on) == pytest.approx(2e-6, rel=1e-3)
+    assert Op(nbytes=4_000_000).seconds(on) == pytest.approx(6e-6), "latency, then bytes"
+    assert Op(nbytes=100, least=4.0).seconds(on) == pytest.approx(8e-6), "several kernels"
+    assert Op(nbytes=9_000_000, least=4.0).seconds(on) == pytest.approx(11e-6)
+    assert Op(rate="half", flops=1e3, nbytes=100).seconds(on) == pytest.approx(5e-6), "a product"
+    assert Op(rate="half", flops=1e9, nbytes=4_000_000).seconds(on) == pytest.approx(12e-6)
+    assert Op(nbytes=4_000_000, picked=0.1).seconds(on) == pytest.approx(10e-6), "matrices out of a stack"
+    assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(on) == pytest.approx(26e-6), "and their products"
+    slow = replace(on, stack_s=0.0, stack_share=1.0)
+    assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(slow) == pytest.approx(6e-6)
+    assert Op(nbytes=100, device_s=1e-3).seconds(on) == 1e-3
+
+
 # -- decoders in three grains, with the work of a step ------------------------------------------------------------
 
 
@@ -518,7 +534,9 @@ def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_clas
         copy_s = (plan.manifest.nbytes - read - budget + plan.ring_nbytes) / H200.link_bytes_per_s
         assert plan.step_s <= 1.05 * max(compute_s, copy_s), f"{percent} %: {plan.summary()}"
         fitting = [(step_s, flags) for nbytes, step_s, flags in settings if nbytes <= budget]
-        assert all(plan.step_s <= step_s for step_s, _ in fitting), f"{percent} %: {min(fitting)} < {plan.step_s}"
+        assert all(plan.step_s <= step_s * (1 + 1e-12) for step_s, _ in fitting), (
+            f"{percent} %: {min(fitting)} < {plan.step_s}"
+        )
 
 
 @pytest.mark.parametrize("slower", [1.0, 2.0, 5.0])

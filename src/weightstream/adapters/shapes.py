@@ -392,6 +392,8 @@ def _mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             nbytes=sum(op.nbytes for op in ops) // len(calls),
             after=any(op.after for op in ops),
             device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
+            stacked=all(op.stacked for op in ops),
+            least=max(op.least for op in ops),
         )
         for ops in zip_longest(*calls, fillvalue=Op())
     )
