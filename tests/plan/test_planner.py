@@ -208,6 +208,29 @@ def test_a_shortage_is_told_with_its_sum() -> None:
 # -- the seconds of units -----------------------------------------------------------------------------------------
 
 
+def test_a_step_in_a_graph_has_work_of_its_own() -> None:
+    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it."""
+    planner = prospect(SMALL, device_budget=GIB, grains=("block",)).planners[0]
+    manifest = decoder("block", **SMALL)
+    name, work = manifest.units[3].name, planner.demand.work
+    tiny, long = Op(), Op(nbytes=round(1e-3 * H200.device_bytes_per_s))
+    planner = replace(planner, demand=replace(planner.demand, work=work | {name: (*work[name], long)}))
+
+    def planned(on: Planner, ops: tuple[Op, ...]) -> Plan:
+        captured = planner.demand.work | {name: ops}
+        return replace(on, demand=replace(planner.demand, captured=captured))(manifest)
+
+    plain = planner(manifest)
+    for ops, more_s in (((*work[name], long, tiny, tiny), 2 * H200.op_s), (work[name], -1e-3 - H200.op_s)):
+        plan = planned(planner, ops)
+        assert plan.graph_s == pytest.approx(plain.graph_s + more_s, rel=1e-9)
+        assert replace(plan, graph_s=plain.graph_s) == plain
+    on_cpu = replace(planner, machine=replace(planner.machine, on_cpu=True))
+    assert planned(on_cpu, (long, long)) == on_cpu(manifest), "there are no graphs"
+    measured = replace(planner, unit_s={name: 1e-3})
+    assert planned(measured, (*work[name], long, tiny)).graph_s == pytest.approx(measured(manifest).graph_s + H200.op_s)
+
+
 def test_units_take_what_was_measured_else_their_work() -> None:
     planner = prospect(SMALL, device_budget=100 * MIB, grains=("block",)).planners[0]
     manifest, work = decoder("block", **SMALL), demand(decoder("block", **SMALL), DECODE).work

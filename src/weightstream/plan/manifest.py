@@ -197,7 +197,8 @@ class Profile:
     `overhead_s` comes for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its
     tensors that does, and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for
     ops that follow its release, before the next unit opens; `picked` holds the share of its stacks that a unit reads,
-    and the seconds to copy that. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
+    and the seconds to copy that; `captured_s` are seconds that a unit takes beside in a CUDA graph, or less, as steps
+    there have another cache. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
     `launch_s` per tensor.
     """
 
@@ -231,6 +232,7 @@ class Profile:
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
     picked: tuple[tuple[float, float], ...] = ()
+    captured_s: tuple[float, ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
         """Seconds of a unit alone at one of its positions: of the device or the host, whichever takes longer."""
