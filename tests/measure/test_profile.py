@@ -190,8 +190,9 @@ def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:
     few, many = (2 * num * rows * width for num, rows, width in (kernels.FEW, kernels.MANY))
     copies = {name: 2e-6 + 2 * nbytes / 0.5e12 for name, nbytes in (("few", few), ("many", many))}
     products = {"few": 10e-6 + few / 0.25e12, "many": 10e-6 + many / 0.25e12}
-    seconds = {"norms": 200 * 2e-6, "products": 50 * 5e-6, "read": 3 * 2e-6 + 300e6 / 1e12} | copies
-    seconds |= {f"{name} multiplied": copies[name] + products[name] for name in copies}
+    seconds = {"norms": 200 * 2e-6, "products": 50 * 5e-6, "read": 3 * 2e-6 + 300e6 / 1e12}
+    seconds |= {name: kernels.TURNS * copies[name] for name in copies}
+    seconds |= {f"{name} multiplied": kernels.TURNS * (copies[name] + products[name]) for name in copies}
     found = kernels.parts(seconds, 300_000_000, 3)
     want = {"op_s": 2e-6, "product_s": 5e-6, "device_bytes_per_s": 1e12}
     assert found == pytest.approx(want | {"gather_share": 0.5, "stack_s": 10e-6, "stack_share": 0.25})
@@ -208,16 +209,16 @@ def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, mon
     }
     monkeypatch.setattr(kernels, "FEW", (2, 3, 4))
     monkeypatch.setattr(kernels, "MANY", (1, 6, 4))
-    weight = torch.arange(96.0).view(16, 6)
-    picking = dict(kernels.picking(weight))
-    assert {name: num_kernels(work) for name, work in picking.items()} == {
-        "few": 1,
-        "few multiplied": 2,
-        "many": 1,
-        "many multiplied": 2,
-    }
-    stack, columns = weight.view(8, 3, 4), weight.view(-1)[:8].view(2, 4, 1)
-    assert torch.equal(picking["few multiplied"](), torch.bmm(stack[[0, 4]], columns))  # type: ignore[arg-type]
+    weight, other = torch.arange(96.0).view(16, 6), torch.zeros(16, 6)
+    picking = dict(kernels.picking(weight, other))
+    num = {name: num_kernels(work) for name, work in picking.items()}
+    assert num == {name: kernels.TURNS * (1 + ("multiplied" in name)) for name in picking}
+    for name, (num_picked, rows) in {"few": (2, 3), "many": (1, 6)}.items():
+        stack = weight.view(-1, rows, 4)
+        places = torch.arange(num_picked) * (len(stack) // num_picked)
+        picking[name]()
+        copied = other.view(-1, rows, 4)[:num_picked]
+        assert torch.equal(copied, stack[places + kernels.TURNS - 1]), "each time another one"
 
 
 def test_it_is_measured_once(backend: CpuBackend, measured: list[Profile], cache: Path) -> None:

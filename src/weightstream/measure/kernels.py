@@ -19,6 +19,7 @@ _WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
 # Of a stack so many matrices are picked, with so many rows of so many weights: experts of Qwen3-30B-A3B, 50 MB of them,
 # and larger ones, 117 MB.
 FEW, MANY = (8, 1536, 2048), (2, 7168, 4096)
+TURNS = 2  # so that nothing is left in the caches of what is copied
 _Work = Callable[[], object]
 
 
@@ -42,7 +43,7 @@ def works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]
 
     found: dict[str, _Work] = {"norms": norms, "products": products, "read": read}
     if backend.device.type == "cuda":
-        found = {name: _replayed(backend, work) for name, work in (*found.items(), *picking(weights[0]))}
+        found = {name: _replayed(backend, work) for name, work in (*found.items(), *picking(weights[0], weights[-1]))}
     return found
 
 
@@ -53,22 +54,25 @@ def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale * y.to(x.dtype)
 
 
-def picking(weight: torch.Tensor) -> Iterator[tuple[str, _Work]]:
-    """Copies out of a stack, and then products with these, which lie in caches as they do in a model."""
-    flat = weight.view(-1)
-    copies = torch.empty_like(flat)
+def picking(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[str, _Work]]:
+    """Copies out of one weight, as a stack, over another, and such with products of what was copied right behind, which
+    lies in caches then as it does in a model. What is copied is not: each time it is something else."""
+    flat, copies = weight.view(-1), other.view(-1)
     for name, (num, rows, width) in (("few", FEW), ("many", MANY)):
         stack = flat[: flat.numel() // (rows * width) * rows * width].view(-1, rows, width)
-        ids = torch.arange(num, device=weight.device) * (len(stack) // num)
+        places = torch.arange(num, device=weight.device) * (len(stack) // num)
         picked = copies[: num * rows * width].view(num, rows, width)
-        copy = partial(torch.ops.aten.index.Tensor_out, stack, [ids], out=picked)
-        yield name, copy
-        yield f"{name} multiplied", partial(_multiplied, copy, picked, flat[: num * width].view(num, width, 1))
+        columns = flat[: num * width].view(num, width, 1)
+        ids = [(places + turn) % len(stack) for turn in range(TURNS)]
+        turns = [partial(torch.ops.aten.index.Tensor_out, stack, [found], out=picked) for found in ids]
+        yield name, partial(_run, turns)
+        yield f"{name} multiplied", partial(_run, turns, partial(torch.bmm, picked, columns))
 
 
-def _multiplied(copy: _Work, picked: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    copy()
-    return torch.bmm(picked, columns)
+def _run(works: Sequence[_Work], behind: _Work = lambda: None) -> None:
+    for work in works:
+        work()
+        behind()
 
 
 def parts(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dict[str, float]:
@@ -82,8 +86,8 @@ def parts(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dic
     if "few" not in seconds:
         return found
     few, many = (2.0 * num * rows * width for num, rows, width in (FEW, MANY))
-    copies_s = seconds["few"] + seconds["many"] - 2 * op_s
-    few_s, many_s = (seconds[f"{name} multiplied"] - seconds[name] for name in ("few", "many"))
+    copies_s = (seconds["few"] + seconds["many"]) / TURNS - 2 * op_s
+    few_s, many_s = ((seconds[f"{name} multiplied"] - seconds[name]) / TURNS for name in ("few", "many"))
     # A straight line through both, but no faster than what is not picked.
     per_byte_s = max(1 / bytes_per_s, (many_s - few_s) / (many - few))
     found |= {"gather_share": min(1.0, 2 * (few + many) / (copies_s * bytes_per_s))}
