@@ -154,7 +154,7 @@ def _hosted(prospect: Prospect, hosted: Hosted) -> Prospect:
     if hosted.in_graphs:
         planner = replace(planner, machine=replace(planner.machine, profile=planner.machine.profile.without_host()))
     kept = {alias for alias, names in planner.weights.names.items() if not hosted.kept.isdisjoint(names)}
-    demands = (replace(planner.demand, work=_products(grain, rows)) for grain in prospect.grains)
+    demands = (replace(planner.demand, work=_products(grain, rows), captured={}) for grain in prospect.grains)
     return Prospect(
         grains=tuple(grain.keeping(kept) for grain in prospect.grains),
         planners=tuple(replace(planner, demand=demand) for demand in demands),
@@ -238,8 +238,9 @@ def with_work(
     known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
     manifests, planners = [], []
     for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):
-        work = {unit.name: ops for unit, ops in zip(units, found.work(units), strict=True)}
-        planners.append(replace(planner, demand=replace(known, work=work)))
+        steps = (found, found.captured) if found.captured is not None else (found,)
+        work, *captured = ({u.name: ops for u, ops in zip(units, f.work(units), strict=True)} for f in steps)
+        planners.append(replace(planner, demand=replace(known, work=work, captured=captured[0] if captured else {})))
         order, outside = found.order(units), {aliases[id(t)] for t in found.outside(units) if id(t) in aliases}
         # What a call leaves out it does not need; but a made-up step of text says nothing of images.
         is_all = len(set(order)) == len(units) or (workload is None and order and not is_part)

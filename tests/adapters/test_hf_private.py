@@ -182,6 +182,22 @@ def test_static_caches() -> None:
     assert vars(window)[hf_private.STATIC_WINDOW_COUNT] == 4, lost(hf_private.STATIC_WINDOW_COUNT)
 
 
+def test_a_static_cache_in_place_of_a_dynamic_one() -> None:
+    config = transformers.MistralConfig(**SMALL, sliding_window=4)
+    with torch.device("meta"):
+        model = transformers.MistralForCausalLM(config)
+        cache, states = cache_utils.DynamicCache(config=config), torch.ones(1, 2, 3, 16)
+        for index in range(config.num_hidden_layers):
+            cache.update(states, states, index)
+    found = hf_private.static_cache(model, cache, 16, 12)
+    assert hf_private.is_static_cache(found), lost("StaticCache")
+    for layer in found.layers:
+        assert layer.keys.shape == layer.values.shape == (1, 2, 4, 16), lost("update")
+        assert vars(layer)[hf_private.STATIC_WINDOW_COUNT] == 12
+    assert hf_private.static_cache(model, found, 16, 12) is None
+    assert hf_private.static_cache(on_meta(), cache_utils.DynamicCache(), 16, 12) is not None
+
+
 def test_models_that_work_with_a_static_cache() -> None:
     assert hf_private.unsuited_to_static_cache(on_meta()) is None, lost("_can_compile_fullgraph")
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)

@@ -176,6 +176,20 @@ def test_the_profile_of_another_machine_is_planned_for(folders: Mapping[str, Pat
 # -- what is no model, or no plan ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe-bf16"])
+def test_a_graph_has_the_kernels_of_a_static_cache(folders: Mapping[str, Path], name: str) -> None:
+    """On a GPU whose host takes no time only these tell a step in a graph from any other."""
+    op_s = 1e-3
+    quick = replace(ELSEWHERE, op_s=op_s, op_launch_s=0.0, overhead_s=0.0, device_nbytes=1 << 30)
+    plan = weightstream.plan_model(folders[name], device_budget="100MiB", profile=quick)
+    config = transformers.AutoConfig.from_pretrained(folders[name])
+    # arange, add, add_ and twice index_copy_ in place of two cat, and what a mask makes of attention; the mask once
+    in_layers = round((plan.graph_s - plan.step_s) / op_s - 7)
+    assert 3 * config.num_hidden_layers <= in_layers <= 10 * config.num_hidden_layers
+    prompt = weightstream.plan_model(folders[name], device_budget="100MiB", profile=quick, tokens=8)
+    assert prompt.graph_s == pytest.approx(prompt.step_s)
+
+
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         planned(tmp_path, device_budget="1GiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from weightstream.adapters import shapes
+from weightstream.adapters import hf_private, shapes
+from weightstream.adapters.launch import Launch
 from weightstream.adapters.module import find_units
 from weightstream.adapters.shapes import Footprint, observe
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
+from weightstream.runtime.watch import OperatorMode
 from weightstream.runtime.weights import Scope, UnitModule
 
 BF16 = torch.bfloat16
@@ -69,6 +72,20 @@ def test_fused_attention_is_one_op(rows: int, positions: int, causal: bool, prod
     assert op.nbytes == 2 * (2 * q.numel() + 2 * k.numel())
     given = 2 * (q.numel() + 2 * k.numel())
     assert found.activation_nbytes == given + 2 * q.numel() + 512 * -(-2 * 8 * rows * 4 // 512)
+
+
+def test_what_is_several_kernels_takes_longer() -> None:
+    """Attention, more so with a mask, and the choice of experts."""
+
+    class Picking(nn.Module):
+        def forward(self, q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+            return torch.topk(y.exp(), 4).values
+
+    q = heads(8, 1)
+    for mask, wanted in ((None, 4.0), (torch.zeros(2, 1, 1, 1).bool(), 8.0), (torch.zeros(2, 1, 1, 1).to(BF16), 4.0)):
+        attention, exp, topk = (op for _, _, op in watched(Picking(), q, mask).ops)
+        assert (attention.least, exp.least, topk.least) == (wanted, 1.0, 6.0)
 
 
 def test_a_mask_becomes_a_bias_for_a_moment() -> None:
@@ -163,6 +180,64 @@ def test_work_equals_what_pytorch_counts() -> None:
     assert sum(op.flops for ops in found.work(units) for op in ops) == sum(op.flops for _, _, op in found.ops)
 
 
+class Names(OperatorMode):
+    """How often each operator is called that writes, or makes a cache longer; attention's own calls apart."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nums = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.nums[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+CACHING = ("cat", "index_copy_", "add_", "arange", "roll", "index_put_", "copy_", "le", "gt")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("MistralForCausalLM", {"sliding_window": 9}),
+        ("MixtralForCausalLM", {"num_local_experts": 8}),
+    ],
+)
+def test_a_captured_step_runs_what_a_static_cache_does(
+    name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels that look after the cache are those of a real step, in which the prompt is in a static cache."""
+    transformers = pytest.importorskip("transformers")
+    made: list[tuple[str, Launch]] = []
+
+    class Named(Launch):
+        def __init__(self, func: Any, *rest: Any) -> None:
+            super().__init__(func, *rest)
+            made.append((func.overloadpacket.__name__, self))
+
+    monkeypatch.setattr(shapes, "Launch", Named)
+    model = text(name, BF16, **GQA, **config)
+    model.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]  # as generate() decodes on a GPU
+    found = observe(model, Workload(batch=2, tokens=1, context=24))
+    names = {id(launch.op): name for name, launch in made}
+    assert found.captured is not None
+    for step, cache in (
+        (found, transformers.DynamicCache(config=model.config)),
+        (found.captured, transformers.StaticCache(config=model.config, max_cache_len=24)),
+    ):
+        ids = torch.zeros(2, 23, dtype=torch.long)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            with hf_private.decoding(model, 1), Names() as real:
+                model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1)
+        counted = Counter(names[id(op)] for _, _, op in step.ops)
+        assert {n: counted[n] for n in CACHING} == {n: real.nums[n] for n in CACHING}
+    assert [module for module, _ in found.captured.calls] == [module for module, _ in found.calls]
+    assert found.captured.ops != found.ops
+    for workload in (Workload(batch=2, tokens=2, context=24), Workload(batch=2, tokens=1, context=1)):
+        assert observe(model, workload).captured is None
+
+
 def test_a_step_with_a_cache() -> None:
     model = text("LlamaForCausalLM", BF16, **GQA)
     found = observe(model, Workload(batch=3, tokens=1, context=40))
@@ -204,6 +279,7 @@ def test_a_token_copies_the_experts_that_it_uses() -> None:
         rows = 2 * batch
         products = [op.nbytes for op in ops_of(found, "half") if op.flops == 2 * rows * expert]
         assert products == [2 * rows * (expert + 64 + 2 * 160)] * 2
+        assert [op.nbytes for _, _, op in found.ops if op.stacked][::2] == products, "each matrix by a row of its own"
         copies = [op for _, _, op in found.ops if op.picked]
         assert {op.picked for op in copies} == {rows / 8}
         assert max(op.nbytes for op in copies) == 2 * 2 * rows * expert

@@ -53,6 +53,10 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
         "copy_latency_s": (1e-7, 1e-4),
         "handover_s": (0, 1e-3),
         "op_s": (2e-7, 2e-5),
+        "product_s": (1e-6, 5e-5),
+        "gather_share": (0.1, 1),
+        "stack_s": (0, 1e-4),
+        "stack_share": (0.05, 1),
         "op_launch_s": (1e-6, 1e-3),
     }
     for name, (least, most) in bounds.items():

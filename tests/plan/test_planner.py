@@ -50,6 +50,22 @@ TABLE, HEAD = "embed.weight", "head.weight"
 DECODE, BATCH, PREFILL = Workload(), Workload(batch=32), Workload(tokens=8192, context=8192)
 
 
+def test_an_op_takes_its_least_time_and_its_work() -> None:
+    on = Profile(device_bytes_per_s=1e12, half_flops_per_s=1e14, op_s=2e-6, product_s=5e-6, gather_share=0.5)
+    on = replace(on, stack_s=10e-6, stack_share=0.25)
+    assert Op(nbytes=100).seconds(on) == pytest.approx(2e-6, rel=1e-3)
+    assert Op(nbytes=4_000_000).seconds(on) == pytest.approx(6e-6), "latency, then bytes"
+    assert Op(nbytes=100, least=4.0).seconds(on) == pytest.approx(8e-6), "several kernels"
+    assert Op(nbytes=9_000_000, least=4.0).seconds(on) == pytest.approx(11e-6)
+    assert Op(rate="half", flops=1e3, nbytes=100).seconds(on) == pytest.approx(5e-6), "a product"
+    assert Op(rate="half", flops=1e9, nbytes=4_000_000).seconds(on) == pytest.approx(12e-6)
+    assert Op(nbytes=4_000_000, picked=0.1).seconds(on) == pytest.approx(10e-6), "matrices out of a stack"
+    assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(on) == pytest.approx(26e-6), "and their products"
+    slow = replace(on, stack_s=0.0, stack_share=1.0)
+    assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(slow) == pytest.approx(6e-6)
+    assert Op(nbytes=100, device_s=1e-3).seconds(on) == 1e-3
+
+
 # -- decoders in three grains, with the work of a step ------------------------------------------------------------
 
 
@@ -190,6 +206,29 @@ def test_a_shortage_is_told_with_its_sum() -> None:
 
 
 # -- the seconds of units -----------------------------------------------------------------------------------------
+
+
+def test_a_step_in_a_graph_has_work_of_its_own() -> None:
+    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it."""
+    planner = prospect(SMALL, device_budget=GIB, grains=("block",)).planners[0]
+    manifest = decoder("block", **SMALL)
+    name, work = manifest.units[3].name, planner.demand.work
+    tiny, long = Op(), Op(nbytes=round(1e-3 * H200.device_bytes_per_s))
+    planner = replace(planner, demand=replace(planner.demand, work=work | {name: (*work[name], long)}))
+
+    def planned(on: Planner, ops: tuple[Op, ...]) -> Plan:
+        captured = planner.demand.work | {name: ops}
+        return replace(on, demand=replace(planner.demand, captured=captured))(manifest)
+
+    plain = planner(manifest)
+    for ops, more_s in (((*work[name], long, tiny, tiny), 2 * H200.op_s), (work[name], -1e-3 - H200.op_s)):
+        plan = planned(planner, ops)
+        assert plan.graph_s == pytest.approx(plain.graph_s + more_s, rel=1e-9)
+        assert replace(plan, graph_s=plain.graph_s) == plain
+    on_cpu = replace(planner, machine=replace(planner.machine, on_cpu=True))
+    assert planned(on_cpu, (long, long)) == on_cpu(manifest), "there are no graphs"
+    measured = replace(planner, unit_s={name: 1e-3})
+    assert planned(measured, (*work[name], long, tiny)).graph_s == pytest.approx(measured(manifest).graph_s + H200.op_s)
 
 
 def test_units_take_what_was_measured_else_their_work() -> None:
@@ -518,7 +557,9 @@ def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_clas
         copy_s = (plan.manifest.nbytes - read - budget + plan.ring_nbytes) / H200.link_bytes_per_s
         assert plan.step_s <= 1.05 * max(compute_s, copy_s), f"{percent} %: {plan.summary()}"
         fitting = [(step_s, flags) for nbytes, step_s, flags in settings if nbytes <= budget]
-        assert all(plan.step_s <= step_s for step_s, _ in fitting), f"{percent} %: {min(fitting)} < {plan.step_s}"
+        assert all(plan.step_s <= step_s * (1 + 1e-12) for step_s, _ in fitting), (
+            f"{percent} %: {min(fitting)} < {plan.step_s}"
+        )
 
 
 @pytest.mark.parametrize("slower", [1.0, 2.0, 5.0])

@@ -239,7 +239,7 @@ def test_a_plan_as_predicted_stays() -> None:
 
 def test_a_small_gain_is_not_worth_a_move() -> None:
     planner, plan = planned(50, workload=PREFILL)
-    refined = refine(planner, plan, times_of(plan, faster(planner.profile(plan.manifest), 3, 1)))
+    refined = refine(planner, plan, times_of(plan, faster(planner.profile(plan.manifest), 1.1, 1)))
     found = refined.planner(plan.manifest)
     assert 0.97 * refined.plan.step_s < found.step_s < refined.plan.step_s
     assert refined.better is None

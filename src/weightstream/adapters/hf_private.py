@@ -372,6 +372,22 @@ def is_static_cache(cache: Any) -> bool:
     return type(cache) is StaticCache
 
 
+def static_cache(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:
+    """The cache of so many positions that captured steps have in place of a dynamic one, on meta, that holds so many
+    already; None: they are not captured."""
+    from transformers.cache_utils import DynamicCache, StaticCache
+
+    if type(cache) is not DynamicCache or unsuited_to_static_cache(model) is not None:
+        return None
+    found = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=num_positions)
+    for index, layer in enumerate(cache.layers):
+        found.update(layer.keys, layer.values, index)
+    for layer in found.layers:
+        if STATIC_WINDOW_COUNT in vars(layer):
+            setattr(layer, STATIC_WINDOW_COUNT, num_filled)
+    return found
+
+
 def forget_hooks(module: torch.nn.Module) -> None:
     """Of a copy without hooks: transformers is to put there again those by which it gathers hidden states."""
     vars(module).pop("_output_capturing_hooks_installed", None)

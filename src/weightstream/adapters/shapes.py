@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, zip_longest
@@ -25,7 +25,7 @@ from torch import nn
 
 from weightstream.adapters import hf_private, launch, meta, surroundings
 from weightstream.adapters.launch import Launch
-from weightstream.adapters.steps import CACHES, cache_in, layers_of, options_of, takes_ids
+from weightstream.adapters.steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.trial import Trial
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
@@ -49,7 +49,7 @@ class Footprint:
     in this step or in a prompt as long as the context. `calls` are the modules that ran, each with the call that it
     ran in (-1: none), and `ops` the kernels, each with the call that launched it and the number of calls until then.
     `launches` are the different ones among these, each with its number. `reads` are weights, each with the call that
-    read them.
+    read them. `captured` is what the same step runs in a CUDA graph, where that is not the same.
     """
 
     activation_nbytes: int
@@ -58,6 +58,7 @@ class Footprint:
     ops: tuple[tuple[int, int, Op], ...]
     launches: tuple[tuple[Launch, int], ...] = ()
     reads: tuple[tuple[int, torch.Tensor], ...] = ()
+    captured: Footprint | None = None
 
     def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
         """The same with what some launches took in a trial."""
@@ -158,7 +159,7 @@ def observe(model: nn.Module, workload: Workload) -> Footprint:
 
 
 def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module) -> list[_Forward]:
-    """The prompt; and the step behind it, where there is a cache."""
+    """The prompt; and the step behind it, where there is a cache, also as it is captured."""
 
     def forward(num_tokens: int, **more: Any) -> _Forward:
         ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
@@ -174,10 +175,14 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
     if caches and past > 0:
         prompt.output = None
         for cache in caches.values():
-            _shorten(cache, past)
+            shorten(cache, past)
+        static = [hf_private.static_cache(model, c, workload.context, past) for c in caches.values()]
         with hf_private.decoding(model, workload.tokens):
             steps.append(forward(workload.tokens, **options, **caches))
-    steps[-1].cache_nbytes = sum(aligned(launch.nbytes_of(t)) for cache in caches.values() for t in _cached(cache))
+            if workload.tokens == 1 and None not in static:
+                with suppress(Exception):  # of a step that cannot be followed nothing is known, nor can it be captured
+                    steps[-1].captured = forward(1, **options, **dict(zip(caches, static, strict=True)))
+    steps[-1].cache_nbytes = sum(aligned(launch.nbytes_of(t)) for cache in caches.values() for t in cached(cache))
     return steps
 
 
@@ -230,24 +235,10 @@ def _footprint(forwards: Sequence[_Forward], made: meta.Copied) -> Footprint:
         cache_nbytes=last.cache_nbytes,
         calls=tuple((made.originals.get(id(module), module), caller) for module, caller in last.calls),
         ops=tuple(last.ops),
+        captured=_footprint([last.captured], made) if last.captured is not None else None,
         launches=tuple((found, nums[id(found.op)]) for found in last.launches.values() if id(found.op) in nums),
         reads=tuple((call, tensor) for call, storage in last.reads for tensor in made.weights[storage]),
     )
-
-
-def _cached(cache: Any) -> list[torch.Tensor]:
-    return [tensor for layer in layers_of(cache) for tensor in tensors_in(layer) if tensor.is_meta and tensor.dim() > 1]
-
-
-def _shorten(cache: Any, num_positions: int) -> None:
-    """Makes a cache of shapes one that holds fewer positions; a state that does not grow with them stays."""
-    for layer in layers_of(cache):
-        for name in hf_private.BY_POSITION:
-            if isinstance(tensor := layer.get(name), torch.Tensor):
-                kept = min(num_positions, tensor.shape[-2])
-                layer[name] = torch.empty_like(tensor[..., :kept, :], memory_format=torch.contiguous_format)
-        if hf_private.WINDOW_COUNT in layer:
-            layer[hf_private.WINDOW_COUNT] = num_positions
 
 
 class _Forward(OperatorMode):
@@ -272,9 +263,10 @@ class _Forward(OperatorMode):
         self.launches: dict[Any, Launch] = {}
         self.memory = _Memory((*model.parameters(), *model.buffers()), alive)
         self.cache_nbytes = 0
+        self.captured: _Forward | None = None  # the same step, with another cache
         self._call = -1
         self._until_s = until_s
-        for tensor in (*tensors_in((args, kwargs)), *_cached(cache_in(kwargs))):
+        for tensor in (*tensors_in((args, kwargs)), *cached(cache_in(kwargs))):
             self.memory.hold(tensor)
         with ExitStack() as hooks, self:
             for module in model.modules():
@@ -392,6 +384,8 @@ def _mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             nbytes=sum(op.nbytes for op in ops) // len(calls),
             after=any(op.after for op in ops),
             device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
+            stacked=all(op.stacked for op in ops),
+            least=max(op.least for op in ops),
         )
         for ops in zip_longest(*calls, fillvalue=Op())
     )

@@ -12,6 +12,7 @@ from torch import nn
 from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Workload
+from weightstream.runtime.values import tensors_in
 
 CACHES = ("cache", "past_key_values", "cache_params")  # transformers' name for it since 5.24, and before
 _SEED = 7
@@ -38,6 +39,22 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any:
 def layers_of(cache: Any) -> Iterable[dict[str, Any]]:
     """The attributes of each layer of a cache, or of the cache itself where it has no layers."""
     return map(vars, getattr(cache, "layers", [] if cache is None else [cache]))
+
+
+def cached(cache: Any) -> list[torch.Tensor]:
+    """What a cache of shapes holds."""
+    return [tensor for layer in layers_of(cache) for tensor in tensors_in(layer) if tensor.is_meta and tensor.dim() > 1]
+
+
+def shorten(cache: Any, num_positions: int) -> None:
+    """Makes a cache of shapes one that holds fewer positions; a state that does not grow with them stays."""
+    for layer in layers_of(cache):
+        for name in hf_private.BY_POSITION:
+            if isinstance(tensor := layer.get(name), torch.Tensor):
+                kept = min(num_positions, tensor.shape[-2])
+                layer[name] = torch.empty_like(tensor[..., :kept, :], memory_format=torch.contiguous_format)
+        if hf_private.WINDOW_COUNT in layer:
+            layer[hf_private.WINDOW_COUNT] = num_positions
 
 
 class Steps:

@@ -27,7 +27,7 @@ from weightstream.runtime.weights import span
 
 logger = logging.getLogger("weightstream")
 
-_LEAST_S = 3e-6  # of an operator: the least kernel takes about as long
+_LEAST_S = 3e-6  # of an operator's work: the least kernel and the stamps around it take about as long
 _LEAST_SHARE = 0.001  # of the call, that all launches of an operator take
 _TRIAL_S, _ROUNDS = 0.5, 200
 _SETTLED = 3  # rounds that are not counted
@@ -48,9 +48,9 @@ def measured(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: 
 
     Those that cannot be run here, or for which memory is short, are left out.
     """
-    guessed = {launch: (launch.op.seconds(profile), num) for launch, num in launches if launch.op is not None}
-    total_s = sum(seconds * num for seconds, num in guessed.values())
-    worth = [k for k, (s, num) in guessed.items() if s >= _LEAST_S and s * num >= _LEAST_SHARE * total_s]
+    known = [(launch, launch.op, num) for launch, num in launches if launch.op is not None]
+    least_s = _LEAST_SHARE * sum(op.seconds(profile) * num for _, op, num in known)
+    worth = [k for k, op, num in known if op.work_s(profile) >= _LEAST_S and op.seconds(profile) * num >= least_s]
     operands = _Operands(backend.device)
     for launch in worth:
         launch.call(operands.note)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from weightstream.codec import coding
 from weightstream.codec.format import BITS
 from weightstream.errors import StoreError
-from weightstream.measure import machine, opening
+from weightstream.measure import kernels, machine, opening
 from weightstream.measure.block import Block
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cpu, cuda
@@ -43,7 +43,6 @@ NUM_ROUNDS = 5
 _SAMPLE_S = 0.003
 _COPY_NBYTES = 64 << 20
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
-_NUM_KERNELS = 200
 _MEASURED_NBYTES = 256 << 20  # of a file
 _SETTLING = 2  # rounds timed and not counted: the first finds a ring that was filled while nobody looked
 _LEAST, _MOST = 5, 400  # rounds
@@ -122,7 +121,7 @@ class _Bench:
         numbers: dict[str, Any] = self._workspace()
         # What power limits behind the products, under which clocks settle. Decoding waits until its kernels are there,
         # which a thread compiles that uses the device: only then a graph may be captured, for the kernels.
-        first = (self.link, self.modules, self.reading, self.products, self.attention, self.decoding)
+        first = (self.link, self.modules, self.products, self.attention, self.decoding)
         opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
         all_of_it = (*first, *opening, self.kernels)
         parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
@@ -169,11 +168,6 @@ class _Bench:
         grown = cuda.allocated_nbytes(self._device) - before if self._on_gpu else 0
         return {"workspace_nbytes": grown} if grown else {}
 
-    def reading(self) -> _Measuring:
-        """Reading weights for one row."""
-        best = yield {"read": (self._read, _SAMPLE_S)}
-        yield {"device_bytes_per_s": sum(weight.nbytes for weight in self._weights) / best["read"]}
-
     def _read(self) -> None:
         for weight in self._weights:
             F.linear(self._weights[0][:1], weight)
@@ -201,17 +195,10 @@ class _Bench:
         yield {"attention_flops_per_s": flops / best["attention"]}
 
     def kernels(self) -> _Measuring:
-        """The least time of a kernel: in a graph, where the host is not in the way."""
-        small = self._tensor(16)
-        work: _Work = partial(_run_all, [partial(small.mul_, 1.0)] * _NUM_KERNELS)
-        if self._on_gpu:
-            work()
-            graph = cuda.new_graph()
-            with self._backend.capture(graph):
-                work()
-            work = graph.replay
-        best = yield {"kernels": (work, _SAMPLE_S)}
-        yield {"op_s": best["kernels"] / _NUM_KERNELS}
+        """Reading weights for one row, and what kernels take at least."""
+        works = kernels.works(self._backend, self._weights)
+        best = yield {name: (work, _SAMPLE_S) for name, work in works.items()}
+        yield kernels.parts(best, sum(weight.nbytes for weight in self._weights), len(self._weights))
 
     def modules(self) -> _Measuring:
         """What the host takes to launch a kernel from a model's code."""

@@ -18,7 +18,7 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
     return replace(
         plan,
         step_s=step_s,
-        graph_s=graph_s,
+        graph_s=_captured_s(plan, profile) if any(profile.captured_s) else graph_s,
         compute_s=compute_s(plan, profile),
         decode_s=sum(profile.decode_s(u, plan.manifest.units[u]) for u in plan.manifest.order),
         copy_s=copy_s(plan, profile),
@@ -72,6 +72,15 @@ def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
     times = _times_s(plan, profile)
     step_s, is_late = _simulated(plan, profile, times, True)
     return _simulated(plan, profile, times, False)[0] if is_late else step_s, step_s
+
+
+def _captured_s(plan: Plan, profile: Profile) -> float:
+    """Seconds of a step in a CUDA graph, with what units take beside there; a search, whose bounds do not know of that,
+    goes without."""
+    times = [
+        (max(0.0, s + more), 0.0) for (s, _), more in zip(_times_s(plan, profile), profile.captured_s, strict=True)
+    ]
+    return _simulated(plan, profile, times, False)[0]
 
 
 def _simulated(

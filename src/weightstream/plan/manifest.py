@@ -1,7 +1,7 @@
 """The manifest: a model's weights and their order, what a step computes, what a machine can do. Knows no torch.
 
-An op takes the larger of its arithmetic over the rate of its kind, its bytes over the bandwidth of device memory, and
-the least time of a kernel.
+An op takes the least time of a kernel, and beyond it the larger of its arithmetic over the rate of its kind and its
+bytes over the bandwidth of device memory; a product, or what is several kernels, has a least time of its own.
 """
 
 from __future__ import annotations
@@ -183,19 +183,22 @@ class Profile:
     """What a machine can do, in bytes, operations and seconds; `machine` names the one that was measured.
 
     The link copies from pinned host memory. `half_flops_per_s` and `single_flops_per_s` are matrix products in 16-bit
-    floats and in float32, `attention_flops_per_s` fused attention. A kernel takes at least `op_s` of the device, and
-    its launch `op_launch_s` of the host. `decode3_bytes_per_s` and `decode4_bytes_per_s` are bytes of plain weights
-    that come out of the 3-bit and the 4-bit code. `workspace_nbytes` is what libraries keep on the device,
-    `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
-    `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the processor, that
-    others used right before (-1: unknown).
+    floats and in float32, `attention_flops_per_s` fused attention. A kernel takes `op_s` of the device beside its work,
+    a matrix product `product_s` in all, at least (0.0: as any kernel), and a launch `op_launch_s` of the host.
+    Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
+    take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode3_bytes_per_s` and `decode4_bytes_per_s`
+    are bytes of plain weights that come out of the 3-bit and the 4-bit code. `workspace_nbytes` is what libraries keep
+    on the device, `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that
+    waits for it. `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the
+    processor, that others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
     that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
     `overhead_s` comes for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its
     tensors that does, and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for
     ops that follow its release, before the next unit opens; `picked` holds the share of its stacks that a unit reads,
-    and the seconds to copy that. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
+    and the seconds to copy that; `captured_s` are seconds that a unit takes beside in a CUDA graph, or less, as steps
+    there have another cache. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
     `launch_s` per tensor.
     """
 
@@ -207,6 +210,10 @@ class Profile:
     single_flops_per_s: float = 30e12
     attention_flops_per_s: float = 150e12
     op_s: float = 2e-6
+    product_s: float = 0.0
+    gather_share: float = 1.0
+    stack_s: float = 0.0
+    stack_share: float = 1.0
     op_launch_s: float = 10e-6
     overhead_s: float = 0.5e-3
     launch_s: float = 0.0
@@ -225,6 +232,7 @@ class Profile:
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
     picked: tuple[tuple[float, float], ...] = ()
+    captured_s: tuple[float, ...] = ()
 
     def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
         """Seconds of a unit alone at one of its positions: of the device or the host, whichever takes longer."""
@@ -304,7 +312,8 @@ class Op:
 
     `half` and `single` are matrix products in 16-bit floats and in float32. `after`: it runs once the unit is released,
     before the next one opens. `device_s` are measured seconds, in place of what the others tell; 0.0: none. `picked`:
-    it copies so large a share of the matrices of a stack.
+    it copies so large a share of the matrices of a stack. `stacked`: each matrix of a stack is multiplied by a row of
+    its own. `least`: it takes as long as so many small kernels, at least.
     """
 
     rate: Rate = "none"
@@ -313,13 +322,24 @@ class Op:
     after: bool = False
     device_s: float = 0.0
     picked: float = 0.0
+    stacked: bool = False
+    least: float = 1.0
 
     def seconds(self, profile: Profile) -> float:
-        if self.device_s:
-            return self.device_s
+        return self.device_s or max(self._least_s(profile), profile.op_s + self.work_s(profile))
+
+    def work_s(self, profile: Profile) -> float:
+        """Seconds of its arithmetic or its bytes alone."""
         rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
         rates |= {"attention": profile.attention_flops_per_s, "none": float("inf")}
-        return max(self.flops / rates[self.rate], self.nbytes / profile.device_bytes_per_s, profile.op_s)
+        share = profile.gather_share if self.picked else 1.0
+        return max(self.flops / rates[self.rate], self.nbytes / (share * profile.device_bytes_per_s))
+
+    def _least_s(self, profile: Profile) -> float:
+        kernels_s = self.least * profile.op_s
+        if self.stacked:
+            return max(kernels_s, profile.stack_s + self.nbytes / (profile.stack_share * profile.device_bytes_per_s))
+        return max(kernels_s, profile.product_s) if self.rate in ("half", "single") else kernels_s
 
 
 def unit_seconds(ops: Sequence[Op], profile: Profile) -> tuple[float, float, float]:

@@ -75,11 +75,12 @@ class Weights:
 class Demand:
     """What a step needs beside weights: the work of each unit by name, bytes of activations, at most, and cache.
 
-    `workload`: that of a language model, None for others. Without work nothing is known.
+    `workload`: that of a language model, None for others. Without work nothing is known. `captured`: that in a graph.
     """
 
     workload: Workload | None = None
     work: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
+    captured: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
     activation_nbytes: int = 0
     cache_nbytes: int = 0
 
@@ -177,27 +178,29 @@ class Planner:
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
         profile, work = self.machine.profile, self.demand.work
+        captured = self.demand.captured or work
         if (measured := self.machine.disk_bytes_per_s) is not None:
             profile = replace(profile, disk_bytes_per_s=measured)
         if not work and not self.unit_s:
             return profile
-        times: list[tuple[float, float, float]] = []
+        times: list[tuple[float, float, float, float]] = []
         picked: list[tuple[float, float]] = []
         for index, unit in enumerate(manifest.plain().units):
-            on_device, on_host, after_share = unit_seconds(work.get(unit.name, ()), profile)
-            copies = [op for op in work.get(unit.name, ()) if unit.picks and op.picked]
+            ops = work.get(unit.name, ())
+            on_device, on_host, after_share = unit_seconds(ops, profile)
+            more = unit_seconds(captured.get(unit.name, ()), profile)[0] - on_device
+            copies = [op for op in ops if unit.picks and op.picked]
             picked.append((max((op.picked for op in copies), default=0.0), sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
                 on_device = self.unit_s[unit.name]
             elif unit.name not in work:
                 on_device, on_host = profile.compute_s(index, unit), 0.0
-            times.append((on_device, on_host, after_share))
-        unit_s, host_s, after = (tuple(unit[k] for unit in times) for k in range(3))
+            times.append((on_device, on_host, after_share, more))
+        unit_s, host_s, after, captured_s = (tuple(unit[k] for unit in times) for k in range(4))
         if self.machine.on_cpu:  # it computes itself what it launches
-            unit_s, host_s = tuple(map(max, unit_s, host_s)), ()
-        return replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, picked=tuple(picked)).decoding(
-            manifest
-        )
+            unit_s, host_s, captured_s = tuple(map(max, unit_s, host_s)), (), ()
+        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, captured_s=captured_s)
+        return replace(found, picked=tuple(picked)).decoding(manifest)
 
     @property
     def budget(self) -> int | None:

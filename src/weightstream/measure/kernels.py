@@ -1,0 +1,104 @@
+"""Kernels: what the device takes for small ones, for reading weights, and for matrices that are picked out of a stack.
+
+On a GPU the works are replayed from graphs, where the host is not in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from weightstream.runtime import cuda
+from weightstream.runtime.backend import Backend
+
+NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, of elements alone 1.0; a product 4.8]
+_WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
+# Of a stack so many matrices are picked, with so many rows of so many weights: experts of Qwen3-30B-A3B, 50 MB of them,
+# and larger ones, 117 MB.
+FEW, MANY = (8, 1536, 2048), (2, 7168, 4096)
+TURNS = 2  # so that nothing is left in the caches of what is copied
+_Work = Callable[[], object]
+
+
+def works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]:
+    """What is to be timed: kernels of norms, as these are most of a model's small ones; products of a row with matrices
+    that are small, or these weights; and on a GPU with such that are picked out of a stack before."""
+    row, small = (torch.ones(n, _WIDTH, device=backend.device, dtype=torch.bfloat16) for n in (1, _OUT_WIDTH))
+
+    def norms() -> None:
+        x = row
+        for _ in range(NUM_NORMS):
+            x = _norm(x, small[0])
+
+    def products() -> None:
+        for _ in range(NUM_PRODUCTS):
+            F.linear(row, small)
+
+    def read() -> None:
+        for weight in weights:
+            F.linear(weights[0][:1], weight)
+
+    found: dict[str, _Work] = {"norms": norms, "products": products, "read": read}
+    if backend.device.type == "cuda":
+        found = {name: _replayed(backend, work) for name, work in (*found.items(), *picking(weights[0], weights[-1]))}
+    return found
+
+
+def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In single kernels, as transformers writes it: casts and means take longer than sums of elements do."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return scale * y.to(x.dtype)
+
+
+def picking(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[str, _Work]]:
+    """Copies out of one weight, as a stack, over another, and such with products of what was copied right behind, which
+    lies in caches then as it does in a model. What is copied is not: each time it is something else."""
+    flat, copies = weight.view(-1), other.view(-1)
+    for name, (num, rows, width) in (("few", FEW), ("many", MANY)):
+        stack = flat[: flat.numel() // (rows * width) * rows * width].view(-1, rows, width)
+        places = torch.arange(num, device=weight.device) * (len(stack) // num)
+        picked = copies[: num * rows * width].view(num, rows, width)
+        columns = flat[: num * width].view(num, width, 1)
+        ids = [(places + turn) % len(stack) for turn in range(TURNS)]
+        turns = [partial(torch.ops.aten.index.Tensor_out, stack, [found], out=picked) for found in ids]
+        yield name, partial(_run, turns)
+        yield f"{name} multiplied", partial(_run, turns, partial(torch.bmm, picked, columns))
+
+
+def _run(works: Sequence[_Work], behind: _Work = lambda: None) -> None:
+    for work in works:
+        work()
+        behind()
+
+
+def parts(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dict[str, float]:
+    """Fields of a profile, from the seconds of each of `works`.
+
+    Of a CPU's products none is so small that its least time would matter.
+    """
+    op_s = seconds["norms"] / (NUM_NORMS * NUM_IN_NORM)
+    bytes_per_s = read_nbytes / max(seconds["read"] / 2, seconds["read"] - num_reads * op_s)
+    found = {"op_s": op_s, "device_bytes_per_s": bytes_per_s}
+    if "few" not in seconds:
+        return found
+    few, many = (2.0 * num * rows * width for num, rows, width in (FEW, MANY))
+    copies_s = (seconds["few"] + seconds["many"]) / TURNS - 2 * op_s
+    few_s, many_s = ((seconds[f"{name} multiplied"] - seconds[name]) / TURNS for name in ("few", "many"))
+    # A straight line through both, but no faster than what is not picked.
+    per_byte_s = max(1 / bytes_per_s, (many_s - few_s) / (many - few))
+    found |= {"gather_share": min(1.0, 2 * (few + many) / (copies_s * bytes_per_s))}
+    found |= {"stack_s": max(0.0, few_s - few * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}
+    return found | {"product_s": seconds["products"] / NUM_PRODUCTS}
+
+
+def _replayed(backend: Backend, work: _Work) -> _Work:
+    work()  # loads kernels
+    graph = cuda.new_graph()
+    with backend.capture(graph):
+        work()
+    replay: _Work = graph.replay
+    return replay
