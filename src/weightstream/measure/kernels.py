@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -100,5 +101,9 @@ def _replayed(backend: Backend, work: _Work) -> _Work:
     graph = cuda.new_graph()
     with backend.capture(graph):
         work()
-    replay: _Work = graph.replay
-    return replay
+    return partial(_replay, graph, work)
+
+
+def _replay(graph: Any, _: _Work) -> None:
+    """The work is not run, but what it reads has to stay."""
+    graph.replay()
