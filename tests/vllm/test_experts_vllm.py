@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,22 @@ def streamed_stacks(plan: Any) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", KINDS)
-def test_experts_stream(folder: Folder, plain: Any, name: str, compiled: bool) -> None:
+def test_experts_stream(
+    folder: Folder,
+    plain: Any,
+    name: str,
+    compiled: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = plain(name, compiled)
+    logger = logging.getLogger("weightstream")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
     with engine(folder(name), compiled=compiled, **asked(device_budget=3 * LAYER_NBYTES, codec="none")) as llm:
+        told = [text for text in caplog.messages if "reads all experts of 0." in text]
+        assert len({*told}) == 1
+        assert ".experts and 7 more: " in told[0]
+        assert "kernels of vLLM take whole stacks from MoERunner" in told[0] or torch.cuda.is_available()
         for _ in range(2):
             assert scored(llm) == wanted
         found = streamer()
