@@ -125,6 +125,8 @@ class Assembly:
             cuda.give_back(workspaces=False)  # what encoding took
         self._closing.callback(device_map.attach(self.model, self._backend.device, self.recast))
         _report(streamer.plan, self._config)
+        if self.prospect.whole and streamer.plan.offloaded_nbytes:
+            logger.warning("%s", self.prospect.whole)
         return streamer
 
     def _foresee(self, known: Prospect, entry: str, args: Any, kwargs: Any) -> Prospect | None:

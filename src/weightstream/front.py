@@ -326,7 +326,10 @@ def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: G
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
-    """Names of tensors that have no fixed address of their own, and of those that a forward may write to."""
+    """Names of tensors that have no fixed address of their own, as several layers or modules hold them, and of those
+    that a forward may write to."""
     holders = Counter(found for layer in layers for found in {id(leaf.tensor) for leaf in leaves_of(layer)})
+    owners = Counter(id(p) for module in root.modules() for p in set(module.parameters(recurse=False)))
+    holders |= owners
     found = leaves_of(root)
     return frozenset(f.path for f in found if holders[id(f.tensor)] > 1 or f.role is not Role.PARAMETER)

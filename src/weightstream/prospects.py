@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters import trial
+from weightstream.adapters.experts import why_whole
 from weightstream.adapters.module import GRAINS, Grain, find_units, row_tables
 from weightstream.adapters.shapes import Footprint, follow, observe
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
@@ -137,6 +138,7 @@ def prospect_of_model(
     )
     planner = Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
     found = prospect_of(model if _generates(model) else None, by_alias, grains, planner)
+    found = replace(found, whole=why_whole(model))
     if hosted is not None:
         found = _hosted(found, hosted)
     if example is not None:
@@ -155,7 +157,8 @@ def _hosted(prospect: Prospect, hosted: Hosted) -> Prospect:
         planner = replace(planner, machine=replace(planner.machine, profile=planner.machine.profile.without_host()))
     kept = {alias for alias, names in planner.weights.names.items() if not hosted.kept.isdisjoint(names)}
     demands = (replace(planner.demand, work=_products(grain, rows), captured={}) for grain in prospect.grains)
-    return Prospect(
+    return replace(
+        prospect,
         grains=tuple(grain.keeping(kept) for grain in prospect.grains),
         planners=tuple(replace(planner, demand=demand) for demand in demands),
     )
@@ -245,7 +248,7 @@ def with_work(
         # What a call leaves out it does not need; but a made-up step of text says nothing of images.
         is_all = len(set(order)) == len(units) or (workload is None and order and not is_part)
         manifests.append((replace(grain, order=order) if is_all else grain).keeping(outside))
-    return Prospect(grains=tuple(manifests), planners=tuple(planners))
+    return replace(prospect, grains=tuple(manifests), planners=tuple(planners))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,6 +293,7 @@ def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadCo
     planner = Planner(config=config, machine=machine, weights=weights)
     grains = grains_of(model, by_alias)
     found = prospect_of(model, by_alias, grains, planner)
+    found = replace(found, whole=why_whole(model))
     return Sketch(model=model, by_alias=by_alias, grains=grains, prospect=found)
 
 

@@ -319,3 +319,28 @@ def test_a_folder_that_is_no_model(tmp_path: Path, machine: Path, content: str |
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     message = refused(CliRunner().invoke(app, ["plan", str(tmp_path / "none"), "--device-budget", "8MiB"]))
     assert str(tmp_path / "none") in message
+
+
+MIXTURES = {
+    "qwen3_moe": ({"num_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}, None),
+    "llama4_text": (
+        {"num_local_experts": 8, "intermediate_size_mlp": 512, "interleave_moe_layer_step": 1, "head_dim": 64},
+        "each step reads all experts of model.layers.0.feed_forward.experts and 5 more: Llama4TextExperts does not "
+        "take rows of stacks by ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_says_why_all_experts_are_read(kind: str, machine: Path, tmp_path: Path) -> None:
+    sizes, reason = MIXTURES[kind]
+    named = {"qwen3_moe": "Qwen3MoeForCausalLM", "llama4_text": "Llama4ForCausalLM"}[kind]
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": kind, "architectures": [named], **sizes}))
+    flags = ["plan", str(tmp_path), "--profile", str(machine), "--host-budget", "30GiB", "--device-budget"]
+    for budget, streams in (("32MiB", True), ("1GiB", False)):
+        screen = CliRunner().invoke(app, [*flags, budget])
+        shown = " ".join(screen.stdout.split())
+        assert screen.exit_code == 0, screen.output
+        assert (f"experts: {reason}" in shown) if reason and streams else ("reads all" not in shown)
+        told = json.loads(CliRunner().invoke(app, [*flags, budget, "--json"]).stdout)["experts"]
+        assert told == reason or told.startswith(reason)

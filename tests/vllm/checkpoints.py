@@ -27,6 +27,15 @@ _MOE: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "decoder_sparse_step": 1,
 }
+_SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 256, "norm_topk_prob": True}
+_BIASED: dict[str, Any] = {  # a bias that the router reads, and that the gate holds
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,  # and 64: what attention kernels are made for
@@ -45,6 +54,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _SHAPE),
     "tied": ("LlamaConfig", _SHAPE | {"tie_word_embeddings": True}),
     "moe": ("Qwen3MoeConfig", _SHAPE | _MOE),
+    "mixtral": ("MixtralConfig", _SHAPE | {"num_local_experts": 8, "intermediate_size": 128}),
+    "shared": ("Qwen2MoeConfig", _SHAPE | _MOE | _SHARED),
+    "biased": ("Glm4MoeConfig", _SHAPE | _MOE | _BIASED),
     "gptq": ("LlamaConfig", _SHAPE),
     "awq": ("LlamaConfig", _SHAPE),
     "gemma": ("Gemma3TextConfig", _SHAPE | {"sliding_window": 64, "query_pre_attn_scalar": 64}),
@@ -69,6 +81,9 @@ def make(name: str, folder: Path) -> Path:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
             else:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     if name in _QUANTISED:
         _quantise(folder, name, generator)

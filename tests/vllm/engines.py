@@ -68,6 +68,17 @@ def tokens(llm: Any, num: int = NUM_TOKENS, **options: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def scored(llm: Any) -> list[list[Any]]:
+    """Tokens, and the log-probabilities of those that were likely, in all digits."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=5)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    found = [output.outputs[0] for output in outputs]
+    likely = [[{key: p.logprob for key, p in step.items()} for step in output.logprobs] for output in found]
+    return [[list(output.token_ids), steps] for output, steps in zip(found, likely, strict=True)]
+
+
 def streamer() -> Any:
     """Of the engine in this process that was made last."""
     from vllm.model_executor.offloader.base import get_offloader

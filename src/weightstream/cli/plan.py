@@ -94,7 +94,8 @@ def plan(
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
         typer.echo(json.dumps({"model": model, **facts(ahead, planned), **swept}))
         return
-    show(model, planned, advice(ahead, planned))
+    whole = {"experts": ahead.whole} if ahead.whole and planned.offloaded_nbytes else {}
+    show(model, planned, whole | advice(ahead, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "code", ""))
 
@@ -195,6 +196,7 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
         **planned.numbers(),
         "enough_budget": enough.budget if enough else None,
         "shortage": ahead.shortage(planned),
+        "experts": ahead.whole,
         "plan": json.loads(planned.to_json()),
     }
 

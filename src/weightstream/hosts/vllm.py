@@ -35,6 +35,7 @@ import weightstream
 from weightstream import offloaders
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
+from weightstream.hosts.experts import enter_by_forward
 from weightstream.hosts.room import Room, allocated, is_cuda
 from weightstream.plan.amounts import human
 from weightstream.runtime.streamer import Streamer
@@ -269,6 +270,7 @@ class Engine:
         worker, offloader = self._worker, self.offloader
         runner, before = worker.model_runner, allocated(worker.device)
         self._give_back_drafts()
+        enter_by_forward(offloader.layers.values())
         room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
         mode = worker.vllm_config.compilation_config.mode
         is_compiled = mode is not None and mode.name != "NONE"

@@ -19,10 +19,14 @@ _AS_FAST = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
-    """One model cut into units in several ways, from blocks to single matrices, and the planner of each."""
+    """One model cut into units in several ways, from blocks to single matrices, and the planner of each.
+
+    `whole`: why each step reads all experts, where it has to.
+    """
 
     grains: tuple[Manifest, ...]
     planners: tuple[Planner, ...]
+    whole: str | None = None
 
     @property
     def workload(self) -> Workload | None:
