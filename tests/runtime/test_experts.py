@@ -304,7 +304,9 @@ def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "small"])
 @pytest.mark.usefixtures("no_loading_bars")
-def test_a_cache_of_what_a_checkpoint_holds_one_by_one(codec: str, tmp_path: Path, selected: Selected) -> None:
+def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
+    codec: str, tmp_path: Path, selected: Selected, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, options = tmp_path / "model", {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
     built().save_pretrained(folder, max_shard_size="200KB")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -314,7 +316,13 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(codec: str, tmp_path: Pat
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached" if codec == "none" else "coded, streams", MOST))
         assert_equal(model, plain)
-        assert selected or codec == "none"  # a CPU may read these whole
+        assert bool(selected) is (codec == "small")  # a CPU fetches no rows from files: it plans without a cache
+        assert not streamer.plan.cached
+        (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.refinement.prospect.planners}
+        assert fetches is (codec == "small")
+        told = [record.message for record in caplog.records if "without a cache" in record.message]
+        assert len(told) == (codec == "none")
+        assert all("rows of model.layers.0.mlp.experts.down_proj cannot be fetched" in text for text in told), told
         with torch.no_grad():
             for each in (model, plain):
                 experts_of(each)[0].gate_up_proj.mul_(1 if codec == "small" else -1)

@@ -33,6 +33,7 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.moves import CodeOverflow
 from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.stacks import unread
 from weightstream.runtime.tally import Cache, Tally
 from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.weights import UnitModule, manifest
@@ -146,15 +147,19 @@ class Installation:
             raise
 
     def _settled(self, plan: Plan) -> Plan:
-        """The plan that homes have settled to: where a coded weight is larger than estimated, it is made again."""
+        """The plan that homes have settled to: where a coded weight is larger than estimated, or rows of a stack cannot
+        be fetched from where it lies, it is made again."""
         while True:
             try:
                 self.homes.settle(plan)
-                return plan
+                if (why := unread(plan.cached, self.homes.homes, self.backend)) is None:
+                    return plan
+                logger.warning("experts are planned without a cache: %s", why)
+                self.refinement.cannot_fetch()
             except CodeOverflow as error:
                 logger.info("%s", error)
                 self.refinement.learn_sizes(error.sizes)
-                plan = self.refinement.plan(plan.manifest.plain())
+            plan = self.refinement.plan(plan.manifest.plain())
 
     def _bind_again(self, plan: Plan) -> None:
         """Back to the plan that was in force; where that fails too the model is set free."""
