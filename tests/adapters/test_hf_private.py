@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -77,6 +79,31 @@ def test_conversion_fills_a_model_on_meta(tmp_path: Any) -> None:
     kept = [name for name, tensor in state.items() if tensor.is_meta]
     assert kept == ["model.norm.weight", "lm_head.weight"], lost("convert_and_load_state_dict_in_model")
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items() if name not in kept)
+
+
+def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies it for each tensor that it collects, of which there may be tens of thousands."""
+    num, copied = [0], copy.copy
+
+    def counting(found: Any) -> Any:
+        num[0] += isinstance(found, core_model_loading.WeightConverter)
+        return copied(found)
+
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=8)
+    model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    _, twice, hidden = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].shape
+    shapes = {"w1": (twice // 2, hidden), "w2": (hidden, twice // 2), "w3": (twice // 2, hidden)}
+    tensors = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight": torch.full(shape, expert + 1.0)
+        for layer, expert, (name, shape) in itertools.product(range(2), range(8), shapes.items())
+    }
+    monkeypatch.setattr(copy, "copy", counting)
+    hf_private.convert_into(model, tensors, torch.bfloat16)
+    assert num[0] == 4 + 2, lost("deepcopy")  # one more of each converter waits for another parameter
+    for name, stack in model.state_dict().items():
+        if "experts" in name:
+            assert stack.mean((1, 2)).tolist() == [expert + 1.0 for expert in range(8)], name
+    assert "__deepcopy__" not in vars(core_model_loading.WeightConverter)
 
 
 def test_loading_is_sequential(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

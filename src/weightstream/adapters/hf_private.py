@@ -7,6 +7,7 @@ it is called: that takes seconds.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import os
@@ -305,14 +306,30 @@ def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
     A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(dtype=dtype, weight_mapping=get_model_conversion_mapping(model))
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
-    with sequential_loading(), progress_bar(False):
+    # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96
+    with sequential_loading(), progress_bar(False), _set(WeightConverter, "__deepcopy__", _sparing()):
         convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
+
+
+def _sparing() -> Callable[[Any, Any], Any]:
+    """How a converter is copied: a copy that has collected nothing was not kept, and is as good as another."""
+    spares: dict[int, Any] = {}
+
+    def copied(converter: Any, memo: Any) -> Any:
+        spare = spares.get(id(converter))
+        if spare is None or spare.collected_tensors:
+            spare = spares[id(converter)] = copy.copy(converter)
+            for name in ("collected_tensors", "layer_targets", "operations"):
+                setattr(spare, name, copy.deepcopy(getattr(converter, name), memo))
+        return spare
+
+    return copied
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
