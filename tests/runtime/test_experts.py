@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ from expert_rig import (
 )
 from models import model_nbytes
 from repeats import thinned
+from weightstream import assembly
+from weightstream.errors import StoreError
 from weightstream.runtime import decoding
 from weightstream.runtime.slots import Lru, Slots
+from weightstream.store.pages import PageCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -327,6 +331,33 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
             for each in (model, plain):
                 experts_of(each)[0].gate_up_proj.mul_(1 if codec == "small" else -1)
         assert_equal(model, plain)
+
+
+@pytest.mark.usefixtures("no_loading_bars")
+def test_a_cache_waits_for_no_pages_and_ends_where_they_cannot_be_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let = threading.Event()
+
+    def pin(memory: torch.Tensor) -> None:
+        let.wait(30)
+        raise StoreError("memlock is 64 KiB.")
+
+    monkeypatch.setattr(assembly, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
+    options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
+    built().save_pretrained(tmp_path, max_shard_size="200KB")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget=1 << 30, codec="none", progress=False, **options
+    )
+    with model.weightstream as streamer:
+        streamer.switch(plan_of(streamer, "cached", MOST))
+        assert streamer.plan.cached
+        assert not let.is_set()
+        let.set()
+        assert_equal(model, plain)
+        assert not streamer.plan.cached
+        assert len([record for record in caplog.records if "without a cache" in record.message]) == 1
 
 
 class Negates:

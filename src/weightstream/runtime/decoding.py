@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -41,6 +41,36 @@ class Picked:
 
     def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
         return self._read(ids)
+
+
+class Opening:
+    """What opens the coded and the cached weights of one unit, found out when it is first asked for: so a unit waits
+    for its own pages alone. In a capture nothing can be found out."""
+
+    def __init__(self, plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> None:
+        self._about = plan, index, homes, memory, backend
+
+    @cached_property
+    def decode(self) -> Callable[[], None]:
+        """What decodes or copies all of them."""
+        with torch.inference_mode(False), torch.no_grad():
+            return decoding(*self._about)
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """What single rows of its stacks are read by, where that may be in place of all."""
+        with torch.inference_mode(False), torch.no_grad():
+            return rows(*self._about)
+
+    @property
+    def asked(self) -> Rows | None:
+        """The same, if anybody has asked for them yet."""
+        found: Rows | None = vars(self).get("rows")
+        return found
+
+    def find(self) -> None:
+        """Find out all of it now."""
+        _ = self.decode, self.rows
 
 
 @dataclass(kw_only=True, slots=True)

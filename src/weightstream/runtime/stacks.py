@@ -103,11 +103,14 @@ class Stack:
             return window
         return source.view if source.coded is None else source.coded
 
-    def why_unread(self, backend: Backend) -> str | None:
-        """Why single rows cannot be fetched from where they lie; None: they can be. Waits for pages on their way."""
+    def why_unread(self, backend: Backend, *, waits: bool) -> str | None:
+        """Why single rows cannot be fetched from where they lie; None: they can be, or else, if it does not wait for
+        pages on their way, nobody knows yet."""
         source = self.home.source
         if isinstance(source, Mapped) and any(number % WORD for _, *span in source.extents for number in span):
             return f"in {source.extents[0][0].path} it does not begin and end at multiples of {WORD} bytes"
+        if not waits and isinstance(source, PageWindow) and source.is_coming:
+            return None
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
 
     def pieces(self, backend: Backend) -> list[Piece]:
@@ -140,11 +143,11 @@ class Stack:
         return there if len(there) == len(parts) else None
 
 
-def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend) -> str | None:
+def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend, *, waits: bool = True) -> str | None:
     """Why rows of these cannot all be fetched from where they lie, by the first that cannot; None: they can be."""
     for alias in sorted(aliases):
         stack = Stack.of(homes[alias], torch.empty(0, dtype=torch.uint8, device="cpu"))
-        why = "it is no stack of whole rows" if stack is None else stack.why_unread(backend)
+        why = "it is no stack of whole rows" if stack is None else stack.why_unread(backend, waits=waits)
         if why is not None:
             return f"rows of {alias} cannot be fetched one by one, as {why}"
     return None
