@@ -10,11 +10,13 @@ stacks, from the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.codec import coding
 from weightstream.errors import OffloadError
@@ -43,6 +45,13 @@ class Picked:
         return self._read(ids)
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, neither the watch of a step nor the mode of its caller sees the thousands of views that are made."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Opening:
     """What opens the coded and the cached weights of one unit, found out when it is first asked for: so a unit waits
     for its own pages alone. In a capture nothing can be found out."""
@@ -53,13 +62,13 @@ class Opening:
     @cached_property
     def decode(self) -> Callable[[], None]:
         """What decodes or copies all of them."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _unseen():
             return decoding(*self._about)
 
     @cached_property
     def rows(self) -> Rows | None:
         """What single rows of its stacks are read by, where that may be in place of all."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _unseen():
             return rows(*self._about)
 
     @property
