@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -64,19 +64,34 @@ def make(folder: Path, settings: dict[str, Any], nf4: bool = False) -> None:
     if (folder / INDEX).exists():
         print(f"{folder}: there already, {weights_nbytes(folder) / 1e9:.2f} GB", flush=True)
         return
-    started, growing = time.perf_counter(), folder.with_name(f"{folder.name}.partial")
+    started, growing = time.perf_counter(), begun(folder)
+    shards = _shards(_config(growing, settings, nf4), limit_nbytes=16_000_000 if settings is TINY else 5_000_000_000)
+    total = finish(folder, shards, _write_nf4 if nf4 else _write)
+    print(f"{folder}: {total / 1e9:.2f} GB written in {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def begun(folder: Path) -> Path:
+    """Where a checkpoint grows that is to be in the folder."""
+    growing = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(growing, ignore_errors=True)
     growing.mkdir(parents=True)
-    shards = _shards(_config(growing, settings, nf4), limit_nbytes=16_000_000 if settings is TINY else 5_000_000_000)
+    return growing
+
+
+def finish(
+    folder: Path, shards: list[Shapes], write: Callable[[Path, Shapes, int], Iterable[str]] | None = None
+) -> int:
+    """Write these shards where the checkpoint grows, and the index, and give it its name; returns the bytes."""
+    growing = folder.with_name(f"{folder.name}.partial")
     names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
     with ThreadPoolExecutor(4) as pool:
         paths = [growing / name for name in names]
-        held = list(pool.map(_write_nf4 if nf4 else _write, paths, shards, range(len(shards))))
+        held = list(pool.map(write or _write, paths, shards, range(len(shards))))
     weight_map = {tensor: name for name, tensors in zip(names, held, strict=True) for tensor in tensors}
     total = sum(path.stat().st_size for path in paths)
     (growing / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
     growing.rename(folder)
-    print(f"{folder}: {total / 1e9:.2f} GB written in {time.perf_counter() - started:.1f} s", flush=True)
+    return total
 
 
 def _config(folder: Path, settings: dict[str, Any], nf4: bool) -> Any:
@@ -97,11 +112,19 @@ def _shards(config: Any, limit_nbytes: int) -> list[Shapes]:
 
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    return cut({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, limit_nbytes)
+
+
+def cut(shapes: Shapes, limit_nbytes: int) -> list[Shapes]:
+    """These in order, in files of so many bytes."""
     shards: list[Shapes] = [{}]
-    for name, tensor in model.state_dict().items():
-        if sum(map(_nbytes, shards[-1].values())) + _nbytes(tensor.shape) > limit_nbytes:
+    held_nbytes = 0
+    for name, shape in shapes.items():
+        if held_nbytes + _nbytes(shape) > limit_nbytes and shards[-1]:
             shards.append({})
-        shards[-1][name] = tuple(tensor.shape)
+            held_nbytes = 0
+        shards[-1][name] = shape
+        held_nbytes += _nbytes(shape)
     return shards
 
 

@@ -1,6 +1,7 @@
 """Mixtures of experts: decoding with experts that are coded on the device, or in a cache of it, beside the plain model.
 
     python benchmarks/experts.py [--layers 48] [--shares coded,50,25,10] [--batch 1] [--uniform] [--out …]
+    python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape of Qwen3-30B-A3B with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for both.
 A share is what the device may take for experts, in percent of their bytes, beside the other weights; "coded" is 42/57
@@ -21,14 +22,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import experts_first
 import rows
 import torch
 import transformers
+from experts_first import NUM_EXPERTS, TOP_K
 
 import weightstream
 from weightstream.runtime.slots import Lru
 
-NUM_EXPERTS, TOP_K = 128, 8
 WANTED = {12: 0.46, 32: 0.77, 64: 0.92}
 DEPTHS = ((12, 0.52), (20, 0.285), (32, 0.13), (64, 0.065))  # of the stack: so many positions, drawn so often
 NUM_STEPS = 512
@@ -60,21 +62,7 @@ def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
 
 
 def build(layers: int, device: str) -> Any:
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP_K,
-        vocab_size=151936,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    )
+    config = experts_first.config_of(layers)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device=device)
@@ -113,9 +101,11 @@ class Router:
 
     def _route(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         table = self._table[layer]
-        if layer == 0:
-            self._step.add_(1).remainder_(NUM_STEPS)
         num_tokens, batch = hidden.shape[0], table.shape[1]
+        if layer == 0 and num_tokens == batch:
+            self._step.add_(1).remainder_(NUM_STEPS)
+        elif layer == 0:  # a prompt; what a streamer is taught by before it does not count
+            self._step.zero_()
         ids = table.index_select(0, self._step)[0]  # sequence, k
         if num_tokens != batch:  # a prompt: any will do
             ids = table.reshape(-1, TOP_K)[torch.arange(num_tokens, device=hidden.device) % NUM_STEPS]
@@ -199,7 +189,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--uniform", action="store_true")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
+    parser.add_argument("--first", action="store_true", help="time a load, to the first token")
+    parser.add_argument("--folder", type=Path, help="of the checkpoint that is loaded; written where it is not there")
+    parser.add_argument("--tiny", action="store_true", help="with --first: matrices of 8 KiB")
     args = parser.parse_args()
+    if args.first:
+        experts_first.run(args.layers, args.folder, args.out, tiny=args.tiny)
+        return
     model = build(args.layers, "cuda")
     router = Router(model, args.batch, uniform=args.uniform)
     decoding = Decoding(model, router, args.batch)

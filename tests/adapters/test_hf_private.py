@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -77,6 +79,31 @@ def test_conversion_fills_a_model_on_meta(tmp_path: Any) -> None:
     kept = [name for name, tensor in state.items() if tensor.is_meta]
     assert kept == ["model.norm.weight", "lm_head.weight"], lost("convert_and_load_state_dict_in_model")
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items() if name not in kept)
+
+
+def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies it for each tensor that it collects, of which there may be tens of thousands."""
+    num, copied = [0], copy.copy
+
+    def counting(found: Any) -> Any:
+        num[0] += isinstance(found, core_model_loading.WeightConverter)
+        return copied(found)
+
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=8)
+    model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    _, twice, hidden = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].shape
+    shapes = {"w1": (twice // 2, hidden), "w2": (hidden, twice // 2), "w3": (twice // 2, hidden)}
+    tensors = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight": torch.full(shape, expert + 1.0)
+        for layer, expert, (name, shape) in itertools.product(range(2), range(8), shapes.items())
+    }
+    monkeypatch.setattr(copy, "copy", counting)
+    hf_private.convert_into(model, tensors, torch.bfloat16)
+    assert num[0] == 4 + 2, lost("deepcopy")  # one more of each converter waits for another parameter
+    for name, stack in model.state_dict().items():
+        if "experts" in name:
+            assert stack.mean((1, 2)).tolist() == [expert + 1.0 for expert in range(8)], name
+    assert "__deepcopy__" not in vars(core_model_loading.WeightConverter)
 
 
 def test_loading_is_sequential(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +192,8 @@ def test_static_caches() -> None:
     with needs("cache_utils.StaticCache, StaticLayer, StaticSlidingWindowLayer"):
         cache = cache_utils.StaticCache(config=transformers.LlamaConfig(**SMALL), max_cache_len=4)
         window = cache_utils.StaticSlidingWindowLayer(max_cache_len=4, sliding_window=4)
-        assert hf_private.is_static_cache(cache), lost("StaticCache")
-        assert not hf_private.is_static_cache(cache_utils.DynamicCache())
+        assert static_cache.is_static(cache), lost("StaticCache")
+        assert not static_cache.is_static(cache_utils.DynamicCache())
         for layer in (*cache.layers, window):
             assert (layer.is_initialized, layer.max_cache_len) == (False, 4), lost("is_initialized, max_cache_len")
             assert callable(layer.update), lost("update")
@@ -189,20 +216,20 @@ def test_a_static_cache_in_place_of_a_dynamic_one() -> None:
         cache, states = cache_utils.DynamicCache(config=config), torch.ones(1, 2, 3, 16)
         for index in range(config.num_hidden_layers):
             cache.update(states, states, index)
-    found = hf_private.static_cache(model, cache, 16, 12)
-    assert hf_private.is_static_cache(found), lost("StaticCache")
+    found = static_cache.static(model, cache, 16, 12)
+    assert static_cache.is_static(found), lost("StaticCache")
     for layer in found.layers:
         assert layer.keys.shape == layer.values.shape == (1, 2, 4, 16), lost("update")
         assert vars(layer)[hf_private.STATIC_WINDOW_COUNT] == 12
-    assert hf_private.static_cache(model, found, 16, 12) is None
-    assert hf_private.static_cache(on_meta(), cache_utils.DynamicCache(), 16, 12) is not None
+    assert static_cache.static(model, found, 16, 12) is None
+    assert static_cache.static(on_meta(), cache_utils.DynamicCache(), 16, 12) is not None
 
 
 def test_models_that_work_with_a_static_cache() -> None:
-    assert hf_private.unsuited_to_static_cache(on_meta()) is None, lost("_can_compile_fullgraph")
+    assert static_cache.unsuited(on_meta()) is None, lost("_can_compile_fullgraph")
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
     with torch.device("meta"):
-        reason = hf_private.unsuited_to_static_cache(transformers.MambaForCausalLM(config))
+        reason = static_cache.unsuited(transformers.MambaForCausalLM(config))
     assert reason is not None, lost("_can_compile_fullgraph")
 
 

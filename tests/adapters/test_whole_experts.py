@@ -146,10 +146,6 @@ REASONS = {
     "replaced": (replaced, "their forward is not that of Qwen3MoeExperts"),
     "no tiles": (lambda: built(moe_intermediate_size=80), "their matrices are not multiples of 4096 weights"),
     "float8": (in_float8, "FP8Experts gives its kernels whole stacks of float8_e4m3fn"),
-    "no generate": (
-        lambda: built(implementation="grouped_mm").model,
-        'experts_implementation "grouped_mm" reads whole stacks: set "batched_mm"',
-    ),
 }
 
 
@@ -158,8 +154,7 @@ def test_a_line_says_why_all_are_read(name: str) -> None:
     make, reason = REASONS[name]
     found = why_whole(make())
     assert found is not None
-    prefix = "" if name == "no generate" else "model."
-    assert found.startswith(f"each step reads all experts of {prefix}layers.0.mlp.experts and 2 more: {reason}")
+    assert found.startswith(f"each step reads all experts of model.layers.0.mlp.experts and 2 more: {reason}")
     assert "\n" not in found
 
 

@@ -419,6 +419,7 @@ def test_what_all_fits_coded_or_plain_has_no_cache(share: float) -> None:
 
 UNABLE: dict[str, Mapping[str, Any]] = {
     "host memory is not read": {"on": machine(maps_host_memory=False)},
+    "rows are not fetched where they lie": {"on": machine(fetches_rows=False)},
     "host memory is not pinned": {"pin_memory": False},
     "no unit picks": {"manifest": mixture(picks=False)},
     "classic": {"offload_backend": "prefetch", "offload_group_size": 2},

@@ -140,14 +140,14 @@ def test_no_kernel_sees_other_bytes(place: str, seed: int, nested: bool, monkeyp
 
 
 # Each takes one piece of order out of the source, or moves it to where it orders nothing.
-AHEAD = "self.units[index].decode()"
+AHEAD = "self.units[index].opening.decode()"
 WAIT = "        if unit.streams:\n            self.engine.wait(unit.index)\n"
 DECODE = "        self.decode(unit.index)\n"
 MUTATIONS = {
     "decoding is queued before the fill is waited for": [(WAIT + DECODE, DECODE + WAIT)],
     "decoding is not queued": [(WAIT + DECODE, WAIT)],
     "decoding runs ahead of the queue": [
-        ("self._backend.launch(self.units[index].decode)", "self.units[index].decode()")
+        ("self._backend.launch(self.units[index].opening.decode)", "self.units[index].opening.decode()")
     ],
     "a unit is let go before it is decoded": [(WAIT + DECODE, WAIT + "        self.let_go(unit.index)\n" + DECODE)],
     "a fill that decoding reads is not waited for": [(WAIT + DECODE, DECODE)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ from expert_rig import (
 )
 from models import model_nbytes
 from repeats import thinned
+from weightstream import assembly
 from weightstream.adapters import experts as adapter
+from weightstream.errors import StoreError
 from weightstream.runtime import decoding
 from weightstream.runtime.slots import Lru, Slots
+from weightstream.store.pages import PageCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -309,7 +313,9 @@ def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "small"])
 @pytest.mark.usefixtures("no_loading_bars")
-def test_a_cache_of_what_a_checkpoint_holds_one_by_one(codec: str, tmp_path: Path, selected: Selected) -> None:
+def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
+    codec: str, tmp_path: Path, selected: Selected, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, options = tmp_path / "model", {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
     built().save_pretrained(folder, max_shard_size="200KB")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -319,11 +325,44 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(codec: str, tmp_path: Pat
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached" if codec == "none" else "coded, streams", MOST))
         assert_equal(model, plain)
-        assert selected or codec == "none"  # a CPU may read these whole
+        assert bool(selected) is (codec == "small")  # a CPU fetches no rows from files: it plans without a cache
+        assert not streamer.plan.cached
+        (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.refinement.prospect.planners}
+        assert fetches is (codec == "small")
+        told = [record.message for record in caplog.records if "without a cache" in record.message]
+        assert len(told) == (codec == "none")
+        assert all("rows of model.layers.0.mlp.experts.down_proj cannot be fetched" in text for text in told), told
         with torch.no_grad():
             for each in (model, plain):
                 experts_of(each)[0].gate_up_proj.mul_(1 if codec == "small" else -1)
         assert_equal(model, plain)
+
+
+@pytest.mark.usefixtures("no_loading_bars")
+def test_a_cache_waits_for_no_pages_and_ends_where_they_cannot_be_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let = threading.Event()
+
+    def pin(memory: torch.Tensor) -> None:
+        let.wait(30)
+        raise StoreError("memlock is 64 KiB.")
+
+    monkeypatch.setattr(assembly, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
+    options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
+    built().save_pretrained(tmp_path, max_shard_size="200KB")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget=1 << 30, codec="none", progress=False, **options
+    )
+    with model.weightstream as streamer:
+        streamer.switch(plan_of(streamer, "cached", MOST))
+        assert streamer.plan.cached
+        assert not let.is_set()
+        let.set()
+        assert_equal(model, plain)
+        assert not streamer.plan.cached
+        assert len([record for record in caplog.records if "without a cache" in record.message]) == 1
 
 
 class Negates:

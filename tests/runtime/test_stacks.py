@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightstream.errors import InvariantError
+from weightstream.errors import InvariantError, StoreError
 from weightstream.runtime.moves import Home
 from weightstream.runtime.slots import Piece, Slots
-from weightstream.runtime.sources import in_file
-from weightstream.runtime.stacks import Stack, pieces_of_rows
+from weightstream.runtime.sources import Pinned, in_file
+from weightstream.runtime.stacks import Stack, pieces_of_rows, unread
 from weightstream.runtime.weights import groups
 from weightstream.store import pages as pages_module
 from weightstream.store.decoded import LazyMemory
@@ -153,6 +154,50 @@ def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache
     assert len(device.asked) == 3
 
 
-def test_rows_that_begin_at_no_word_are_not_fetched(tmp_path: Path, cache: PageCache) -> None:
+def told(stack: Stack) -> str:
+    return unread([stack.alias], {stack.alias: stack.home}, Device()) or ""
+
+
+def test_of_rows_that_begin_at_no_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
     stack = stack_in(shards(tmp_path, data_of(), 2, before=4098), cache)
     assert stack.pieces(Device()) == []
+    assert re.search(r"rows of w .* in .*/0 it does not begin and end at multiples of 8 bytes", told(stack))
+
+
+def test_of_a_row_that_is_cut_inside_of_a_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+    path, data = tmp_path / "0", data_of()
+    path.write_bytes(data[:-4].numpy().tobytes() + bytes(12) + data[-4:].numpy().tobytes())
+    mapping, cut = FileMapping(path), len(data) - 4
+    stack = stack_in([(mapping, 0, cut), (mapping, cut + 12, cut + 16)], cache)
+    assert stack.pieces(Device()) == []
+    assert "multiples of 8 bytes" in told(stack)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> None:
+    """Of the first window, or from the third on."""
+    windows: list[torch.Tensor] = []
+
+    def refuse(memory: torch.Tensor) -> None:
+        windows.append(memory)
+        if len(windows) == num:
+            raise StoreError("no more")
+
+    cache = PageCache(refuse, lambda memory: None)
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert "host memory that the device does not read" in told(stack)
+    assert stack.pieces(Device()) == []
+    cache.close()
+
+
+def test_of_what_is_on_disk_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert told(stack) == ""
+    stack.home.source = in_file(stack.home.group.home, stack.home.source.lazy)
+    assert "disk memory that the device does not read" in told(stack)
+
+
+def test_of_what_is_no_stack_it_is_told() -> None:
+    (group,) = groups(torch.nn.Linear(64, 64, bias=False)).values()
+    home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
+    assert "no stack of whole rows" in (unread(["weight"], {"weight": home}, Device()) or "")

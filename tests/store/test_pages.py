@@ -518,7 +518,7 @@ def test_an_error_of_reading_that_passes_harms_nobody_later(
 
 
 class Slow:
-    """A disk that reads a piece when it is let."""
+    """A disk that reads a piece when it is let, and of which nothing is in the page cache."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads, self.let = threading.Semaphore(0), threading.Semaphore(0)
@@ -530,6 +530,7 @@ class Slow:
             real(window, begin, end)
 
         monkeypatch.setattr(Window, "populate", populate)
+        monkeypatch.setattr(Window, "is_cached", lambda window: False)
 
 
 def test_closing_while_it_reads_and_while_somebody_waits(
@@ -553,6 +554,68 @@ def test_closing_while_it_reads_and_while_somebody_waits(
     assert found == [None, None]
     assert not slow.reads.acquire(blocking=False), "it reads no further"
     assert device.calls == 0
+
+
+class Mapped:
+    """Who maps which pages, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_cached: bool) -> None:
+        self.begins: list[int] = []
+        self.threads: set[threading.Thread] = set()
+        real = Window.populate
+
+        def populate(window: Window, begin: int, end: int) -> None:
+            self.begins.append(begin)
+            self.threads.add(threading.current_thread())
+            real(window, begin, end)
+
+        monkeypatch.setattr(Window, "populate", populate)
+        monkeypatch.setattr(Window, "is_cached", lambda window: is_cached)
+
+
+def test_what_is_in_the_page_cache_is_mapped_ahead_of_pinning(
+    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped, let = Mapped(monkeypatch, is_cached=True), threading.Event()
+
+    def pin(memory: torch.Tensor) -> None:
+        assert let.wait(30)
+        device.pin(memory)
+
+    cache = PageCache(pin, device.unpin)
+    pages = hold(cache, mapping, *apart(20))
+    deadline = time.monotonic() + 30
+    while len(mapped.begins) < 20:
+        assert time.monotonic() < deadline, "nobody maps while the first is pinned"
+        time.sleep(0.001)
+    assert not any(each.done.is_set() for each in pages)
+    let.set()
+    assert all(each.source(each.begin, each.end) is not None for each in pages)
+    assert [begin for begin, _ in device.pinned] == [each.window.memory.data_ptr() for each in pages if each.window]
+    assert sorted(mapped.begins) == [begin for begin, _ in apart(20)], "each once"
+    cache.close()
+
+
+def test_what_a_disk_reads_one_thread_reads_in_order(
+    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped, cache = Mapped(monkeypatch, is_cached=False), PageCache(device.pin, device.unpin)
+    pages = hold(cache, mapping, *apart(20)[::-1])
+    assert all(each.source(each.begin, each.end) is not None for each in pages)
+    assert mapped.begins == [begin for begin, _ in apart(20)[::-1]]
+    assert len(mapped.threads) == 1
+    cache.close()
+
+
+def test_a_window_tells_whether_a_disk_would_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "holes"
+    path.touch()
+    os.truncate(path, 64 * PAGE)  # no page was ever read
+    window = FileMapping(path).window(8 * PAGE, 40 * PAGE + 5)
+    assert not window.is_cached()
+    window.populate(8 * PAGE, 40 * PAGE)
+    window.populate(40 * PAGE, 40 * PAGE + 5)
+    assert window.is_cached()
 
 
 def test_holding_again_lets_the_first_ranges_go(cache: PageCache, device: Device, mapping: FileMapping) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from weightstream.adapters import hf_private
+from weightstream.adapters import hf_private, static_cache
 from weightstream.adapters.steps import CACHES, cache_in
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
@@ -137,7 +137,7 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
     # what it leads to was not seen by the call that teaches a streamer the order
     if others := [name for name, v in options.items() if isinstance(v, torch.Tensor) and name not in _TEXT]:
         return f"{', '.join(others)}: only text is decoded from a graph"
-    if (reason := hf_private.unsuited_to_static_cache(model)) is not None:
+    if (reason := static_cache.unsuited(model)) is not None:
         return reason
     if guards.ATTRIBUTE not in model.__dict__ and len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
@@ -196,7 +196,7 @@ class Decoder:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         cache, ids = cache_in(kwargs), kwargs.get("input_ids")
-        if self.reason is not None or not hf_private.is_static_cache(cache) or ids is None or ids.shape[-1] != 1:
+        if self.reason is not None or not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
             return forward(*args, **kwargs)
         if not all(layer.is_initialized for layer in cache.layers):  # a prompt of one token, which fills the cache
             return forward(*args, **kwargs)

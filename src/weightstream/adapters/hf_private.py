@@ -7,6 +7,7 @@ it is called: that takes seconds.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import os
@@ -305,14 +306,30 @@ def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
     A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(dtype=dtype, weight_mapping=get_model_conversion_mapping(model))
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
-    with sequential_loading(), progress_bar(False):
+    # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96
+    with sequential_loading(), progress_bar(False), _set(WeightConverter, "__deepcopy__", _sparing()):
         convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
+
+
+def _sparing() -> Callable[[Any, Any], Any]:
+    """How a converter is copied: a copy that has collected nothing was not kept, and is as good as another."""
+    spares: dict[int, Any] = {}
+
+    def copied(converter: Any, memo: Any) -> Any:
+        spare = spares.get(id(converter))
+        if spare is None or spare.collected_tensors:
+            spare = spares[id(converter)] = copy.copy(converter)
+            for name in ("collected_tensors", "layer_targets", "operations"):
+                setattr(spare, name, copy.deepcopy(getattr(converter, name), memo))
+        return spare
+
+    return copied
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -352,39 +369,6 @@ def decoding(model: Any, num_tokens: int) -> AbstractContextManager[None]:
     """What `generate` runs a step of so many new tokens in: experts compute one token by another function."""
     enter = getattr(model, "_optimize_model_for_decode", nullcontext) if num_tokens == 1 else nullcontext
     found: AbstractContextManager[None] = enter()
-    return found
-
-
-def unsuited_to_static_cache(model: Any) -> str | None:
-    """Why a decode step of this model is more than kernels on a static cache of attention; None: it is not."""
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-
-    if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
-        return f"{type(model).__name__} does not work with a static cache alone"
-    layers = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2).layers
-    others = {type(layer).__name__ for layer in layers} - {StaticLayer.__name__, StaticSlidingWindowLayer.__name__}
-    return f"the cache has layers of other kinds than attention: {', '.join(sorted(others))}" if others else None
-
-
-def is_static_cache(cache: Any) -> bool:
-    from transformers.cache_utils import StaticCache
-
-    return type(cache) is StaticCache
-
-
-def static_cache(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:
-    """The cache of so many positions that captured steps have in place of a dynamic one, on meta, that holds so many
-    already; None: they are not captured."""
-    from transformers.cache_utils import DynamicCache, StaticCache
-
-    if type(cache) is not DynamicCache or unsuited_to_static_cache(model) is not None:
-        return None
-    found = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=num_positions)
-    for index, layer in enumerate(cache.layers):
-        found.update(layer.keys, layer.values, index)
-    for layer in found.layers:
-        if STATIC_WINDOW_COUNT in vars(layer):
-            setattr(layer, STATIC_WINDOW_COUNT, num_filled)
     return found
 
 

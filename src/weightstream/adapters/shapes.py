@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters import hf_private, launch, meta, surroundings
+from weightstream.adapters import hf_private, launch, meta, static_cache, surroundings
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.trial import Trial
@@ -176,7 +176,7 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
         prompt.output = None
         for cache in caches.values():
             shorten(cache, past)
-        static = [hf_private.static_cache(model, c, workload.context, past) for c in caches.values()]
+        static = [static_cache.static(model, c, workload.context, past) for c in caches.values()]
         with hf_private.decoding(model, workload.tokens):
             steps.append(forward(workload.tokens, **options, **caches))
             if workload.tokens == 1 and None not in static:

@@ -42,7 +42,7 @@ _BITS = MappingProxyType({"auto": tuple(CODES.values()), "none": ()} | {name: (n
 class Machine:
     """What weights may be placed in: bytes that are free and all that there are, of the device and of the host.
 
-    `maps_host_memory`: kernels can read what is in host memory. `can_decode`: coded weights can be used.
+    `maps_host_memory`: kernels can read what is there; `fetches_rows`: single rows too. `can_decode`: coded weights.
     `disk_bytes_per_s`: of the files that weights are in; None: as in the profile.
     """
 
@@ -53,6 +53,7 @@ class Machine:
     host_free_nbytes: int
     host_total_nbytes: int
     maps_host_memory: bool = True
+    fetches_rows: bool = True
     can_decode: bool = True
     disk_bytes_per_s: float | None = None
 
@@ -240,7 +241,7 @@ class Planner:
         """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
         the code with which the device takes least, as steps that are captured do not wait for the host."""
         is_tried = self._chooses and self.share is None and self.config.pin_memory
-        budget = self.budget if is_tried and self.machine.maps_host_memory else None
+        budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
         if budget is None or manifest.nbytes <= budget:
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)

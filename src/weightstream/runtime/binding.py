@@ -219,6 +219,7 @@ class Binding:
     def fix(self) -> None:
         """Show the ring bytes of every unit, whatever they hold just now."""
         for unit in self.units:
+            unit.opening.find()  # a capture may follow
             unit.faces.to_ring()
 
     @_unseen
@@ -269,7 +270,7 @@ class Binding:
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
             self.engine.take_over(decodes=True)
             if not self.units[index].is_picked:
-                self._backend.launch(self.units[index].decode)
+                self._backend.launch(self.units[index].opening.decode)
 
     def let_go(self, index: int) -> None:
         """The unit's last kernel is queued."""
@@ -317,8 +318,7 @@ class Binding:
             faces=faces,
             storages=tuple((storage, owners(storage)) for storage in storages.values()),
             coded=coded,
-            decode=self._decoding(index),
-            rows=self._rows(index),
+            opening=self._opening(index),
             has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
         )
 
@@ -337,11 +337,8 @@ class Binding:
                     faces.append(Face(member=member, source=home, unit=index, home=shown, ring=ring))
         return UnitFaces(faces)
 
-    def _decoding(self, index: int) -> Callable[[], None]:
-        return decoding.decoding(self.plan, index, self._homes.homes, self.memory, self._backend)
-
-    def _rows(self, index: int) -> decoding.Rows | None:
-        return decoding.rows(self.plan, index, self._homes.homes, self.memory, self._backend)
+    def _opening(self, index: int) -> decoding.Opening:
+        return decoding.Opening(self.plan, index, self._homes.homes, self.memory, self._backend)
 
     def _borrow(self, unit: Bound) -> UnitFaces:
         """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
@@ -367,7 +364,7 @@ class Binding:
         self.engine.forget(self._copies.forget(aliases))
         for unit in self.units:
             if unit.coded & aliases:
-                unit.decode, unit.rows = self._decoding(unit.index), self._rows(unit.index)
+                unit.opening = self._opening(unit.index)
 
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
@@ -396,5 +393,5 @@ class Binding:
         if aliases:  # most steps update nothing
             self.engine.forget({face.unit for face in self.faces if face.alias in aliases})
             for unit in self.units:
-                if unit.rows is not None and unit.coded & aliases:
-                    unit.rows.forget()
+                if unit.coded & aliases and unit.opening.asked is not None:
+                    unit.opening.asked.forget()

@@ -15,11 +15,13 @@ A forward that asks for nearly all rows, many times over, reads whole stacks fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.codec import coding
 from weightstream.errors import OffloadError
@@ -47,6 +49,43 @@ class Picked:
 
     def __getitem__(self, _: torch.Tensor) -> torch.Tensor:
         return self._read()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, neither the watch of a step nor the mode of its caller sees the thousands of views that are made."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Opening:
+    """What opens the coded and the cached weights of one unit, found out when it is first asked for: so a unit waits
+    for its own pages alone. In a capture nothing can be found out."""
+
+    def __init__(self, plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> None:
+        self._about = plan, index, homes, memory, backend
+
+    @cached_property
+    def decode(self) -> Callable[[], None]:
+        """What decodes or copies all of them."""
+        with _unseen():
+            return decoding(*self._about)
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """What single rows of its stacks are read by, where that may be in place of all."""
+        with _unseen():
+            return rows(*self._about)
+
+    @property
+    def asked(self) -> Rows | None:
+        """The same, if anybody has asked for them yet."""
+        found: Rows | None = vars(self).get("rows")
+        return found
+
+    def find(self) -> None:
+        """Find out all of it now."""
+        _ = self.decode, self.rows
 
 
 @dataclass(kw_only=True, slots=True)

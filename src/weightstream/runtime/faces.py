@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weightstream.errors import OffloadError
 from weightstream.runtime import parameter
 from weightstream.runtime.backend import owners
-from weightstream.runtime.decoding import Rows
+from weightstream.runtime.decoding import Opening, Rows
 from weightstream.runtime.leaves import Role, Shell
 from weightstream.runtime.moves import Home
 from weightstream.runtime.parameter import Access
@@ -222,7 +222,6 @@ def noticed(faces: Iterable[Face]) -> list[Face]:
 class Bound:
     """A unit bound to memory.
 
-    `rows` are what single rows of its stacks are read by, where that may be in place of all.
     `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
     tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its decoded weights
     are in use at fixed addresses; `is_picked`: its forward reads rows of them alone; `borrowed` are views of memory
@@ -234,13 +233,16 @@ class Bound:
     faces: UnitFaces
     storages: tuple[tuple[torch.UntypedStorage, int], ...]
     coded: frozenset[str]
-    decode: Callable[[], None]
-    rows: Rows | None
+    opening: Opening
     has_buffers: bool
     opened: int = 0
     in_buffer: int = 0
     is_picked: bool = False
     borrowed: UnitFaces | None = None
+
+    @property
+    def rows(self) -> Rows | None:
+        return self.opening.rows
 
     def num_views(self) -> int:
         """How many tensors of the model, and of whoever else, show the bytes."""

@@ -33,6 +33,7 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.moves import CodeOverflow
 from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.stacks import unread
 from weightstream.runtime.tally import Cache, Tally
 from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.weights import UnitModule, manifest
@@ -80,11 +81,11 @@ class Installation:
         """Those of the plan in force."""
         held = self.plan.manifest.aliases
         for unit in self.binding.units:
-            if unit.rows is not None and unit.rows.cache is not None:
+            if (rows := unit.opening.asked) is not None and rows.cache is not None:
                 spec = self.plan.manifest.units[unit.index]
                 stacks = {t.alias: t.shape[0] for t in spec.tensors if t.alias in self.plan.cached}
                 row_nbytes = sum(held[alias] / num_rows for alias, num_rows in stacks.items())
-                yield Cache(spec.name, unit.rows.cache, unit.rows.most, row_nbytes)
+                yield Cache(spec.name, rows.cache, rows.most, row_nbytes)
 
     def start(self, plan: Plan | None) -> None:
         """Put the first plan in force, or one that is made now. On an error the model is as it was."""
@@ -146,15 +147,30 @@ class Installation:
             raise
 
     def _settled(self, plan: Plan) -> Plan:
-        """The plan that homes have settled to: where a coded weight is larger than estimated, it is made again."""
+        """The plan that homes have settled to: where a coded weight is larger than estimated, or rows of a stack cannot
+        be fetched from where it lies, it is made again."""
         while True:
             try:
                 self.homes.settle(plan)
-                return plan
+                if not self._is_unread(plan):
+                    return plan
             except CodeOverflow as error:
                 logger.info("%s", error)
                 self.refinement.learn_sizes(error.sizes)
-                plan = self.refinement.plan(plan.manifest.plain())
+            plan = self.refinement.plan(plan.manifest.plain())
+
+    def _is_unread(self, plan: Plan, *, waits: bool = False) -> bool:
+        """Whether rows cannot be fetched from where they lie, as far as is known, or once all pages are there."""
+        why = unread(plan.cached, self.homes.homes, self.backend, waits=waits)
+        if why is not None:
+            logger.warning("experts are planned without a cache: %s", why)
+            self.refinement.cannot_fetch()
+        return why is not None
+
+    def without_cache(self) -> Plan | None:
+        """The plan to move to where pages that were on their way could not be pinned after all."""
+        plan = self.plan
+        return self.refinement.plan(plan.manifest.plain()) if self._is_unread(plan, waits=True) else None
 
     def _bind_again(self, plan: Plan) -> None:
         """Back to the plan that was in force; where that fails too the model is set free."""

@@ -193,6 +193,9 @@ class Learning:
             self.watching = bool(self.outside or missed)
             for unit in binding.units:
                 binding.look_for_kept(unit)
+        if watched and (found := self._installed.without_cache()) is not None:
+            self._try_switch(found)
+            return
         if self._installed.graphs:  # they hold the addresses of this plan
             self.correct()
             return

@@ -149,8 +149,9 @@ class Recording:
         return [u for u in self._cursor.needed() if plan.streams(u) and not sharing[u] & self._in_use.keys()]
 
     def _tells(self, unit: int) -> bool:
-        """Whether the unit tells where a step begins and ends: where nothing streams, all do."""
-        return self._engine.plan.streams(unit) or not self._engine.plan.ring_nbytes
+        """Whether the unit tells where a step begins and ends: where nothing streams, all do that open."""
+        plan = self._engine.plan
+        return plan.streams(unit) or (not plan.ring_nbytes and plan.opens(unit))
 
     def _take_for_granted(self, units: set[int]) -> None:
         self._held = {unit: self._engine.fences[unit].filled if self._deferred else None for unit in units}

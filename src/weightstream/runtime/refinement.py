@@ -96,6 +96,10 @@ class Refinement:
         """Kernels cannot read host memory after all."""
         self._change(lambda planner: replace(planner, machine=replace(planner.machine, maps_host_memory=False)))
 
+    def cannot_fetch(self) -> None:
+        """They cannot read single rows of stacks where these lie."""
+        self._change(lambda planner: replace(planner, machine=replace(planner.machine, fetches_rows=False)))
+
     def foresee(self, plan: Plan, kind: Kind, args: Any, kwargs: Any) -> Plan | None:
         """The plan for calls with these arguments: the one in force, priced and ordered for them, or a better one.
 

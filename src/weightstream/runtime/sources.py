@@ -221,6 +221,11 @@ class PageWindow(Mapped):
     def reads_file(self) -> bool:
         return self.lazy is not None or any(not p.done.is_set() or p.window is not None for p in self.pages)
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether pages are on their way."""
+        return not all(pages.done.is_set() for pages in self.pages)
+
     def window(self, index: int = 0) -> torch.Tensor | None:
         """An extent in pinned memory; None where it could not be pinned. Waits for it."""
         _, begin, end = self.extents[index]

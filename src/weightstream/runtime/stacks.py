@@ -5,7 +5,7 @@ Knows homes and sources, no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -20,7 +20,7 @@ from weightstream.errors import InvariantError
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.moves import Home
 from weightstream.runtime.slots import Piece, put_rows
-from weightstream.runtime.sources import PageWindow, Pinned
+from weightstream.runtime.sources import Mapped, PageWindow, Pinned
 
 WORD = 8  # bytes, of which what is fetched is a multiple
 
@@ -105,6 +105,16 @@ class Stack:
             return window
         return source.view if source.coded is None else source.coded
 
+    def why_unread(self, backend: Backend, *, waits: bool) -> str | None:
+        """Why single rows cannot be fetched from where they lie; None: they can be, or else, if it does not wait for
+        pages on their way, nobody knows yet."""
+        source = self.home.source
+        if isinstance(source, Mapped) and any(number % WORD for _, *span in source.extents for number in span):
+            return f"in {source.extents[0][0].path} it does not begin and end at multiples of {WORD} bytes"
+        if not waits and isinstance(source, PageWindow) and source.is_coming:
+            return None
+        return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
+
     def pieces(self, backend: Backend) -> list[Piece]:
         """What each row consists of in host memory that the device reads; none where it does not."""
         if (segments := self.segments(backend)) is None:
@@ -138,6 +148,16 @@ class Stack:
 def _put_first(put: Callable[..., None], target: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
     put(*rows)
     return target[: len(rows[0])]
+
+
+def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend, *, waits: bool = True) -> str | None:
+    """Why rows of these cannot all be fetched from where they lie, by the first that cannot; None: they can be."""
+    for alias in sorted(aliases):
+        stack = Stack.of(homes[alias], torch.empty(0, dtype=torch.uint8, device="cpu"))
+        why = "it is no stack of whole rows" if stack is None else stack.why_unread(backend, waits=waits)
+        if why is not None:
+            return f"rows of {alias} cannot be fetched one by one, as {why}"
+    return None
 
 
 def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[Piece]:

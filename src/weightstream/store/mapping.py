@@ -44,6 +44,7 @@ _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def _map(descriptor: int, nbytes: int, path: Path, flags: int, offset: int = 0, at: Any = None) -> Any:
@@ -210,6 +211,13 @@ class Window:
         if not self.begin <= begin <= end <= self.begin + self.memory.numel():
             raise IndexError(f"[{begin}, {end}) is not in a window of {self.memory.numel()} bytes from {self.begin}")
         return self.memory[begin - self.begin : end - self.begin]
+
+    def is_cached(self) -> bool:
+        """Whether the kernel has all of its pages, as far as it tells: of files of others it says so of every page."""
+        found = np.empty(-(-self.memory.numel() // mmap.PAGESIZE), dtype=np.uint8)
+        return not _LIBC.mincore(self.memory.data_ptr(), self.memory.numel(), found.ctypes.data) and bool(
+            (found & 1).all()
+        )
 
     def populate(self, begin: int, end: int) -> None:
         """As `FileMapping.populate`; `begin` is the start of a page."""

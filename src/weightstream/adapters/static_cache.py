@@ -1,0 +1,40 @@
+"""The static cache of transformers, which captured decode steps run on: for which models, and of what shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightstream.adapters import hf_private
+
+
+def unsuited(model: Any) -> str | None:
+    """Why a decode step of this model is more than kernels on a static cache of attention; None: it is not."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
+        return f"{type(model).__name__} does not work with a static cache alone"
+    layers = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2).layers
+    others = {type(layer).__name__ for layer in layers} - {StaticLayer.__name__, StaticSlidingWindowLayer.__name__}
+    return f"the cache has layers of other kinds than attention: {', '.join(sorted(others))}" if others else None
+
+
+def is_static(cache: Any) -> bool:
+    from transformers.cache_utils import StaticCache
+
+    return type(cache) is StaticCache
+
+
+def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:
+    """The cache of so many positions that captured steps have in place of a dynamic one, on meta, that holds so many
+    already; None: they are not captured."""
+    from transformers.cache_utils import DynamicCache, StaticCache
+
+    if type(cache) is not DynamicCache or unsuited(model) is not None:
+        return None
+    found = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=num_positions)
+    for index, layer in enumerate(cache.layers):
+        found.update(layer.keys, layer.values, index)
+    for layer in found.layers:
+        if hf_private.STATIC_WINDOW_COUNT in vars(layer):
+            setattr(layer, hf_private.STATIC_WINDOW_COUNT, num_filled)
+    return found

@@ -1,0 +1,35 @@
+"""The benchmark that loads a mixture of experts, at a tiny shape: its checkpoint can be loaded, and its row is true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+BENCH = Path(__file__).resolve().parents[2] / "benchmarks" / "experts.py"
+
+
+@pytest.mark.usefixtures("no_loading_bars")
+def test_a_row_of_a_load(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "rows.jsonl"
+    settings = ["--first", "--tiny", "--layers", "6", "--folder", str(folder), "--out", str(out)]
+    subprocess.run([sys.executable, str(BENCH), *settings], check=True, capture_output=True, timeout=200)
+    (row,) = map(json.loads, out.read_text().splitlines())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert nbytes < row["nbytes"] < nbytes + 500_000
+    assert row["files"] == len(list(folder.glob("*.safetensors"))) > 1
+    assert row["layers"] == 6
+    assert row["scaled_s"] == pytest.approx(row["total_s"] * 57 * 2**30 / row["nbytes"], abs=0.01)
+    assert row["total_s"] == pytest.approx(row["device_s"] + row["load_s"] + row["first_s"], abs=0.005)
+    experts = sum(p.nbytes for name, p in model.named_parameters() if "experts" in name)
+    assert row["budget_gib"] == pytest.approx((nbytes - 0.75 * experts) / 2**30, abs=0.001)
+    ids = torch.randint(0, 500, (1, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert row["token"] == int(model(ids).logits[0, -1].argmax())
