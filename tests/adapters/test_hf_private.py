@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import cache_utils, core_model_loading  # noqa: E402
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters import hf_private  # noqa: E402
+from weightstream.adapters import hf_private, static_cache  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
