@@ -31,7 +31,7 @@ class Span:
 
 
 class Experts(NamedTuple):
-    """What the cache of a unit was asked for: ids whose rows it found, rows that it fetched, and bytes of these."""
+    """What the cache of a unit was asked for: rows that it had, rows that it fetched, and bytes of these."""
 
     found: int
     fetched: int

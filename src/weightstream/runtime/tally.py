@@ -14,7 +14,7 @@ from weightstream.plan.caching import Counts
 from weightstream.runtime.slots import Slots
 from weightstream.trace import Experts
 
-_WARM = 8  # times as many ids as there are slots: before, slots were empty
+_WARM = 8  # times as many rows as there are slots: before, slots were empty
 
 
 class Cache(NamedTuple):

@@ -1,0 +1,223 @@
+"""Shapes of mixtures of experts with random weights, and tables of ids in place of what their routers choose.
+
+A table is drawn by stack distances, so that least recently used rows are found in slots as often as others measured:
+of Qwen3-30B-A3B 46, 77 and 92 % in 12, 32 and 64 of 128 slots (github.com/kekzl/imp/issues/1359), which is taken for
+gpt-oss-120b and, with twice the slots, DeepSeek-V3 too, as nothing is published of these; of Mixtral-8x7B 40, 67 and
+87 % in 2, 4 and 6 of 8 (arXiv 2312.17238).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from weightstream.runtime.slots import Lru
+
+NUM_STEPS = 512
+# Of the stack: so many positions, drawn so often; where 8 and where 4 are used at a time.
+_OF_8 = ((12, 0.52), (20, 0.285), (32, 0.13), (64, 0.065))
+_OF_4 = ((12, 0.481), (20, 0.3), (32, 0.159), (64, 0.059))
+_NOISE = 1 << 25  # random weights that are drawn once for a model in host memory, where to draw all takes too long
+_STD = 0.02
+
+
+class Shape(NamedTuple):
+    """A mixture: the class of its config and what that is given, and the law of its table."""
+
+    kind: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    depths: Sequence[tuple[int, float]]
+    found: Mapping[int, float]  # slots -> share that LRU finds
+    sizes: Mapping[str, Any]
+
+    def config(self, layers: int) -> Any:
+        """Of the model with so many layers."""
+        sizes = dict(self.sizes)
+        if "first_k_dense_replace" in sizes:
+            sizes["first_k_dense_replace"] = min(sizes["first_k_dense_replace"], 1 + 2 * (layers == self.num_layers))
+        kind = getattr(transformers, f"{self.kind}Config")
+        return kind(**sizes, num_hidden_layers=layers, num_experts_per_tok=self.top_k, tie_word_embeddings=False)
+
+
+SHAPES = {
+    "qwen3": Shape(
+        kind="Qwen3Moe",
+        num_layers=48,
+        num_experts=128,
+        top_k=8,
+        depths=_OF_8,
+        found={12: 0.46, 32: 0.77, 64: 0.92},
+        sizes={
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "vocab_size": 151936,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+        },
+    ),
+    "mixtral": Shape(
+        kind="Mixtral",
+        num_layers=32,
+        num_experts=8,
+        top_k=2,
+        depths=((2, 0.416), (2, 0.268), (2, 0.194), (2, 0.121)),
+        found={2: 0.40, 4: 0.67, 6: 0.87},
+        sizes={
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "gpt_oss": Shape(
+        kind="GptOss",
+        num_layers=36,
+        num_experts=128,
+        top_k=4,
+        depths=_OF_4,
+        found={12: 0.46, 32: 0.77, 64: 0.92},
+        sizes={
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "vocab_size": 201088,
+            "sliding_window": 128,
+        },
+    ),
+    "deepseek_v3": Shape(
+        kind="DeepseekV3",
+        num_layers=61,
+        num_experts=256,
+        top_k=8,
+        depths=((24, 0.484), (40, 0.301), (64, 0.156), (128, 0.058)),
+        found={24: 0.46, 64: 0.77, 128: 0.92},
+        sizes={
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "vocab_size": 129280,
+        },
+    ),
+}
+
+
+def drawn(shape: Shape, num_steps: int, seed: int, *, uniform: bool) -> list[list[int]]:
+    """The experts of a token, step by step, by their places in the stack of those that were used last."""
+    rng, stack, found = random.Random(seed), list(range(shape.num_experts)), []
+    weights = [share / num for num, share in shape.depths for _ in range(num)]
+    rng.shuffle(stack)
+    for _ in range(num_steps):
+        places = set(rng.sample(range(shape.num_experts), shape.top_k) if uniform else ())
+        while len(places) < shape.top_k:
+            places.update(rng.choices(range(shape.num_experts), weights))
+        used = [stack[place] for place in places]
+        rng.shuffle(used)
+        stack = used + [expert for place, expert in enumerate(stack) if place not in places]
+        found.append(used)
+    return found
+
+
+def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
+    """What a plain LRU finds of these."""
+    table = Lru(num_slots)
+    for used in steps:
+        table.resolve(used)
+    return table.hits / (table.hits + table.misses)
+
+
+def nbytes_of(shape: Shape, layers: int) -> int:
+    """Of the weights, in bfloat16."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(shape.config(layers), dtype=torch.bfloat16)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def build(shape: Shape, layers: int, device: str) -> Any:
+    """The model with random weights, on a device or in host memory."""
+    config = shape.config(layers)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device=device)
+    with torch.device(device):  # buffers are in no checkpoint
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    for name, buffer in model.named_buffers():
+        if "rotary" not in name:
+            buffer.zero_()
+    torch.manual_seed(0)
+    noise = torch.randn(_NOISE, dtype=torch.bfloat16) * _STD if device == "cpu" else None
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.ndim < 2:
+                parameter.uniform_(0.5, 1.5)
+            elif noise is None:
+                parameter.normal_(std=_STD)
+            else:  # each begins elsewhere
+                shifted = noise.roll(index * 7919)
+                for part in parameter.view(-1).split(_NOISE):
+                    part.copy_(shifted[: part.numel()])
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model.eval()
+
+
+class Table:
+    """Gives experts ids from a table in place of those that their routers chose, the next row in each step.
+
+    Its hooks are on the modules of this model alone: a copy on meta, which tells shapes, routes by itself.
+    """
+
+    def __init__(self, model: Any, shape: Shape, batch: int, device: str, *, uniform: bool) -> None:
+        every = [
+            module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")
+        ]
+        tables = [
+            [drawn(shape, NUM_STEPS, 1000 * layer + b, uniform=uniform) for b in range(batch)]
+            for layer in range(len(every))
+        ]
+        self.hits = {num: hits(tables[0][0], num) for num in shape.found}
+        self._table = torch.tensor(tables, device=device).transpose(1, 2).contiguous()  # layer, step, sequence, k
+        self._step = torch.zeros(1, dtype=torch.long, device=device)
+        for layer, module in enumerate(every):
+            module.register_forward_pre_hook(partial(self._route, layer))
+
+    def _route(self, layer: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, ids, scores = args
+        table, num_tokens = self._table[layer], ids.shape[0]
+        batch = table.shape[1]
+        if num_tokens != batch:  # a prompt: any will do; what a streamer is taught by before it does not count
+            if layer == 0:
+                self._step.zero_()
+            rows = torch.arange(num_tokens, device=table.device) % NUM_STEPS
+            return hidden, table.flatten(0, 1)[rows].to(ids.dtype), scores
+        if layer == 0:
+            self._step.add_(1).remainder_(NUM_STEPS)
+        return hidden, table.index_select(0, self._step)[0].to(ids.dtype), scores

@@ -1,0 +1,79 @@
+"""The tables of ids that the benchmark of experts puts in place of what routers choose, at tiny shapes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+
+transformers = pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 1024,
+    "sliding_window": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+NAMES = ("qwen3", "mixtral", "gpt_oss", "deepseek_v3")
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = importlib.import_module("experts_shapes")
+    yield found
+    sys.modules.pop("experts_shapes")
+
+
+def tiny(shape: Any) -> Any:
+    return shape._replace(sizes=dict(shape.sizes) | {name: TINY[name] for name in shape.sizes if name in TINY})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
+    shape = shapes.SHAPES[name]
+    seeds = [shapes.drawn(shape, shapes.NUM_STEPS, seed, uniform=False) for seed in range(8)]
+    for num_slots, share in shape.found.items():
+        found = sum(shapes.hits(steps, num_slots) for steps in seeds) / len(seeds)
+        assert found == pytest.approx(share, abs=0.02), num_slots
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_are_given_the_tables_ids(name: str, batch: int, shapes: Any) -> None:
+    shape = tiny(shapes.SHAPES[name])
+    model = shapes.build(shape, 3, "cpu")
+    table = shapes.Table(model, shape, batch, "cpu", uniform=False)
+    seen: list[torch.Tensor] = []
+    every = [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
+    for module in every:
+        module.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    ids = torch.randint(3, 1000, (batch, 5))
+    plain = [model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False) for _ in range(2)]
+    assert torch.equal(*plain)
+    num = len(every)
+    assert num == (2 if name == "deepseek_v3" else 3)
+    assert [len(each) for each in seen] == 2 * ([5 * batch] * num + [batch] * num * 3)
+    for step in range(3):
+        for layer in range(num):
+            wanted = table._table[layer, step + 1]
+            assert torch.equal(seen[num * (1 + step) + layer], wanted), (step, layer)
+    with weightstream.offload(model, device="cpu", device_budget="50%"):
+        assert torch.equal(model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False), plain[0])
