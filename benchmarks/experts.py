@@ -121,8 +121,9 @@ def main() -> None:
     if args.first:
         experts_first.run(layers, args.folder, args.out, tiny=args.tiny)
         return
-    nbytes = nbytes_of(shape, layers)
-    fits = nbytes + ROOM_NBYTES < torch.cuda.mem_get_info()[1]
+    nbytes, expert_nbytes = nbytes_of(shape, layers)
+    copied_nbytes = args.batch * shape.top_k * expert_nbytes  # by batched_mm
+    fits = nbytes + copied_nbytes + ROOM_NBYTES < torch.cuda.mem_get_info()[1]
     model = build(shape, layers, "cuda" if fits else "cpu")
     table = Table(model, shape, args.batch, "cuda", uniform=args.uniform)
     decoding = Decoding(model, args.batch)

@@ -155,11 +155,17 @@ def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
     return table.hits / (table.hits + table.misses)
 
 
-def nbytes_of(shape: Shape, layers: int) -> int:
-    """Of the weights, in bfloat16."""
+def nbytes_of(shape: Shape, layers: int) -> tuple[int, int]:
+    """Of the weights, in bfloat16, and of a single expert."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(shape.config(layers), dtype=torch.bfloat16)
-    return sum(parameter.nbytes for parameter in model.parameters())
+    stacks = list(experts_of(model)[-1].parameters())
+    return sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in stacks) // shape.num_experts
+
+
+def experts_of(model: Any) -> list[Any]:
+    """The modules that hold the stacks."""
+    return [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
 
 
 def build(shape: Shape, layers: int, device: str) -> Any:

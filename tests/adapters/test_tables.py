@@ -62,13 +62,16 @@ def test_experts_are_given_the_tables_ids(name: str, batch: int, shapes: Any) ->
     model = shapes.build(shape, 3, "cpu")
     table = shapes.Table(model, shape, batch, "cpu", uniform=False)
     seen: list[torch.Tensor] = []
-    every = [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
+    every = shapes.experts_of(model)
     for module in every:
         module.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
     ids = torch.randint(3, 1000, (batch, 5))
     plain = [model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False) for _ in range(2)]
     assert torch.equal(*plain)
     num = len(every)
+    nbytes, expert_nbytes = shapes.nbytes_of(shape, 3)
+    assert nbytes == sum(p.nbytes for p in model.parameters())
+    assert expert_nbytes >= 2 * 3 * 64 * 64
     assert num == (2 if name == "deepseek_v3" else 3)
     assert [len(each) for each in seen] == 2 * ([5 * batch] * num + [batch] * num * 3)
     for step in range(3):
