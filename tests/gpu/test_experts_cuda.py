@@ -166,12 +166,14 @@ def test_batches_of_more_ids_than_there_are_slots(form: str, kind: str) -> None:
 
 
 def test_several_tokens_are_multiplied_in_groups() -> None:
-    """As the bits of both implementations are the same on the GPUs that this ran on; if not, that is no fault."""
+    """Where torch has a kernel for that, and the bits are the same: so it was on an H100 and an H200."""
+    if not adapter.cuda.multiplies_groups(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("this GPU multiplies group by group")
     model, ids = mixture(), prompt(8)
     with offloaded(model, "cached"):
         adapter._EQUAL.clear()
         generated(model, ids)
-        assert {ids: equal for (_, _, ids, *_), equal in adapter._EQUAL.items()} == {(8, TOP_K): True}
+        assert {shapes[1]: equal for (_, _, shapes, _), equal in adapter._EQUAL.items()} == {(8, TOP_K): True}
 
 
 @pytest.mark.parametrize("form", FORMS)

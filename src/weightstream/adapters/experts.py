@@ -6,13 +6,16 @@ their own.
 [Note: grouped in place of batched]
 `generate()` decodes with batched_mm, which copies the matrices of each id: for a few sequences that is most of a step.
 Where all that is used lies in place, grouped_mm reads it there. On a device where both give the same bits it runs
-instead. Nobody promises that, so the first call of each shape runs both and compares; what it finds holds for the
-process, as the kernels and the order of their sums are chosen by shapes.
+instead. Nobody promises that, so the first call of each shape runs both on random states, with ids that come once and
+several times, and one expert's product at a time in the output, where no sum hides it. What is found holds for the
+process, as kernels and the order of their sums are chosen by shapes and settings. That is so where torch has a kernel
+for groups of bfloat16; elsewhere it multiplies group by group, by sizes that the host has to ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -23,12 +26,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters import hf_private
 from weightstream.codec.format import TILE
+from weightstream.runtime import cuda
+
+logger = logging.getLogger("weightstream")
 
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _BY_ROW = "batched_mm"  # the implementation that copies the matrices that it uses; generate() decodes with it
 _IN_PLACE = "grouped_mm"  # it touches no matrix but those that it uses
 _FUSED = "w13_weight"  # of vLLM's experts
 _EQUAL: dict[Any, bool] = {}  # [Note: grouped in place of batched]
+_ROUNDS = 8
+_TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class _StandIn:
@@ -54,19 +62,17 @@ class Experts:
         plain = getattr(forward, "__func__", None) is of_class and getattr(forward, "__self__", None) is module
         if implementation not in (_BY_ROW, _IN_PLACE) or not plain:
             return None  # or somebody has put another forward in its place
-        ids = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
-        stacks = {name: module._parameters.get(name) for name in self._names}
+        given = dict(zip(_TAKEN, args, strict=False)) | kwargs
+        ids, stacks = given.get("top_k_index"), {name: module._parameters.get(name) for name in self._names}
         read = {id(stack) for stack in stacks.values() if stack is not None}  # one that is computed is no parameter
         if not isinstance(ids, torch.Tensor) or len(read) < len(stacks) or not rows.readings.keys() <= read:
             return None
         by_row = implementation == _BY_ROW
-        kind = type(module), ids.device, ids.shape, *((stack.dtype, stack.shape) for stack in stacks.values())
-        in_groups = _EQUAL.get(kind) if by_row and len(ids) > 1 else False
-        if by_row and ids.numel() <= rows.most and (in_groups is False or (in_groups is None and rows.capturing())):
+        kind = self._kind(given["hidden_states"], ids, stacks.values()) if by_row else None
+        may_group = kind is not None and _EQUAL.get(kind, not rows.capturing())
+        if by_row and not may_group and ids.numel() <= rows.most:
             return partial(self._select, of_class, stacks, rows, ids)
-        if ids.numel() <= rows.most_to_place:
-            return partial(self._place, of_class, kind, in_groups, rows, ids)
-        return None
+        return partial(self._place, of_class, kind, rows, ids) if ids.numel() <= rows.most_to_place else None
 
     def _select(
         self, of_class: Callable[..., Any], stacks: Mapping[str, Any], rows: Any, ids: Any, *args: Any, **kwargs: Any
@@ -75,25 +81,26 @@ class Experts:
         others = {name: found[id(stack)] for name, stack in stacks.items() if id(stack) in found}
         return of_class(_StandIn(self._module, others), *args, **kwargs)
 
-    def _place(
-        self,
-        of_class: Callable[..., Any],
-        kind: Any,
-        in_groups: bool | None,
-        rows: Any,
-        ids: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        """`in_groups`: [Note: grouped in place of batched]; None: nobody knows yet."""
+    def _place(self, of_class: Callable[..., Any], kind: Any, rows: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
         rows.place(ids)
         module = self._module
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
-        output = of_class(grouped if in_groups else module, *args, **kw)
-        if in_groups is None and not rows.capturing():
-            with _disable_current_modes():  # who watches the call would see two, and one that waits for the device
-                _EQUAL[kind] = torch.equal(output, of_class(grouped, *args, **kw))
-        return output
+        if kind is not None and kind not in _EQUAL and not rows.capturing():
+            given = dict(zip(_TAKEN, args, strict=False)) | kwargs
+            with _disable_current_modes():  # who watches the call would see others, and some that wait for the device
+                _EQUAL[kind] = _is_equal(partial(of_class, module), partial(of_class, grouped), given)
+        return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
+
+    def _kind(self, hidden: torch.Tensor, ids: torch.Tensor, stacks: Iterable[Any]) -> Any:
+        """What kernels are chosen by; None where groups are not worth a trial, or more than kernels would run in it."""
+        dtypes = {hidden.dtype, *(stack.dtype for stack in stacks)}
+        has_hooks = any(
+            m._forward_hooks or m._forward_pre_hooks for m in self._module.modules() if m is not self._module
+        )
+        if len(ids) < 2 or dtypes != {torch.bfloat16} or has_hooks or not cuda.multiplies_groups(hidden.device):
+            return None
+        shapes = hidden.shape, ids.shape, *(stack.shape for stack in stacks)
+        return type(self._module), hidden.device, shapes, cuda.product_settings()
 
     def why_whole(self) -> str | None:
         """Why their stacks are read whole whatever is asked for; None: they need not be."""
@@ -106,6 +113,26 @@ class Experts:
         if any(prod(module._parameters[name].shape[1:]) % TILE for name in self._names):
             return f"their matrices are not multiples of {TILE} weights"
         return None
+
+
+def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    """Whether both give the same bits, of random states: [Note: grouped in place of batched]."""
+    hidden, ids, scores = (given[name] for name in _TAKEN)
+    generator = torch.Generator(hidden.device).manual_seed(len(ids))
+    try:
+        for turn in range(_ROUNDS):
+            states = torch.randn(hidden.shape, generator=generator, device=hidden.device).to(hidden.dtype)
+            again = torch.randint(ids.numel(), ids.shape, generator=generator, device=ids.device)
+            one = torch.zeros_like(scores)
+            one[:, turn % scores.shape[1]] = 1
+            taken = states, ids if turn % 2 else ids.flatten()[again], one
+            found, other = batched(*taken), grouped(*taken)
+            if not found.any() or not torch.equal(found.view(torch.uint8), other.view(torch.uint8)):
+                return False  # of zeros alone nothing is known
+    except Exception:  # a function that takes no such states: what was to run does
+        logger.debug("experts are not tried in groups", exc_info=True)
+        return False
+    return True
 
 
 def picks_of(module: nn.Module) -> Experts | None:

@@ -93,6 +93,19 @@ def libraries(device: torch.device) -> Iterator[None]:
         yield
 
 
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether torch has a kernel for products of groups of bfloat16 there; elsewhere it asks for their sizes."""
+    is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return is_new and not torch.is_autocast_enabled("cuda")
+
+
+def product_settings() -> tuple[object, ...]:
+    """What products in bfloat16 are chosen by, beside shapes."""
+    matmul = torch.backends.cuda.matmul
+    reduced, library = matmul.allow_bf16_reduced_precision_reduction, torch.backends.cuda.preferred_blas_library()
+    return reduced, str(library), torch.are_deterministic_algorithms_enabled()
+
+
 def new_graph() -> Any:
     return torch.cuda.CUDAGraph()
 

@@ -109,6 +109,7 @@ class Recording:
         if not self._tells(unit):
             return
         if not self._engine.plan.streams(unit):
+            self._is_empty = False
             self._cursor.release(unit)
             return
         if not self._in_use[unit]:

@@ -33,6 +33,7 @@ def resolve(
     `state` counts calls, rows missed in this one, rows that had a slot, and rows missed in all. `missed` gets pairs of
     a row and its new slot. IDS and SLOTS are powers of two.
     """
+    step = tl.load(state)  # before any thread can have counted this call
     s = tl.arange(0, IDS)
     row = tl.load(ids + s, mask=s < num_ids, other=-1)
     row = tl.minimum(tl.maximum(row, -1), NUM_ROWS - 1).to(tl.int32)
@@ -64,7 +65,6 @@ def resolve(
     tl.store(missed + 2 * order, row, mask=misses)
     tl.store(missed + 2 * order + 1, victim, mask=misses)
     tl.store(slots + s, found.to(tl.int64), mask=s < num_ids)
-    step = tl.load(state)
     tl.store(stamps + n, tl.zeros([SLOTS], tl.int64) + step, mask=there & (used | (rank < num)))
     tl.store(state, step + 1)
     tl.store(state + 1, num.to(tl.int64))

@@ -46,7 +46,7 @@ class Slots:
     def __init__(self, stacks: Sequence[Stack], num_rows: int) -> None:
         self._stacks = [(memory, list(pieces)) for memory, pieces in stacks]
         memory, _ = self._stacks[0]
-        self.num = len(memory)
+        self.num, self._num_rows = len(memory), num_rows
         self._table = Lru(self.num)
         self._device = _OnDevice(self._stacks, num_rows) if memory.device.type != "cpu" else None
 
@@ -57,7 +57,7 @@ class Slots:
         """
         if self._device is not None:
             return self._device.resolve(ids)
-        slots, missed = self._table.resolve(ids.tolist())
+        slots, missed = self._table.resolve(ids.clamp(max=self._num_rows - 1).tolist())
         for row, slot in missed:
             for memory, pieces in self._stacks:
                 for piece in pieces:
