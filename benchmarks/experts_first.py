@@ -26,20 +26,11 @@ import rows
 import timing
 import torch
 import transformers
+from experts_shapes import SHAPES
 
 import weightstream
 from weightstream.store.checkpoint import Checkpoint
 
-NUM_EXPERTS, TOP_K = 128, 8
-QWEN = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -55,17 +46,10 @@ PROMPT_TOKENS = 64
 
 
 def config_of(layers: int, *, tiny: bool = False) -> Any:
-    return transformers.Qwen3MoeConfig(
-        **(TINY if tiny else QWEN),
-        num_hidden_layers=layers,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
+    shape = SHAPES["qwen3"]
+    config = shape._replace(sizes=dict(shape.sizes) | (TINY if tiny else {})).config(layers)
+    config.pad_token_id, config.eos_token_id = 0, None
+    return config
 
 
 def make(folder: Path, layers: int, *, tiny: bool) -> None:

@@ -72,7 +72,7 @@ class Experts:
         may_group = kind is not None and _EQUAL.get(kind, not rows.capturing())
         if by_row and not may_group and ids.numel() <= rows.most:
             return partial(self._select, of_class, stacks, rows, ids)
-        return partial(self._place, of_class, kind, rows, ids) if ids.numel() <= rows.most_to_place else None
+        return partial(self._place, of_class, kind, rows, given) if ids.numel() <= rows.most_to_place else None
 
     def _select(
         self, of_class: Callable[..., Any], stacks: Mapping[str, Any], rows: Any, ids: Any, *args: Any, **kwargs: Any
@@ -81,23 +81,24 @@ class Experts:
         others = {name: found[id(stack)] for name, stack in stacks.items() if id(stack) in found}
         return of_class(_StandIn(self._module, others), *args, **kwargs)
 
-    def _place(self, of_class: Callable[..., Any], kind: Any, rows: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
-        rows.place(ids)
+    def _place(
+        self, of_class: Callable[..., Any], kind: Any, rows: Any, given: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        rows.place(given["top_k_index"])
         module = self._module
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if kind is not None and kind not in _EQUAL and not rows.capturing():
-            given = dict(zip(_TAKEN, args, strict=False)) | kwargs
             with _disable_current_modes():  # who watches the call would see others, and some that wait for the device
                 _EQUAL[kind] = _is_equal(partial(of_class, module), partial(of_class, grouped), given)
         return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
 
     def _kind(self, hidden: torch.Tensor, ids: torch.Tensor, stacks: Iterable[Any]) -> Any:
         """What kernels are chosen by; None where groups are not worth a trial, or more than kernels would run in it."""
-        dtypes = {hidden.dtype, *(stack.dtype for stack in stacks)}
-        has_hooks = any(
-            m._forward_hooks or m._forward_pre_hooks for m in self._module.modules() if m is not self._module
-        )
-        if len(ids) < 2 or dtypes != {torch.bfloat16} or has_hooks or not cuda.multiplies_groups(hidden.device):
+        if len(ids) < 2 or not cuda.multiplies_groups(hidden.device):
+            return None
+        inner = (module for module in self._module.modules() if module is not self._module)
+        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+        if has_hooks or {hidden.dtype, *(stack.dtype for stack in stacks)} != {torch.bfloat16}:
             return None
         shapes = hidden.shape, ids.shape, *(stack.shape for stack in stacks)
         return type(self._module), hidden.device, shapes, cuda.product_settings()

@@ -168,10 +168,6 @@ class _Bench:
         grown = cuda.allocated_nbytes(self._device) - before if self._on_gpu else 0
         return {"workspace_nbytes": grown} if grown else {}
 
-    def _read(self) -> None:
-        for weight in self._weights:
-            F.linear(self._weights[0][:1], weight)
-
     def products(self) -> _Measuring:
         """Products of many rows in bf16 and float32."""
         rows, weight = self._tensor(self._sizes.rows, _WIDTH), self._weights[0]
@@ -232,7 +228,7 @@ class _Bench:
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
             pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
             works: dict[str, _Work] = {"pieces": partial(_run_all, pieces), "rounds": partial(self._rounds, pieces[:8])}
-            works |= {"reads": self._read} if self._on_gpu else {}
+            works |= {"reads": partial(kernels.read, self._weights)} if self._on_gpu else {}
             best = yield {"bulk": (partial(backend.copy, [bulk]), 4 * _SAMPLE_S)} | {
                 name: (work, _SAMPLE_S) for name, work in works.items()
             }
@@ -265,7 +261,7 @@ class _Bench:
         drained, filled = self._backend.event(), self._backend.event()
         for copy in copies:
             if self._on_gpu:  # hides what the host takes to queue the copies
-                self._read()
+                kernels.read(self._weights)
             self._backend.record(Side.COMPUTE, drained)
             self._backend.wait(Side.COPY, drained)
             copy()

@@ -38,14 +38,16 @@ def works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]
         for _ in range(NUM_PRODUCTS):
             F.linear(row, small)
 
-    def read() -> None:
-        for weight in weights:
-            F.linear(weights[0][:1], weight)
-
-    found: dict[str, _Work] = {"norms": norms, "products": products, "read": read}
+    found: dict[str, _Work] = {"norms": norms, "products": products, "read": partial(read, weights)}
     if backend.device.type == "cuda":
         found = {name: _replayed(backend, work) for name, work in (*found.items(), *picking(weights[0], weights[-1]))}
     return found
+
+
+def read(weights: Sequence[torch.Tensor]) -> None:
+    """Products of a row with each of these."""
+    for weight in weights:
+        F.linear(weights[0][:1], weight)
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

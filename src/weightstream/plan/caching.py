@@ -28,7 +28,7 @@ _OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
 _OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
 _MANY = 8
 _WORTH = 100  # counted rows: the law weighs as much
-_MOST = 2  # ids for each row: if a step picks more, it reads whole stacks
+NEARLY_ALL = 2  # ids for each row: if they are drawn evenly they name 86 % of the rows, and whole stacks are read
 _TILE = 4096  # weights, of which a row is a multiple where rows are read
 
 
@@ -71,7 +71,7 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     for index, unit in enumerate(manifest.units):
         stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
         picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
-        if picks and stacks and profile.picked and 0 < profile.picked[index][0] <= _MOST:
+        if picks and stacks and profile.picked and 0 < profile.picked[index][0] <= NEARLY_ALL:
             found[index] = stacks
     return found
 

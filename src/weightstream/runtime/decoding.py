@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.codec import coding
 from weightstream.errors import OffloadError
+from weightstream.plan.caching import NEARLY_ALL
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend
@@ -32,7 +33,6 @@ from weightstream.runtime.moves import Home
 from weightstream.runtime.slots import Slots
 from weightstream.runtime.stacks import WORD, Reading, Stack
 
-_NEARLY_ALL = 2  # ids for each row: if they are drawn evenly they name 86 % of the rows
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the ring, the one that is decoded into, and slots
 
 
@@ -108,7 +108,7 @@ class Rows:
     @property
     def most_to_place(self) -> int:
         """More ids name nearly all rows: to copy the stacks in order is faster, and leaves the slots as they are."""
-        return _NEARLY_ALL * self.num_rows
+        return NEARLY_ALL * self.num_rows
 
     def forget(self) -> None:
         """Stacks were written to: what is in slots is stale."""
