@@ -31,16 +31,19 @@ class Span:
 
 
 class Experts(NamedTuple):
-    """What the cache of a unit was asked for: rows that it had, rows that it fetched, and bytes of these."""
+    """What the cache of a unit was asked for: rows that it had, rows that were fetched then, and bytes of all that were
+    fetched. `ahead` were fetched before, as a guess, and `ahead_used` of these are among those that it had."""
 
-    found: int
-    fetched: int
-    fetched_nbytes: int
+    found: int = 0
+    fetched: int = 0
+    fetched_nbytes: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
 
 
 def total(experts: Iterable[Experts]) -> Experts:
     """The sums over units."""
-    return Experts(*map(sum, zip((0, 0, 0), *experts, strict=True)))
+    return Experts(*map(sum, zip(Experts(), *experts, strict=True)))
 
 
 class Trace:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightstream.runtime import slot_kernels
-from weightstream.runtime.slots import Lru, Piece, Slots, Stack, _OnDevice, put_rows
+from weightstream.runtime import slot_kernels, slots
+from weightstream.runtime.slots import MOST_AHEAD, Lru, Piece, Slots, Stack, _OnDevice, put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 77
@@ -37,20 +37,21 @@ class Model:
         self.slot_of: dict[int, int] = {}
         self.empty = list(range(num_slots))
         self.used_at = [-1] * num_slots
-        self.step = self.hits = self.misses = 0
+        self.guessed: list[int] = []
+        self.step = self.hits = self.misses = self.ahead = self.used = 0
+        self.late = [0, 0]  # of the guesses of late: all, and those that were right
 
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         named = set(rows) - {-1}
         there, fetched = named & self.slot_of.keys(), []
         self.hits += len(there)
         for row in sorted(named - there, key=rows.index):
-            if self.empty:
-                slot = self.empty.pop(0)
-            else:
-                olds = self.slot_of.keys() - there - {row for row, _ in fetched}
-                if not olds:
-                    break
-                slot = self.slot_of.pop(min(olds, key=lambda r: (self.used_at[self.slot_of[r]], self.slot_of[r])))
+            kept = there | {row for row, _ in fetched}
+            olds = self.empty + [slot for owner, slot in self.slot_of.items() if owner not in kept]
+            if not olds:
+                break
+            slot = min(olds, key=lambda slot: (self.used_at[slot], slot))
+            self.leave(slot)
             self.slot_of[row] = slot
             fetched.append((row, slot))
         self.misses += len(fetched)
@@ -59,7 +60,56 @@ class Model:
         for row in served:
             self.used_at[self.slot_of[row]] = self.step
         self.step += 1
+        right = len(named & set(self.guessed))
+        self.used += right
+        self.late = [self.late[0] + len(self.guessed), self.late[1] + right]
+        if self.late[0] > 64:
+            self.late = [number // 2 for number in self.late]
+        self.guessed = []
         return found, fetched
+
+    def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """In free slots, of which this may not take one in the first step, or in those of rows that nobody asked for
+        in the last."""
+        fetched: list[tuple[int, int]] = []
+        all_late, right_late = self.late
+        if all_late < 16 or 4 * right_late >= all_late or self.step % 16 == 0:
+            for row in dict.fromkeys(rows):
+                if len(fetched) == most:
+                    break
+                if row < 0 or row in self.slot_of:
+                    continue
+                new = {row for row, _ in fetched}
+                empty = [(self.used_at[slot], slot) for slot in self.empty if self.step]
+                kept = set(rows) | new
+                held = [(self.used_at[slot], slot) for owner, slot in self.slot_of.items() if owner not in kept]
+                olds = [old for old in empty + held if old[0] < self.step - 1]
+                if not olds:
+                    break
+                _, slot = min(olds)
+                self.leave(slot)
+                self.slot_of[row] = slot
+                fetched.append((row, slot))
+        self.guessed = [row for row, _ in fetched]
+        self.ahead += len(fetched)
+        return fetched
+
+    def leave(self, slot: int) -> None:
+        if slot in self.empty:
+            self.empty.remove(slot)
+        else:
+            del self.slot_of[next(owner for owner, place in self.slot_of.items() if place == slot)]
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        return self.hits, self.misses, self.ahead, self.used
+
+
+def guesses(rows: Sequence[int], num_rows: int, rng: random.Random) -> list[int]:
+    """Before a step of these rows: many of them and some others, or for a time others alone; some twice, some none."""
+    others = rng.choices(range(-1, num_rows), k=3)
+    right = [row for row in rows if rng.random() < 0.7]
+    return rng.sample(found := right + others, len(found)) if rng.random() < 0.9 else others
 
 
 def steps(num_rows: int, num_slots: int, count: int, seed: int) -> Iterator[list[int]]:
@@ -98,6 +148,45 @@ def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
     assert {misses for misses, _, _ in kinds} == {again for *_, again in kinds} == {False, True}
     assert {full for _, full, _ in kinds} == {False, True}
     assert min(table.hits, table.misses) > 0
+
+
+@pytest.mark.parametrize("recall", [0.0, 0.2, 0.9])
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (40, 13), (8, 8), (128, 32)])
+def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int, num_slots: int, recall: float) -> None:
+    table, model, rng = Lru(num_slots), Model(num_slots), random.Random(num_slots)
+    numbers, off = set(), 0
+    for step, rows in enumerate(steps(num_rows, num_slots, 2000, seed=num_slots)):
+        if step % 3:
+            guess = [row if rng.random() < recall else rng.randrange(num_rows) for row in rows]
+            most = rng.choice((1, 2, 8))
+            last = {row for row, slot in model.slot_of.items() if model.used_at[slot] == model.step - 1}
+            fetched = table.guess(guess, most)
+            assert fetched == model.guess(guess, most)
+            assert last <= model.slot_of.keys(), "a row of the last step is gone"
+            assert len(fetched) <= most
+            numbers.add(len(fetched))
+            off += not fetched
+        assert table.resolve(rows) == model.resolve(rows)
+        assert table.counts() == model.counts
+    assert numbers >= ({0, 1, 2} if num_rows > num_slots else {0})
+    if recall == 0.9 and num_rows == 128:
+        assert table.used > 0.5 * table.ahead > 500
+    if recall == 0.0 and num_rows == 128:
+        assert off > 1000, "wrong guesses go on"
+        assert table.ahead > 100, "and nobody looks whether they are right again"
+
+
+def test_a_wrong_guess_is_the_next_to_go_and_takes_nothing_from_the_last_step() -> None:
+    table = Lru(4)
+    assert table.guess([1, 2], 2) == [], "nothing is known yet"
+    table.resolve([0, 1])
+    table.resolve([2, 3])
+    assert table.guess([0, 9, 8, 7], 3) == [(9, 1)], "0 is guessed, 2 and 3 are of the last step"
+    assert table.resolve([2, 4]) == ([2, 0], [(4, 0)]), "0 and 9 are as old, and 0 has the first slot"
+    assert table.resolve([2, 5]) == ([2, 1], [(5, 1)]), "9 goes, 3 and 4 were used since"
+    assert table.guess([3, 7, 7, -1, 6], 2) == [(7, 0)]
+    assert table.resolve([7, 2]) == ([0, 2], [])
+    assert table.counts() == (4, 6, 2, 1)
 
 
 def test_the_stalest_go_first_and_of_these_the_first_slots() -> None:
@@ -175,8 +264,13 @@ def on_device(rows: Sequence[int]) -> torch.Tensor:
 def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
     rig, model = Rig(num_rows, num_slots), Model(num_slots)
     slots = _OnDevice(rig.stacks, num_rows) if kernels else Slots(rig.stacks, num_rows)
-    numbers = set()
+    numbers, rng = set(), random.Random(num_slots)
     for rows in steps(num_rows, num_slots, 24 if kernels else 400, seed=7):
+        if rng.random() < 0.6:
+            guess, most = guesses(rows, num_rows, rng), rng.choice((1, 2, MOST_AHEAD))
+            slots.fetch_ahead(on_device(guess), most)
+            rig.fetched(model.guess(guess, most))
+            assert torch.equal(rig.whole, rig.wanted), guess
         wanted, missed = model.resolve(rows)
         found = slots.resolve(on_device(rows))
         assert found.dtype is torch.int64
@@ -184,15 +278,20 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
         rig.fetched(missed)
         assert torch.equal(rig.whole, rig.wanted), missed
         numbers.add(len(missed))
-    assert slots.counts() == (model.hits, model.misses)
+    assert slots.counts() == model.counts
     assert {0, 1, min(num_slots, 2)} <= numbers
+    assert num_slots == 1 or min(model.counts) > 0
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 4, 6])
 def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None:
     rig, table = Rig(9, num_slots), Lru(num_slots)
-    slots = _OnDevice(rig.stacks, 9)
+    slots, rng = _OnDevice(rig.stacks, 9), random.Random(num_slots)
     for rows in steps(9, num_slots, 20, seed=num_slots):
+        if rng.random() < 0.6:
+            guess = guesses(rows, 9, rng)
+            slots.fetch_ahead(on_device(guess), 2)
+            table.guess(guess, 2)
         found, missed = table.resolve(rows)
         assert slots.resolve(on_device(rows)).tolist() == found
         assert slots._held[1].tolist() == table._owners
@@ -201,7 +300,9 @@ def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None
         assert slots._held[0].tolist() == [owners.get(row, -1) for row in range(9)]
         pairs = slots._missed.view(-1, 2)[: len(missed)].tolist()
         assert [tuple(pair) for pair in pairs] == missed
-        assert slots._state.tolist() == [table._step, len(missed), table.hits, table.misses]
+        counted = [table._step, len(missed), table.hits, table.misses, 0, table.ahead, table.used]
+        assert slots._state.tolist() == [*counted, table._recent, table._useful]
+        assert set(slots._first_at.tolist()) == {slot_kernels.NEVER.value}
 
 
 def test_an_id_that_is_none_reaches_nothing_outside() -> None:
@@ -212,7 +313,7 @@ def test_an_id_that_is_none_reaches_nothing_outside() -> None:
     rig.fetched([(3, 0), (8, 1)])
     assert torch.equal(rig.whole, rig.wanted)
     assert slots.resolve(on_device([8, 0, 9, -1])).tolist() == [1, 2, 1, -1]
-    assert slots.counts() == (1, 3)
+    assert slots.counts() == (1, 3, 0, 0)
 
 
 @pytest.mark.parametrize("nbytes", [8, 8192, 70_000])
@@ -250,7 +351,7 @@ def test_rows_that_changed_are_fetched_once_they_are_forgotten(kernels: bool) ->
     assert slots.resolve(on_device([3, 2])).tolist() == [0, 1]
     rig.fetched([(3, 0), (2, 1)])
     assert torch.equal(rig.whole, rig.wanted)
-    assert slots.counts() == (1, 5)
+    assert slots.counts() == (1, 5, 0, 0)
 
 
 def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,3 +363,24 @@ def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     slots.resolve(on_device([4]))
     rig.fetched([(4, 0)])
     assert not torch.equal(rig.whole, rig.wanted)
+
+
+def test_the_lists_judge_guesses_by_the_numbers_of_the_kernels() -> None:
+    lists = slots._RECENT, slots._FEW, slots._PROBES, MOST_AHEAD
+    kernels = slot_kernels._RECENT, slot_kernels._FEW, slot_kernels._PROBES, slot_kernels.MOST_AHEAD
+    assert lists == tuple(number.value for number in kernels)
+
+
+def test_guesses_of_no_use_end_on_the_device_too() -> None:
+    rig, table = Rig(12, 4), Lru(4)
+    device = _OnDevice(rig.stacks, 12)
+    fetched = []
+    for step in range(40):
+        guess = [4 + step % 7]
+        device.fetch_ahead(on_device(guess), 2)
+        fetched.append(len(table.guess(guess, 2)))
+        assert device._state[4].item() == fetched[-1]
+        rows = [step % 2]
+        assert device.resolve(on_device(rows)).tolist() == table.resolve(rows)[0]
+    assert sum(fetched[:18]) >= 14
+    assert sum(fetched[18:]) == 1, fetched

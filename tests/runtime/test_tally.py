@@ -19,6 +19,7 @@ from weightstream.cli.terminal import counted
 from weightstream.measure.comparison import compare
 from weightstream.plan.caching import Counts
 from weightstream.runtime import tally
+from weightstream.runtime.slots import Found
 from weightstream.runtime.stats import of_cache
 from weightstream.runtime.tally import Cache, Tally
 from weightstream.trace import Experts, Span, Trace, total
@@ -38,7 +39,9 @@ def steps(model: Any, num: int, first: int = 0) -> None:
 
 
 def told(streamer: weightstream.Streamer) -> tuple[int, int, int]:
-    return streamer.stats().experts
+    found, fetched, nbytes, ahead, used = streamer.stats().experts
+    assert (ahead, used) == (0, 0)
+    return found, fetched, nbytes
 
 
 # -- what a streamer tells ---------------------------------------------------------------------------------------------
@@ -85,10 +88,10 @@ class Told:
     """Slots that have counted what they are told."""
 
     def __init__(self) -> None:
-        self.now = (0, 0)
+        self.now: tuple[int, ...] = (0, 0)
 
-    def counts(self) -> tuple[int, int]:
-        return self.now
+    def counts(self) -> Found:
+        return Found(*self.now)
 
 
 def test_counts_begin_where_slots_are_full() -> None:
@@ -102,6 +105,9 @@ def test_counts_begin_where_slots_are_full() -> None:
     assert found.counts() == Counts(4, 1, 1)
     slots[1].now = (107, 33)
     assert found.counts() == Counts(4, 8, 4)
+    slots[1].now = (110, 33, 5, 2)
+    assert found.counts() == Counts(4, 9, 6, ahead=5, used=2), "two of those found were fetched as a guess"
+    slots[1].now = (107, 33)
     assert found.read() == {"0": Experts(21, 13, 130), "1": Experts(107, 33, 330)}
     slots[1] = Told()  # the stacks lie elsewhere now
     assert found.counts() == Counts(4, 1, 1)
@@ -187,8 +193,8 @@ def test_a_trace_has_what_was_counted_while_it_was_recorded(tmp_path: Path) -> N
         plan = streamer.plan
     assert list(trace.experts) == names
     assert len(names) == NUM_LAYERS
-    assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, during, strict=True))
-    for found, fetched, nbytes in trace.experts.values():
+    assert total(trace.experts.values())[:3] == tuple(b - a for a, b in zip(before, during, strict=True))
+    for found, fetched, nbytes, *_ in trace.experts.values():
         assert found + fetched == 5 * TOP_K
         assert nbytes == fetched * ROW_NBYTES
     trace.save(tmp_path / "trace.json")
@@ -214,7 +220,7 @@ def test_a_trace_goes_on_through_a_change_of_plan_and_ends_with_the_streamer() -
         steps(model, 4)
         streamer.switch(plan_of(streamer, "cached", MOST + 2))
         steps(model, 5)
-    assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, told(streamer), strict=True))
+    assert total(trace.experts.values())[:3] == tuple(b - a for a, b in zip(before, told(streamer), strict=True))
     context.__exit__(None, None, None)
     assert sum(total(trace.experts.values())[:2]) > 0
 
@@ -267,6 +273,7 @@ def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
     assert report["experts"] == {
         "num_slots": MOST,
         "found_share": stats.experts_found / num_ids,
+        "ahead_used_share": None,
         "fetched_nbytes_per_token": stats.experts_fetched_nbytes / 8,
     }
     assert lines["experts"] == counted(report["experts"])
@@ -277,8 +284,13 @@ def test_what_a_cache_did_in_words() -> None:
     with held(model, "cached", MOST) as streamer:
         plan = streamer.plan
     some = of_cache(plan, Experts(75, 25, 25 << 20), 10)
-    assert some == {"num_slots": MOST, "found_share": 0.75, "fetched_nbytes_per_token": 2.5 * (1 << 20)}
-    assert counted(some) == "4 slots for those of a layer; 75.0 % found there, 2.5MiB fetched per token"
+    of_steps = {"num_slots": MOST, "found_share": 0.75, "fetched_nbytes_per_token": 2.5 * (1 << 20)}
+    assert some == of_steps | {"ahead_used_share": None}
+    line = "4 slots for those of a layer; 75.0 % found there, 2.5MiB fetched per token"
+    assert counted(some) == line
+    more = of_cache(plan, Experts(75, 25, 25 << 20, 8, 6), 10)
+    assert more == of_steps | {"ahead_used_share": 0.75}
+    assert counted(more) == f"{line}; of those fetched ahead 75 % were used"
     none = of_cache(plan, Experts(0, 0, 0), 10)
     assert none is not None
     assert counted(none) == "4 slots for those of a layer; none was read there"

@@ -111,7 +111,11 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 def plan_of(
-    streamer: weightstream.Streamer, form: str, num_slots: int, codes: Mapping[str, tuple[int, int]] | None = None
+    streamer: weightstream.Streamer,
+    form: str,
+    num_slots: int,
+    codes: Mapping[str, tuple[int, int]] | None = None,
+    ahead: int = 0,
 ) -> Plan:
     """A plan in which experts are units of their own, their stacks in one of `FORMS`, all else on the device."""
     grains = streamer._installed.refinement.prospect.grains
@@ -128,7 +132,7 @@ def plan_of(
     per_slot = max(sum(aligned(_row_nbytes(t) + 8) for t in of_unit) for of_unit in users)
     rest = grain.without(stacks)
     plan = Plan.build(rest, frozenset(rest.aliases), 0)
-    slots = {"num_slots": num_slots, "slots_nbytes": num_slots * per_slot * len(users)}
+    slots = {"num_slots": num_slots, "slots_nbytes": num_slots * per_slot * len(users), "ahead": ahead}
     return replace(plan, manifest=grain, cached=stacks, **slots)
 
 
@@ -139,11 +143,13 @@ def _row_nbytes(stack: TensorSpec) -> int:
 
 
 @contextmanager
-def held(model: Any, form: str, num_slots: int = 4, device: str = "cpu") -> Iterator[weightstream.Streamer]:
+def held(
+    model: Any, form: str, num_slots: int = 4, device: str = "cpu", ahead: int = 0
+) -> Iterator[weightstream.Streamer]:
     """Offloaded in one of `FORMS`, or on a GPU "cached, coded"."""
     room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "small"
     with weightstream.offload(model, device=device, device_budget=room, codec=codec) as streamer:
-        plan = plan_of(streamer, form, num_slots)
+        plan = plan_of(streamer, form, num_slots, ahead=ahead)
         prove(plan)
         streamer.switch(plan)
         assert bool(streamer.plan.manifest.codes) is (form != "cached")
@@ -159,7 +165,7 @@ def caches(streamer: weightstream.Streamer) -> list[Any]:
 def counts(streamer: weightstream.Streamer) -> tuple[int, int]:
     """Of all caches: ids that had a slot, and rows that were fetched."""
     found = [cache.counts() for cache in caches(streamer)]
-    return sum(hits for hits, _ in found), sum(misses for _, misses in found)
+    return sum(counted.hits for counted in found), sum(counted.misses for counted in found)
 
 
 class Selected(list[int]):

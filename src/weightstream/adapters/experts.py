@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,20 +41,37 @@ _TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class _StandIn:
-    """In place of a module: these attributes are others, all else is the module's."""
+    """In place of a module: these attributes are others, all else is the module's. A call runs its class's forward,
+    which nobody watches."""
 
-    def __init__(self, module: Any, others: Mapping[str, Any]) -> None:
+    def __init__(self, module: Any, others: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.__dict__.update(others, _weightstream_module=module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_weightstream_module"], name)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._weightstream_module).forward(self, *args, **kwargs)
+
+
+class _Named(Exception):
+    """Experts were called with these ids."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+
+
+def _name(*args: Any, **kwargs: Any) -> None:
+    raise _Named((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
+
 
 class Experts:
     """How the forward of one module of experts reads single matrices of its stacks."""
 
-    def __init__(self, module: Any, names: Sequence[str]) -> None:
-        self._module, self._names = module, names
+    def __init__(self, module: Any, names: Sequence[str], block: Any = None) -> None:
+        self._module, self._names, self._block = module, names, block
+        self._repeats: bool | None = None  # whether the block told the ids that the experts were given; None: untried
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
         """As `runtime.weights.Picks`."""
@@ -71,13 +89,20 @@ class Experts:
         kind = self._kind(given["hidden_states"], ids, stacks.values()) if by_row else None
         may_group = kind is not None and _EQUAL.get(kind, not rows.capturing())
         if by_row and not may_group and ids.numel() <= rows.most:
-            return partial(self._select, of_class, stacks, rows, ids)
+            return partial(self._select, of_class, stacks, rows, given)
         return partial(self._place, of_class, kind, rows, given) if ids.numel() <= rows.most_to_place else None
 
     def _select(
-        self, of_class: Callable[..., Any], stacks: Mapping[str, Any], rows: Any, ids: Any, *args: Any, **kwargs: Any
+        self,
+        of_class: Callable[..., Any],
+        stacks: Mapping[str, Any],
+        rows: Any,
+        given: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        found = rows.select(ids)
+        found = rows.select(given["top_k_index"])
+        self._look_ahead(rows, given)
         others = {name: found[id(stack)] for name, stack in stacks.items() if id(stack) in found}
         return of_class(_StandIn(self._module, others), *args, **kwargs)
 
@@ -85,12 +110,46 @@ class Experts:
         self, of_class: Callable[..., Any], kind: Any, rows: Any, given: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         rows.place(given["top_k_index"])
+        self._look_ahead(rows, given)
         module = self._module
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if kind is not None and kind not in _EQUAL and not rows.capturing():
             with _disable_current_modes():  # who watches the call would see others, and some that wait for the device
                 _EQUAL[kind] = _is_equal(partial(of_class, module), partial(of_class, grouped), given)
         return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
+
+    def _look_ahead(self, rows: Any, given: Mapping[str, Any]) -> None:
+        if rows.look_ahead is None:
+            return
+        hidden, ids = given["hidden_states"], given["top_k_index"]
+        if self._repeats is None and not rows.capturing():
+            with torch.no_grad(), _disable_current_modes():
+                told = self.guess(hidden)
+            self._repeats = told is not None and told.shape == ids.shape and bool((told == ids).all())
+            if not self._repeats:
+                logger.debug("what %s will be given is not told ahead", type(self._module).__name__)
+        rows.look_ahead(hidden)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether its block, run up to the experts, gave the ids that these were given."""
+        return bool(self._repeats)
+
+    def guess(self, states: torch.Tensor) -> torch.Tensor | None:
+        """The ids that the block would give its experts for these states of tokens."""
+        if self._block is None:
+            return None
+        inside: dict[str, Any] = {}
+        for name, child in self._block.named_children():
+            routes = any(len(p) == self._module.num_experts for p in child._parameters.values() if p is not None)
+            inside[name] = _name if child is self._module else _StandIn(child) if routes else _as_is
+        try:
+            _StandIn(self._block, inside)(states.unsqueeze(0))
+        except _Named as named:
+            return named.ids
+        except Exception:  # of a block that is called otherwise
+            logger.debug("a block of experts does not run without them", exc_info=True)
+        return None
 
     def _kind(self, hidden: torch.Tensor, ids: torch.Tensor, stacks: Iterable[Any]) -> Any:
         """What kernels are chosen by; None where groups are not worth a trial, or more than kernels would run in it."""
@@ -136,8 +195,12 @@ def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], given: M
     return True
 
 
-def picks_of(module: nn.Module) -> Experts | None:
-    """Of experts, how they read single matrices; None for any other module.
+def _as_is(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return states
+
+
+def picks_of(module: nn.Module, block: nn.Module | None = None) -> Experts | None:
+    """Of experts, how they read single matrices; None for any other module. `block` holds them, and what routes.
 
     Stacks of one byte a weight go to a kernel, with the ids (`FP8Experts`): nothing may stand in for these.
     """
@@ -147,7 +210,7 @@ def picks_of(module: nn.Module) -> Experts | None:
     stacks = {name: param for name in _STACKS if isinstance(param := module._parameters.get(name), nn.Parameter)}
     is_stacked = len(stacks) == 2 and all(param.ndim == 3 and len(param) == num for param in stacks.values())
     is_indexed = is_stacked and all(param.dtype.itemsize > 1 for param in stacks.values())
-    return Experts(module, list(stacks)) if is_indexed and hasattr(config, "_experts_implementation") else None
+    return Experts(module, list(stacks), block) if is_indexed and hasattr(config, "_experts_implementation") else None
 
 
 def why_whole(model: nn.Module) -> str | None:

@@ -82,18 +82,20 @@ def row_tables(model: nn.Module) -> set[int]:
     return tables - others
 
 
-def _units(name: str, module: nn.Module, blocks: set[int], whole: bool) -> Iterator[UnitModule]:
+def _units(
+    name: str, module: nn.Module, blocks: set[int], whole: bool, parent: nn.Module | None = None
+) -> Iterator[UnitModule]:
     if not _holds_tensors(module):
         return
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
     split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
     if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
-        yield UnitModule(name=name, module=module, picks=picks_of(module))
+        yield UnitModule(name=name, module=module, picks=picks_of(module, parent))
         return
     if any(True for _ in leaves(module)):
         yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
     for child_name, child in children:
-        yield from _units(child_name, child, blocks, whole)
+        yield from _units(child_name, child, blocks, whole, module)
 
 
 def _nbytes(module: nn.Module) -> int:

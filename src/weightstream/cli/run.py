@@ -359,7 +359,8 @@ def _show(session: Session, recorded: Trace, out: Path) -> None:
         )
     if recorded.experts:
         experts = total(recorded.experts.values())
-        fetched = f"{experts.fetched} fetched ({human(experts.fetched_nbytes)})"
+        ahead = f", {experts.ahead} ahead, of which {experts.ahead_used} were used" if experts.ahead else ""
+        fetched = f"{experts.fetched} fetched{ahead} ({human(experts.fetched_nbytes)})"
         lines["experts"] = f"{experts.found} found in slots, {fetched}"
     if waited_s:
         longest = sorted(waited, key=lambda name: waited[name], reverse=True)[:_MOST_WAITS]

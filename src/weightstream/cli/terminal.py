@@ -212,7 +212,9 @@ def counted(experts: Mapping[str, Any]) -> str:
     """What was counted in a cache of experts."""
     share, nbytes = experts["found_share"], human(experts["fetched_nbytes_per_token"])
     found = "none was read there" if share is None else f"{100 * share:.1f} % found there, {nbytes} fetched per token"
-    return f"{experts['num_slots']} slots for those of a layer; {found}"
+    used = experts["ahead_used_share"]
+    ahead = "" if used is None else f"; of those fetched ahead {100 * used:.0f} % were used"
+    return f"{experts['num_slots']} slots for those of a layer; {found}{ahead}"
 
 
 def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, log, prod
+from math import ceil, exp, factorial, log, prod
 from typing import Any, NamedTuple
 
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
@@ -21,6 +21,10 @@ _LAUNCHES = 2  # of kernels beside those of a unit, by Triton, as those that dec
 _FETCH_RATE = 0.92  # of the link, that the kernel which fetches rows reaches [H200: 51 of 55 GB/s]
 _HEADROOM = 1.02  # of a coded row: one of a stack may have more escapes than the mean
 _SLOT_NBYTES = 1024  # that alignment takes of a slot
+MOST_AHEAD = 8  # rows that are fetched before a unit asks for them
+# Of the rows that a token uses, those that the router of a layer names for the states of the layer before: 0.66 to 0.88
+# (github.com/Helldez/BigMoeOnEdge/issues/9).
+_RECALL = 0.75
 # Share of the rows in slots -> share of a token's rows found there, least recently used ones going first. Where a token
 # takes few of many (Qwen3-30B-A3B; github.com/kekzl/imp/issues/1359), and where it takes more of few (Mixtral;
 # arXiv 2312.17238).
@@ -34,12 +38,14 @@ _TILE = 4096  # weights, of which a row is a multiple where rows are read
 
 class Counts(NamedTuple):
     """What was counted under a workload, with so many slots for each stack: rows that were found in one when a step
-    named them, and rows that were fetched."""
+    named them, and rows that were not, or only as they had been fetched `ahead`: `used` of the rows that were."""
 
     num_slots: int
     found: int
     fetched: int
     workload: Workload | None = None
+    ahead: int = 0
+    used: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -47,12 +53,14 @@ class Counts(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Stacks that lie in host memory, in these codes (alias -> bits, 0: plain, and bytes), and the slots for them."""
+    """Stacks that lie in host memory, in these codes (alias -> bits, 0: plain, and bytes), the slots for them, and how
+    many rows of the next unit each fetches ahead."""
 
     codes: Mapping[str, tuple[int, int]]
     num_slots: int
     slots_nbytes: int
     buffer_nbytes: int
+    ahead: int = 0
 
     @property
     def coded(self) -> dict[str, tuple[int, int]]:
@@ -87,6 +95,7 @@ def ways(
     budget: int,
     bits: tuple[int, ...],
     workload: Workload | None,
+    counts: Counts | None = None,
 ) -> Iterator[Cached]:
     """Caches for all stacks of a plain manifest, in each of these codes: as large as leaves room for all other weights,
     or else with slots for what a token picks."""
@@ -106,14 +115,15 @@ def ways(
         per_slot = _per_slot(every, codes)
         num = max(least, (budget - buffer - rest) // per_slot)
         if num < most and num * per_slot + buffer < budget:  # where all have room they stay without a cache
-            yield Cached(codes=codes, num_slots=num, slots_nbytes=num * per_slot, buffer_nbytes=buffer)
+            cached = Cached(codes=codes, num_slots=num, slots_nbytes=num * per_slot, buffer_nbytes=buffer)
+            yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts))
 
 
 def of_plan(plan: Plan) -> Cached | None:
     """The cache of a plan, if it has one."""
     manifest = plan.manifest
     codes = {alias: manifest.codes.get(alias, (0, manifest.aliases[alias])) for alias in plan.cached}
-    return Cached(codes, plan.num_slots, plan.slots_nbytes, plan.buffer_nbytes) if codes else None
+    return Cached(codes, plan.num_slots, plan.slots_nbytes, plan.buffer_nbytes, plan.ahead) if codes else None
 
 
 def _per_slot(stacks: Iterable[TensorSpec], codes: Mapping[str, tuple[int, int]]) -> int:
@@ -138,8 +148,10 @@ def profiled(
     coded = manifest.coded(cached.coded)
     decoding = profile.decoding(coded)
     unit_s, host_s = list(decoding.unit_s), list(decoding.host_s)
-    for index, (nbytes, waves) in _fetched(manifest, cached, profile, workload, counts).items():
-        unit_s[index] += waves * _MANAGED_S + nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
+    fetches = _fetched(manifest, cached, profile, workload, counts)
+    beside_s = sum(unit_s) / len(fetches) if fetches else 0.0
+    for index, fetch in fetches.items():
+        unit_s[index] += fetch.seconds(profile, beside_s)
         if host_s:
             shown = len(coded.units[index].tensors)
             opening_s = (
@@ -157,25 +169,78 @@ def predicted(
     counts: Counts | None = None,
 ) -> dict[str, Any]:
     """What a plan tells of its slots: the share of the rows that a step finds in them, and bytes that it fetches."""
-    fetched_nbytes = sum(nbytes for nbytes, _ in _fetched(manifest, cached, profile, workload, counts).values())
-    empty = cached._replace(num_slots=0)
-    read_nbytes = sum(nbytes for nbytes, _ in _fetched(manifest, empty, profile, workload, counts).values())
-    found_share = 1 - fetched_nbytes / read_nbytes if read_nbytes else 0.0
-    return {"num_slots": cached.num_slots, "found_share": found_share, "fetched_nbytes": round(fetched_nbytes)}
+    fetches = _fetched(manifest, cached, profile, workload, counts).values()
+    empty = cached._replace(num_slots=0, ahead=0)
+    waited_nbytes = sum(fetch.nbytes for fetch in fetches)
+    read_nbytes = sum(fetch.nbytes for fetch in _fetched(manifest, empty, profile, workload, counts).values())
+    return {
+        "num_slots": cached.num_slots,
+        "ahead": cached.ahead,
+        "found_share": 1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
+        "fetched_nbytes": round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches)),
+    }
+
+
+class _Fetch(NamedTuple):
+    """Bytes that a step fetches for a unit when it is asked for rows, and those ahead; and the calls of its cache, each
+    for as many rows as there are slots."""
+
+    nbytes: float
+    ahead_nbytes: float
+    calls: int
+
+    def seconds(self, profile: Profile, beside_s: float) -> float:
+        """What it takes, where what is fetched ahead is hidden for so long."""
+        rate = _FETCH_RATE * profile.link_bytes_per_s
+        return self.calls * _MANAGED_S + self.nbytes / rate + max(0.0, self.ahead_nbytes / rate - beside_s)
 
 
 def _fetched(
     manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
-) -> dict[int, tuple[float, int]]:
-    """Bytes that a step fetches for each unit, and the calls of its cache, each for as many rows as there are slots."""
-    found = {}
+) -> dict[int, _Fetch]:
+    """What a step fetches for each unit. Nobody guesses for the first."""
+    found: dict[int, _Fetch] = {}
     for index, of_unit in stacks_of(manifest, profile).items():
         num_rows = of_unit[0].shape[0]
         num_picked = profile.picked[index][0] * num_rows
         missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
-        nbytes = missed * sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
-        found[index] = nbytes, ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
+        ahead, used = 0.0, 0.0
+        if found and cached.ahead:
+            different, _ = _law(num_rows, num_picked, cached.num_slots, workload)
+            ahead, used = _guessed(missed, different, 1 - cached.num_slots / num_rows, cached.ahead, counts)
+        row_nbytes = sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
+        calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
+        found[index] = _Fetch((missed - used) * row_nbytes, ahead * row_nbytes, calls)
     return found
+
+
+def _guessed(
+    missed: float, different: float, elsewhere: float, most: int, counts: Counts | None
+) -> tuple[float, float]:
+    """Rows that are fetched ahead of a call that names `different` ones, of which `missed` are in no slot, and those of
+    them that it uses. Of a wrong guess the share `elsewhere` is in no slot; how many are in none varies by chance."""
+    right = _RECALL * missed
+    guessed = right + (1 - _RECALL) * different * elsewhere
+    ahead = most - sum((most - num) * exp(-guessed) * guessed**num / factorial(num) for num in range(most))
+    share = right / guessed if guessed else 0.0
+    if counts is not None:
+        share = (counts.used + _WORTH * share) / (counts.ahead + _WORTH)
+    return ahead, min(missed, ahead * share)
+
+
+def _best_ahead(
+    manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
+) -> int:
+    """How many rows to fetch ahead: what takes least time, if a step is of single tokens."""
+    if workload is not None and workload.tokens > 1:
+        return 0
+    beside_s = sum(profile.unit_s) / max(1, len(stacks_of(manifest, profile)))
+
+    def seconds(ahead: int) -> float:
+        fetches = _fetched(manifest, cached._replace(ahead=ahead), profile, workload, counts)
+        return sum(fetch.seconds(profile, beside_s) for fetch in fetches.values())
+
+    return min(range(MOST_AHEAD + 1), key=seconds)
 
 
 def _missed(

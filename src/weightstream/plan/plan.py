@@ -21,7 +21,7 @@ _NUMBERS = (
     *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
     *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
     *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
-    *("num_slots", "slots_nbytes", "found_share", "fetched_nbytes"),
+    *("num_slots", "slots_nbytes", "ahead", "found_share", "fetched_nbytes"),
 )
 
 
@@ -34,7 +34,8 @@ class Plan:
     the ring; what is coded is decoded, before its unit computes, into a buffer that all units share; `first` are
     filled before the first step, `after[p]` once position p of `manifest.order` is released. Of those `cached`, stacks
     in host memory, the device holds `num_slots` rows each in slots, `slots_nbytes` for all units together; a step that
-    reads more of them copies the whole of a unit into the buffer.
+    reads more of them copies the whole of a unit into the buffer, and one in a CUDA graph fetches `ahead` rows that it
+    guesses for the unit that follows.
     `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
     `slot_nbytes` unless that is 0, or lie `by_ends` of the ring, at one and the other in turn.
 
@@ -68,6 +69,7 @@ class Plan:
     cached: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     num_slots: int = 0
     slots_nbytes: int = 0
+    ahead: int = 0
     found_share: float = 0.0
     fetched_nbytes: int = 0
 
@@ -244,9 +246,10 @@ class Plan:
             coded = f"{human(nbytes)} in place of {human(span)}, lossless ({self.code})"
             lines["coded"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
         if self.cached:
+            ahead = f", up to {self.ahead} ahead for each layer" if self.ahead else ""
             lines["experts"] = (
                 f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step finds about "
-                f"{100 * self.found_share:.0f} % there and fetches {human(self.fetched_nbytes)}"
+                f"{100 * self.found_share:.0f} % there and fetches {human(self.fetched_nbytes)}{ahead}"
             )
         busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
         if any(busy.values()):

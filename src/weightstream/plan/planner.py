@@ -245,7 +245,7 @@ class Planner:
         if budget is None or manifest.nbytes <= budget:
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)
-        found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), self.demand.workload)
+        found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), *known)
         return min(found, key=lambda c: sum(caching.profiled(manifest, c, profile, *known).unit_s), default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, cached: Cached | None) -> Plan:

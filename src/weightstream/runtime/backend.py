@@ -1,4 +1,4 @@
-"""The protocol of a device: memory, one copy stream beside the compute stream, and events that order the two.
+"""The protocol of a device: memory, streams beside the compute stream, and events that order them.
 
 An event carries the meaning it has on CUDA: `record` marks a point in a stream, `wait` orders a stream after the
 point that was recorded last at the time of the call; recording again does not disturb earlier waits.
@@ -28,10 +28,11 @@ def owners(storage: torch.UntypedStorage) -> int:
 
 
 class Side(Enum):
-    """The two streams of a device."""
+    """The streams of a device: that of the caller, that of copies, and one for kernels that run beside the former."""
 
     COMPUTE = "compute"
     COPY = "copy"
+    AHEAD = "ahead"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,9 @@ class Backend(Protocol):
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Queue a kernel on the compute stream: `kernel` queues it, or is it."""
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Inside, kernels are queued on the stream that runs beside compute."""
 
     def stamp(self, side: Side) -> Stamp:
         """The time at which the device will have passed the present end of a stream; not inside of a capture."""

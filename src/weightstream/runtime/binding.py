@@ -34,6 +34,7 @@ from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import decoding
+from weightstream.runtime.ahead import Ahead
 from weightstream.runtime.backend import Backend, Side, owners
 from weightstream.runtime.block import Block
 from weightstream.runtime.engine import Counters, Engine, State
@@ -80,6 +81,7 @@ class Binding:
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
+        self.ahead = Ahead(backend, plan.ahead, lambda index: self.units[index].opening.asked)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
         self.engine.prime()
         self.rest()
@@ -195,8 +197,8 @@ class Binding:
         unit = self.units[index]
         if eager:
             self._see(unit.faces.faces)  # a unit that ran before this one may have updated them
-        is_open = unit.rows is not None and not self._is_blocked(unit)
-        found = picks.forward(*call, unit.rows) if is_open else None
+        rows = None if self._is_blocked(unit) else unit.rows
+        found = None if rows is None else self.ahead.reach(index, picks, call, rows)
         unit.is_picked = found is not None
         return found
 
@@ -285,6 +287,7 @@ class Binding:
 
     def abandon(self) -> None:
         """Release what an error kept from being released."""
+        self.ahead.drop()
         self.engine.abandon()
         for unit in self.units:
             unit.in_buffer, unit.is_picked = 0, False

@@ -237,8 +237,8 @@ class CudaBackend:
         return view if view.data_ptr() == pointer.value else None
 
     def _stream(self, side: Side) -> torch.cuda.Stream:
-        if side is Side.COPY:
-            return self._copies
+        if side is not Side.COMPUTE:
+            return self._copies if side is Side.COPY else self._asides
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if (found := self._computes.get(handle)) is None:
             found = self._computes[handle] = torch.cuda.current_stream(self.device)
@@ -250,7 +250,7 @@ class CudaBackend:
         return nullcontext() if is_current else torch.cuda.device(self.device)
 
     def record(self, side: Side, event: Event) -> None:
-        if side is Side.COMPUTE or self._feeder is None:
+        if side is not Side.COPY or self._feeder is None:
             event.record(self._stream(side))
         elif self.capturing():
             raise OffloadError(_FED)
@@ -319,6 +319,13 @@ class CudaBackend:
     def launch(self, kernel: Callable[[], None]) -> None:
         with self._current():
             kernel()
+
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._asides)
+
+    @cached_property
+    def _asides(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     def stamp(self, side: Side) -> CudaStamp:
         stamp, stream = CudaStamp(), self._stream(side)

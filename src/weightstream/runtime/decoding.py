@@ -93,6 +93,7 @@ class Rows:
     """What reads single rows of the stacks of a unit, by the ids of their tensor objects.
 
     `select` takes `most` ids at a time. `rest` brings what is no stack. `capturing` tells whether a graph is captured.
+    `look_ahead` is to be told the states of a call once its rows have come, where rows are fetched ahead.
     """
 
     num_rows: int
@@ -100,6 +101,7 @@ class Rows:
     readings: Mapping[int, Reading]
     cache: Slots | None = None
     rest: Callable[[], None] | None = None
+    look_ahead: Callable[[torch.Tensor], None] | None = None
 
     @property
     def most(self) -> int:

@@ -79,6 +79,7 @@ class Graphs:
             finally:
                 self._recording = None
                 self._move(Mode.CAPTURING, Mode.IDLE)
+                self._binding().ahead.join()
                 recording.end()
         self._last = self.recordings[graph] = recording
 
@@ -113,6 +114,7 @@ class Graphs:
         if self._mode is Mode.CAPTURING_PIECE and self._recording is not None:
             self._last, self._recording = self._recording, None
             self._move(Mode.CAPTURING_PIECE, Mode.UNKNOWN)
+            self._binding().ahead.join()
             self._last.end()
 
     def wait(self, unit: int) -> None:

@@ -6,21 +6,40 @@ was used longest ago, and is fetched into it from where it lies. Rows of one cal
 left over when none is free gets no slot, and is for the next call. Which row is where is known to the device alone: one
 kernel finds the slots, a second fetches what was missed, both on the compute stream, before what reads the slots. So no
 event orders them, and the host waits for nothing. A CPU does the same with lists.
+
+[Note: rows ahead]
+What the next call will name can be guessed while others compute, and fetched on another stream: a few of these rows
+that have no slot, into slots that the last call did not use. They get as old as those slots were, so a wrong guess is
+the next to go and takes no room from what is used. `resolve` counts which were right. Where few are, guesses cost the
+link more than they save: the device itself leaves them out, but for one call in some, which finds out anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from weightstream.plan.caching import MOST_AHEAD
+
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
 _PROGRAMS = 64  # they fill the link, and leave the other units to whoever computes beside
-_WARPS, _MOST_WARPS = 4, 16
-_PER_WARP = 4096  # comparisons of an id with another, or with a slot
+_WARPS, _MOST_WARPS, _GUESS_WARPS = 4, 16, 1  # to guess takes many sums, which a warp has at once
+_PER_WARP = 64  # slots or ids
 _PUT = 1 << 16  # bytes that a program of the kernel copies from a slot to where whole stacks are
+_RECENT, _FEW, _PROBES = 64, 4, 16  # as the kernels have them: [Note: rows ahead]
+
+
+class Found(NamedTuple):
+    """Rows that had a slot when they were named, and rows that were fetched then; rows that were fetched before, and
+    those of them that then were named."""
+
+    hits: int = 0
+    misses: int = 0
+    ahead: int = 0
+    used: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +76,19 @@ class Slots:
         """
         if self._device is not None:
             return self._device.resolve(ids)
-        slots, missed = self._table.resolve(ids.clamp(max=self._num_rows - 1).tolist())
-        for row, slot in missed:
-            for memory, pieces in self._stacks:
-                for piece in pieces:
-                    data = piece.rows[row]
-                    memory[slot, piece.at : piece.at + data.numel()].copy_(data)
+        slots, missed = self._table.resolve(self._clamped(ids))
+        self._copy(missed)
         return torch.tensor(slots, dtype=torch.int64, device="cpu")
+
+    def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
+        """Fetch the first rows of these that have no slot, `most` at most: the next call may name them.
+
+        As `resolve`, by who runs now; both are for one stream at a time.
+        """
+        if self._device is not None:
+            self._device.fetch_ahead(ids, most)
+        else:
+            self._copy(self._table.guess(self._clamped(ids), most))
 
     def forget(self) -> None:
         """The rows changed: none has a slot any more."""
@@ -71,22 +96,35 @@ class Slots:
             self._device.forget()
         self._table.forget()
 
-    def counts(self) -> tuple[int, int]:
-        """Rows that had a slot when they were named, and rows that were fetched; waits for the device."""
-        return self._device.counts() if self._device is not None else (self._table.hits, self._table.misses)
+    def counts(self) -> Found:
+        """What was found and fetched so far; waits for the device."""
+        return self._device.counts() if self._device is not None else self._table.counts()
+
+    def _clamped(self, ids: torch.Tensor) -> list[int]:
+        rows: list[int] = ids.clamp(max=self._num_rows - 1).tolist()
+        return rows
+
+    def _copy(self, missed: Sequence[tuple[int, int]]) -> None:
+        for row, slot in missed:
+            for memory, pieces in self._stacks:
+                for piece in pieces:
+                    data = piece.rows[row]
+                    memory[slot, piece.at : piece.at + data.numel()].copy_(data)
 
 
 class Lru:
-    """Which row is in which slot: what the kernel does, in Python."""
+    """Which row is in which slot: what the kernels do, in Python."""
 
     def __init__(self, num_slots: int) -> None:
         self._owners = [-1] * num_slots
         self._stamps = [-1] * num_slots
-        self._step = self.hits = self.misses = 0
+        self._ahead: list[int] = []  # rows that were fetched since the last call
+        self._recent = self._useful = 0  # such rows of late, and those of them that were named
+        self._step = self.hits = self.misses = self.ahead = self.used = 0
 
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The slot of each, and the rows that have to be fetched, each with its slot."""
-        slot_of = {row: slot for slot, row in enumerate(self._owners) if row >= 0}
+        slot_of = self._slot_of()
         named = [row for row in dict.fromkeys(rows) if row >= 0]
         used = {slot_of[row] for row in named if row in slot_of}
         free = sorted((stamp, slot) for slot, stamp in enumerate(self._stamps) if slot not in used)
@@ -97,12 +135,43 @@ class Lru:
         for row, slot in slot_of.items():
             self._owners[slot], self._stamps[slot] = row, self._step
         self._step += 1
+        self._judge(set(named))
         return [slot_of.get(row, -1) for row in rows], missed
+
+    def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """The rows that have to be fetched ahead, each with its slot."""
+        is_off = self._recent >= _PROBES and self._useful * _FEW < self._recent and self._step % _PROBES
+        slot_of = self._slot_of()
+        guarded = {slot_of[row] for row in rows if row in slot_of}
+        old = sorted((stamp, n) for n, stamp in enumerate(self._stamps) if stamp < self._step - 1 and n not in guarded)
+        new = [] if is_off else [row for row in dict.fromkeys(rows) if row >= 0 and row not in slot_of][:most]
+        missed = [(row, slot) for row, (_, slot) in zip(new, old, strict=False)]
+        for row, slot in missed:
+            self._owners[slot] = row
+        self._ahead = [row for row, _ in missed]
+        self.ahead += len(missed)
+        return missed
+
+    def counts(self) -> Found:
+        """As `Slots.counts`."""
+        return Found(self.hits, self.misses, self.ahead, self.used)
 
     def forget(self) -> None:
         """No row has a slot."""
         self._owners = [-1] * len(self._owners)
         self._stamps = [-1] * len(self._stamps)
+
+    def _slot_of(self) -> dict[int, int]:
+        return {row: slot for slot, row in enumerate(self._owners) if row >= 0}
+
+    def _judge(self, named: Collection[int]) -> None:
+        """Count which guesses were right."""
+        used = len([row for row in self._ahead if row in named])
+        self.used += used
+        self._recent, self._useful = self._recent + len(self._ahead), self._useful + used
+        if self._recent > _RECENT:
+            self._recent, self._useful = self._recent // 2, self._useful // 2
+        self._ahead = []
 
 
 class _OnDevice:
@@ -124,8 +193,12 @@ class _OnDevice:
             torch.full((num,), -1, dtype=torch.int32, device=device),
             torch.full((num,), -1, dtype=torch.int64, device=device),
         )
-        self._state = torch.zeros(4, dtype=torch.int64, device=device)
+        self._state = torch.zeros(9, dtype=torch.int64, device=device)
         self._missed = torch.zeros(2 * num, dtype=torch.int32, device=device)
+        self._ahead = torch.zeros(2 * MOST_AHEAD, dtype=torch.int32, device=device)
+        self._first_at = torch.full((num_rows,), slot_kernels.NEVER.value, dtype=torch.int32, device=device)
+        self._by_age = torch.zeros(num, dtype=torch.int32, device=device)
+        self._guarded = torch.full((num,), -1, dtype=torch.int64, device=device)
         self._memory = stacks  # the tables have their addresses
         per_row = list(zip(*(piece.rows for piece in pieces), strict=True))
         chunks = list(_chunks(pieces))
@@ -135,25 +208,36 @@ class _OnDevice:
             table([[m.data_ptr() + piece.at, m.stride(0)] for m, of_stack in stacks for piece in of_stack]),
             table(chunks),
         )
-        self._fetch = len(pieces), len(chunks)
+        self._pieces = len(pieces), len(chunks)
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        num_ids, (num_rows, num_slots) = ids.numel(), self._num
-        found = torch.empty(num_ids, dtype=torch.int64, device=ids.device)
-        sizes = num_rows, num_slots, _power_of_2(num_ids), _power_of_2(num_slots)
-        missed, state = self._missed, self._state
-        warps = min(_MOST_WARPS, max(_WARPS, sizes[2] * max(sizes[2:]) // _PER_WARP))
-        self._kernels.resolve[(1,)](ids, num_ids, *self._held, state, found, missed, *sizes, num_warps=warps)
-        self._kernels.fetch[(_PROGRAMS,)](*self._places, missed, state, *self._fetch, num_warps=_WARPS)
+        found = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+        tables = *self._held, self._first_at, self._by_age, self._state, found, self._missed, self._ahead
+        sizes = self._sizes(ids)
+        warps = min(_MOST_WARPS, max(_WARPS, max(sizes) // _PER_WARP))
+        self._kernels.resolve[(1,)](ids, ids.numel(), *tables, *sizes, num_warps=warps)
+        self._fetch(self._missed, self._state[1:])
         return found
+
+    def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
+        tables = *self._held, self._guarded, self._state, self._ahead
+        self._kernels.guess[(1,)](ids, ids.numel(), *tables, most, *self._sizes(ids), num_warps=_GUESS_WARPS)
+        self._fetch(self._ahead, self._state[4:])
+
+    def _sizes(self, ids: torch.Tensor) -> tuple[int, int, int, int]:
+        num_rows, num_slots = self._num
+        return num_rows, num_slots, _power_of_2(ids.numel()), _power_of_2(num_slots)
+
+    def _fetch(self, missed: torch.Tensor, count: torch.Tensor) -> None:
+        self._kernels.fetch[(_PROGRAMS,)](*self._places, missed, count, *self._pieces, num_warps=_WARPS)
 
     def forget(self) -> None:
         for table in self._held:
             table.fill_(-1)
 
-    def counts(self) -> tuple[int, int]:
-        _, _, hits, misses = self._state.tolist()
-        return hits, misses
+    def counts(self) -> Found:
+        _, _, hits, misses, _, ahead, used, *_ = self._state.tolist()
+        return Found(hits, misses, ahead, used)
 
 
 def put_rows(slots: torch.Tensor, target: torch.Tensor, _: object, found: torch.Tensor) -> None:

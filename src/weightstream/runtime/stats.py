@@ -25,8 +25,9 @@ class Stats:
     first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
     the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
 
-    Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not, of
-    `experts_fetched_nbytes` bytes; to tell these waits for the device.
+    Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not;
+    `experts_ahead` were fetched before anybody asked, of which `experts_ahead_used` are among those that were there.
+    All that was fetched are `experts_fetched_nbytes` bytes. To tell these waits for the device.
     """
 
     steps: int
@@ -42,11 +43,13 @@ class Stats:
     experts_found: int = 0
     experts_fetched: int = 0
     experts_fetched_nbytes: int = 0
+    experts_ahead: int = 0
+    experts_ahead_used: int = 0
 
     @property
     def experts(self) -> Experts:
-        """The last three."""
-        return Experts(self.experts_found, self.experts_fetched, self.experts_fetched_nbytes)
+        """The last five."""
+        return Experts(*(getattr(self, f"experts_{name}") for name in Experts._fields))
 
 
 def of_cache(plan: Plan, experts: Experts, num_tokens: int) -> dict[str, Any] | None:
@@ -57,6 +60,7 @@ def of_cache(plan: Plan, experts: Experts, num_tokens: int) -> dict[str, Any] | 
     return {
         "num_slots": plan.num_slots,
         "found_share": experts.found / num_rows if num_rows else None,
+        "ahead_used_share": experts.ahead_used / experts.ahead if experts.ahead else None,
         "fetched_nbytes_per_token": experts.fetched_nbytes / num_tokens,
     }
 
@@ -74,7 +78,5 @@ def stats_of(installed: Installation) -> Stats:
         predicted_step_s=plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
-        experts_found=experts.found,
-        experts_fetched=experts.fetched,
-        experts_fetched_nbytes=experts.fetched_nbytes,
+        **{f"experts_{name}": number for name, number in experts._asdict().items()},
     )

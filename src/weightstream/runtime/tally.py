@@ -7,12 +7,13 @@ many steps: each time the host waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import sub
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from weightstream.plan.caching import Counts
-from weightstream.runtime.slots import Slots
-from weightstream.trace import Experts
+from weightstream.runtime.slots import Found, Slots
+from weightstream.trace import Experts, total
 
 _WARM = 8  # times as many rows as there are slots: before, slots were empty
 
@@ -32,15 +33,15 @@ class Tally:
     def __init__(self, caches: Callable[[], Iterable[Cache]] = tuple) -> None:
         self._caches = caches
         self._before: Mapping[str, Experts] = {}  # of plans that were in force
-        self._warm: WeakKeyDictionary[Slots, tuple[int, int]] = WeakKeyDictionary()  # what they had counted by then
+        self._warm: WeakKeyDictionary[Slots, Found] = WeakKeyDictionary()  # what they had counted by then
 
     def read(self) -> dict[str, Experts]:
         """What was found and fetched so far, by unit."""
         found = dict(self._before)
         for cache in self._caches():
-            num_found, fetched = cache.slots.counts()
-            now = num_found, fetched, round(fetched * cache.row_nbytes)
-            found[cache.unit] = Experts(*map(sum, zip(now, found.get(cache.unit, (0, 0, 0)), strict=True)))
+            hits, misses, ahead, used = cache.slots.counts()
+            now = Experts(hits, misses, round((misses + ahead) * cache.row_nbytes), ahead, used)
+            found[cache.unit] = total([now, found.get(cache.unit, Experts())])
         return found
 
     def keep(self) -> None:
@@ -49,20 +50,21 @@ class Tally:
 
     def counts(self) -> Counts | None:
         """Sums over the caches of the plan in force, of each since a look found it warm; None: of nothing."""
-        num_slots = num_found = num_fetched = 0
+        num_slots, since_warm = 0, [Found()]
         for cache in self._caches():
-            found, fetched = cache.slots.counts()
-            if cache.slots not in self._warm and found + fetched >= _WARM * cache.num_slots:
-                self._warm[cache.slots] = found, fetched
-            found_then, fetched_then = self._warm.get(cache.slots, (found, fetched))
-            num_found, num_fetched = num_found + found - found_then, num_fetched + fetched - fetched_then
+            now = cache.slots.counts()
+            if cache.slots not in self._warm and now.hits + now.misses >= _WARM * cache.num_slots:
+                self._warm[cache.slots] = now
+            since_warm.append(Found(*map(sub, now, self._warm.get(cache.slots, now))))
             num_slots = cache.num_slots
-        return Counts(num_slots, num_found, num_fetched) if num_found + num_fetched else None
+        hits, misses, ahead, used = map(sum, zip(*since_warm, strict=True))
+        # What a guess brought would have been missed.
+        return Counts(num_slots, hits - used, misses + used, ahead=ahead, used=used) if hits + misses else None
 
 
 def since(begin: Mapping[str, Experts], end: Mapping[str, Experts]) -> dict[str, Experts]:
     """What came from one reading to the next, of units where something did; what began anew tells of a part."""
-    found = {unit: Experts(*map(_more, now, begin.get(unit, (0, 0, 0)))) for unit, now in end.items()}
+    found = {unit: Experts(*map(_more, now, begin.get(unit, Experts()))) for unit, now in end.items()}
     return {unit: counts for unit, counts in found.items() if any(counts)}
 
 

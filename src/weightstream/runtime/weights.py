@@ -70,7 +70,15 @@ class Picks(Protocol):
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
         """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
-        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings; None where it would read more."""
+        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings; None where it would read more. It tells
+        `rows.look_ahead` the states that it is given."""
+
+    @property
+    def guesses(self) -> bool:
+        """Whether it can tell beforehand what it may read."""
+
+    def guess(self, states: torch.Tensor) -> torch.Tensor | None:
+        """Ids of rows that it would read for these states, the likeliest first, where that can be told."""
 
 
 class Scope(Enum):

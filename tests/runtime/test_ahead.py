@@ -1,0 +1,287 @@
+"""Look-ahead: rows that the next layer's router would name are fetched before it does, and change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from expert_rig import (
+    CONFIGS,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    NUM_PICKING,
+    TOP_K,
+    built,
+    caches,
+    experts_of,
+    generated,
+    held,
+    prompt,
+    same,
+)
+from weightstream.adapters import experts as adapter
+from weightstream.runtime.ahead import Ahead
+from weightstream.runtime.backend import Side
+from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.slots import Lru
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+
+SLOTS, NEW = 5, 24  # of 8 experts, of which a token takes two
+ROW_NBYTES = {name: 2 * 3 * 64 * 64 for name in CONFIGS}  # bfloat16, of up, gate and down
+
+
+@torch.no_grad()
+def alike(name: str) -> Any:
+    """A mixture whose tokens differ in what they use, and whose layers hardly do: all route by one matrix, and add
+    little to the states."""
+    model = built(name)
+    scale = torch.randn(NUM_EXPERTS, 64, generator=torch.Generator().manual_seed(1))
+    for key, parameter in model.named_parameters():
+        if key.endswith(("router.weight", "gate.weight")) and parameter.shape == scale.shape:
+            parameter.copy_(scale)
+        elif "layernorm" in key:
+            parameter.fill_(1.0)
+        elif any(f".{kind}_proj" in key for kind in ("down", "o")):
+            parameter.mul_(0.02)
+        elif key.endswith("router.bias"):
+            parameter.zero_()
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    return model
+
+
+def guessing(model: Any) -> list[bool]:
+    """Of each unit that picks, whether its block told what it was given."""
+    return [unit.picks.guesses for unit in model.weightstream._modules.units if unit.picks is not None]
+
+
+@torch.no_grad()
+def decoded(model: Any, num: int = 40) -> list[torch.Tensor]:
+    """The logits of tokens one by one, each another."""
+    cache, found = transformers.DynamicCache(config=model.config), []
+    for token in range(num):
+        ids = torch.tensor([[3 + 37 * token % 125]])
+        found.append(model(ids, past_key_values=cache, use_cache=True).logits.clone())
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_are_the_plain_ones_and_some_guesses_are_right(name: str) -> None:
+    model, num = alike(name), NUM_PICKING.get(name, NUM_LAYERS)
+    wanted = decoded(model)
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        decoded(model, 2)  # the first step is watched, and reads whole stacks
+        begun = streamer.stats().experts
+        assert same(decoded(model), wanted)
+        assert guessing(model) == [True] * num
+        found, fetched, nbytes, ahead, used = (b - a for a, b in zip(begun, streamer.stats().experts, strict=True))
+        assert used > 0.7 * ahead > 0.1 * TOP_K * num * len(wanted)
+        assert found + fetched == len(wanted) * num * TOP_K
+        assert nbytes == (fetched + ahead) * ROW_NBYTES[name]
+        assert [cache.counts().ahead > 0 for cache in caches(streamer)] == [False, *[True] * (num - 1)]
+
+
+def test_batches_that_are_placed_look_ahead_too() -> None:
+    model, ids = built(), prompt(3, 4)
+    wanted = generated(model, ids, NEW)
+    with held(model, "cached", SLOTS, ahead=3) as streamer:
+        assert same(generated(model, ids, NEW), wanted)
+        assert streamer.stats().experts_ahead > 0
+
+
+@torch.no_grad()
+def test_a_guess_is_what_the_next_router_names_for_the_present_states() -> None:
+    model = built()
+    blocks = [layer.mlp for layer in model.model.layers]
+    states = torch.randn(3, 64, dtype=torch.bfloat16)
+    for block in blocks:
+        picks = adapter.picks_of(block.experts, block)
+        assert picks is not None
+        assert picks.guesses is False, "nobody has seen that it is right"
+        _, _, ids = block.gate(states)
+        found = picks.guess(states)
+        assert found is not None
+        assert torch.equal(found, ids)
+    alone = adapter.picks_of(blocks[0].experts)
+    assert alone is not None
+    assert alone.guess(states) is None
+
+
+def test_hooks_of_the_router_see_no_guess() -> None:
+    model, calls = built(), [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(count)
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        generated(model, prompt(2), NEW)
+        assert streamer.stats().experts_ahead > 0
+        assert calls[0] == NEW * NUM_LAYERS
+
+
+def other_ids(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden, ids, scores = args
+    return hidden, (ids + 1) % 8, scores
+
+
+def test_experts_that_are_given_other_ids_than_their_block_names_are_not_guessed() -> None:
+    model = built()
+    for experts in experts_of(model)[1:]:
+        experts.register_forward_pre_hook(other_ids)
+    wanted = generated(model, prompt(2), NEW)
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        assert same(generated(model, prompt(2), NEW), wanted)
+        assert guessing(model) == [True, False, False]
+        assert streamer.stats().experts_ahead == 0
+
+
+def test_a_block_that_does_not_run_without_its_experts_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built()
+    block = type(model.model.layers[0].mlp)
+    forward = block.forward
+
+    def reads_experts(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.experts.down_proj is not None
+        return forward(self, hidden)
+
+    monkeypatch.setattr(block, "forward", reads_experts)
+    wanted = generated(model, prompt(2), NEW)
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        assert same(generated(model, prompt(2), NEW), wanted)
+        assert guessing(model) == [False] * NUM_LAYERS
+        assert streamer.stats().experts_ahead == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_plan_tells_how_many(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, numbers = built(), []
+    guess = Lru.guess
+
+    def spied(self: Lru, rows: list[int], most: int) -> list[tuple[int, int]]:
+        numbers.append(most)
+        return guess(self, rows, most)
+
+    monkeypatch.setattr(Lru, "guess", spied)
+    with held(model, "cached", SLOTS, ahead=ahead):
+        generated(model, prompt(2), NEW)
+    assert set(numbers) == ({1} if ahead else set())
+    assert len(numbers) >= ahead * (NUM_LAYERS - 1) * (NEW - 3)
+
+
+def test_a_written_expert_is_not_used_as_it_was_fetched_ahead() -> None:
+    """An update between the guess for a layer and its forward."""
+    model, other = built(), built()
+
+    def write(_: Any, args: Any) -> None:
+        if args[0].shape[1] == 1:
+            with torch.no_grad():
+                model.model.layers[1].mlp.experts.down_proj.mul_(1.5)
+
+    def write_plain(_: Any, args: Any) -> None:
+        if args[0].shape[1] == 1:
+            with torch.no_grad():
+                other.model.layers[1].mlp.experts.down_proj.mul_(1.5)
+
+    model.model.layers[1].register_forward_pre_hook(write)
+    other.model.layers[1].register_forward_pre_hook(write_plain)
+    wanted = generated(other, prompt(2), 8)
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        assert same(generated(model, prompt(2), 8), wanted)
+        assert streamer.stats().experts_ahead > 0
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+class Log(CpuBackend):
+    """A device that says what it is told, and captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, Any]] = []
+        self.number = 0
+
+    def capturing(self) -> bool:
+        return True
+
+    def edge(self) -> Any:
+        self.number += 1
+        return self.number
+
+    def record(self, side: Side, event: Any) -> None:
+        self.log.append((f"{side.value} records", event))
+
+    def wait(self, side: Side, event: Any) -> None:
+        self.log.append((f"{side.value} waits", event))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.log.append(("aside", None))
+        yield
+        self.log.append(("compute", None))
+
+
+class Picking:
+    """A unit that picks, and names what it is told."""
+
+    guesses = True
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def forward(self, *_: Any) -> None:
+        self.log.log.append(("forward", None))
+
+    def guess(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    cache = property(lambda self: self)
+
+    def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
+        self.log.log.append((f"fetch {most}", ids.tolist()))
+
+
+def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
+    log = Log()
+    units: list[Any] = [Picking(log) for _ in range(3)]
+    ahead = Ahead(log, 2, lambda index: units[index // 2])
+    for index, unit in zip((0, 2, 4), units, strict=True):
+        ahead.reach(index, unit, (None, None, None), unit)
+    assert log.log == [("forward", None)] * 3, "nothing was fetched"
+    log.log.clear()
+    ahead.reach(0, units[0], (None, None, None), units[0])
+    units[0].look_ahead(torch.tensor([[3, 1]]))
+    assert log.log[1:] == [
+        ("compute records", 1),
+        ("ahead waits", 1),
+        ("aside", None),
+        ("fetch 2", [3, 1]),
+        ("ahead records", 2),
+        ("compute", None),
+    ]
+    log.log.clear()
+    ahead.reach(2, units[1], (None, None, None), units[1])
+    assert log.log == [("compute waits", 2), ("forward", None)]
+    log.log.clear()
+    ahead.reach(4, units[2], (None, None, None), units[2])
+    units[2].look_ahead(torch.tensor([[3, 1]]))
+    assert log.log == [("forward", None)], "no unit follows the last"
+    ahead.reach(0, units[0], (None, None, None), units[0])
+    units[0].look_ahead(torch.tensor([[3, 1]]))
+    ahead.join()
+    assert log.log[-1] == ("compute waits", 4), "a capture ends joined"
+    log.log.clear()
+    units[0].look_ahead(torch.tensor([[3, 1]]))
+    ahead.drop()
+    ahead.join()
+    assert log.log[-1] == ("compute", None), "what a failed capture recorded is waited for by nobody"
+    log.close()
