@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import weightstream
 from weightstream.adapters import experts as adapter
+from weightstream.runtime.ahead import Ahead
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.slots import Lru, Piece, Slots
 from weightstream.trace import total
@@ -43,6 +45,11 @@ def test_ten_thousand_steps_are_those_of_a_plain_lru() -> None:
             rng.shuffle(order)
         num = rng.choice((1, 4, 8, NUM_SLOTS))
         rows = [order[min(NUM_ROWS - 1, int(rng.expovariate(1 / 12)))] for _ in range(num)]
+        if step % 3 == 0:
+            guess, most = rng.choices(rows, k=4) + rng.choices(order, k=2), rng.choice((1, 2, 8))
+            slots.fetch_ahead(torch.tensor(guess, device="cuda"), most)
+            for row, slot in table.guess(guess, most):
+                wanted[slot, : sum(LENGTHS)] = torch.cat([memory[row] for memory in host])
         found = slots.resolve(torch.tensor(rows, device="cuda"))
         places, missed = table.resolve(rows)
         for row, slot in missed:
@@ -52,6 +59,7 @@ def test_ten_thousand_steps_are_those_of_a_plain_lru() -> None:
             assert slots.counts() == table.counts(), step
         if step % 500 == 0:
             assert torch.equal(memory.cpu(), wanted), step
+    assert min(table.counts()) > 0
     backend.close()
 
 
@@ -174,6 +182,81 @@ def test_several_tokens_are_multiplied_in_groups() -> None:
         adapter._EQUAL.clear()
         generated(model, ids)
         assert {shapes[1]: equal for (_, _, shapes, _), equal in adapter._EQUAL.items()} == {(8, TOP_K): True}
+
+
+# -- look-ahead --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def alike(kind: str) -> Any:
+    """Layers that route by one matrix and add little to the states, so that a guess is mostly right; words differ."""
+    model = mixture(kind)
+    router = next(p for n, p in model.named_parameters() if n.endswith(("gate.weight", "router.weight"))).clone()
+    for name, param in model.named_parameters():
+        if param.shape == router.shape:
+            param.copy_(8 * router)
+        elif "layernorm" in name:
+            param.fill_(1.0)
+        elif ".down_proj" in name or ".o_proj" in name:
+            param.mul_(0.05)
+        elif name.endswith("router.bias"):
+            param.zero_()
+    return model
+
+
+@contextmanager
+def looking_ahead(model: Any, form: str, most: int) -> Iterator[Any]:
+    with offloaded(model, form) as streamer:
+        streamer.switch(replace(streamer.plan, ahead=most))
+        yield streamer
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("form", ["cached", "few slots"])
+def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, batch: int) -> None:
+    model, ids = alike(kind), prompt(batch)
+    wanted = generated(model, ids)
+    with looking_ahead(model, form, most) as streamer:
+        for _ in range(2):
+            assert_same(generated(model, ids), wanted)
+        stats = streamer.stats()
+        assert stats.experts_ahead_used > 0.5 * stats.experts_ahead, stats
+        cached = [unit for unit in streamer._binding.units if unit.rows is not None and unit.rows.cache]
+        assert cached[0].rows.cache.counts().ahead == 0, "nobody guesses for the first"
+        assert min(unit.rows.cache.counts().ahead for unit in cached[1:]) > 0
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
+    drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots hold poison, and what is fetched ahead comes late."""
+    guess = adapter.Experts.guess
+
+    def late(self: Any, states: torch.Tensor) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda._sleep(3_000_000)
+        return guess(self, states)
+
+    monkeypatch.setattr(adapter.Experts, "guess", late)
+    model, ids = alike("Qwen3Moe"), prompt()
+    wanted = generated(model, ids)
+    with looking_ahead(model, "cached", 4) as streamer:
+        streamer._binding.memory[2].fill_(0x7F)
+        reach = Ahead.reach
+
+        def reaches(self: Any, *args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(Ahead, "join", lambda _: None)
+                return reach(self, *args)
+
+        if drops:
+            monkeypatch.setattr(Ahead, "reach", reaches)
+        found = generated(model, ids)
+        assert streamer.stats().experts_ahead_used > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) is not drops
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -88,8 +88,9 @@ def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
     bench.measure(backend)
     assert torch.cuda.memory_allocated(DEVICE) == before
     assert abs(torch.cuda.mem_get_info(DEVICE)[0] - free) < 64 << 20
-    # What the allocator reserves beyond it, it may have to cut in other sizes; all of that goes back, see above.
-    assert torch.cuda.max_memory_allocated(DEVICE) - before < 5 << 28
+    # What the allocator reserves beyond it, it may have to cut in other sizes; all of that goes back, see above. The
+    # stream on which kernels are captured has a workspace of 32 MiB for products.
+    assert torch.cuda.max_memory_allocated(DEVICE) - before < (5 << 28) + (48 << 20)
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
 
 

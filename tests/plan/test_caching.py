@@ -134,6 +134,7 @@ def test_a_batch_has_the_same_slots() -> None:
     """Its rows pass through them in waves; where it picks nearly all, it has none."""
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 23 // 100
     alone, four, most = (ways(budget, workload=Workload(batch=batch)) for batch in (1, 4, 32))
+    alone, four, most = ([cached._replace(ahead=0) for cached in found] for found in (alone, four, most))
     assert alone == four == most
     assert ways(budget, workload=Workload(batch=33)) == []
 
@@ -143,7 +144,9 @@ def test_a_wave_costs_a_call(batch: int, percent: int, waves: int) -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100, workload=Workload(batch=batch))
     (cached, *_) = ways(planner.budget or 0)
     profile, workload = planner.profile(MIXTURE), planner.demand.workload
-    for nbytes, num in caching._fetched(MIXTURE, cached, profile, workload, None).values():
+    cached = cached._replace(ahead=0)
+    for nbytes, ahead_nbytes, num in caching._fetched(MIXTURE, cached, profile, workload, None).values():
+        assert ahead_nbytes == 0
         assert num == waves == -(-min(NUM_ROWS, NUM_PICKED * batch) // cached.num_slots)
         missed = caching._missed(NUM_ROWS, NUM_PICKED * batch, cached.num_slots, workload)
         assert nbytes == pytest.approx(missed * ROW_NBYTES)
@@ -297,7 +300,7 @@ def mixed(percent: int, batch: int, counts: Counts | None = None) -> Planner:
 
 @pytest.mark.parametrize(
     ("percent", "batch", "share", "is_cached"),
-    [(70, 4, None, True), (70, 4, 0.1, False), (80, 12, None, False), (80, 12, 0.98, True), (25, 1, 0.0, True)],
+    [(70, 4, None, True), (70, 4, 0.1, False), (80, 16, None, False), (80, 16, 0.98, True), (25, 1, 0.0, True)],
 )
 def test_what_was_counted_chooses_between_cache_and_ring(
     percent: int, batch: int, share: float | None, is_cached: bool
@@ -321,6 +324,73 @@ def test_a_plan_tells_what_was_counted() -> None:
         assert f"finds about {100 * share:.0f} % there" in str(told)
         assert told.numbers()["found_share"] == told.found_share
         assert Plan.from_json(told.to_json()) == told
+
+
+# -- rows that are fetched ahead ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recall", [0.66, 0.85])
+@pytest.mark.parametrize("most", [1, 2, 4])
+@pytest.mark.parametrize("num_slots", [24, 42])
+def test_what_is_guessed_is_what_a_cache_fetches_ahead(
+    num_slots: int, most: int, recall: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses that are right so often, and else any row; tokens as the law has them draw from rows used lately."""
+    rng, table, num_steps = random.Random(3), Lru(num_slots), 4000
+    order = list(range(NUM_ROWS))
+    for step in range(num_steps):
+        places = sorted({min(int(rng.expovariate(1 / 30)), NUM_ROWS - 1) for _ in range(9)})[:NUM_PICKED]
+        rows = [order[place] for place in places]
+        order = rows + [row for row in order if row not in rows]
+        if step:
+            guess = [row if rng.random() < recall else rng.randrange(NUM_ROWS) for row in rows]
+            table.guess(rng.sample(guess, len(guess)), most)
+        table.resolve(rows)
+    ahead, used = table.ahead / num_steps, table.used / num_steps
+    there = (table.hits - table.used) / num_steps
+    different = (table.hits + table.misses) / num_steps
+    monkeypatch.setattr(caching, "_RECALL", recall)
+    told = caching._guessed(different - there, different, 1 - num_slots / NUM_ROWS, most, None)
+    assert told == pytest.approx((ahead, used), rel=0.2)
+    counts = Counts(num_slots, MANY, MANY, ahead=10 * MANY, used=4 * MANY)
+    ahead, used = caching._guessed(different - there, different, 1 - num_slots / NUM_ROWS, most, counts)
+    assert used == pytest.approx(0.4 * ahead, rel=1e-3)
+    assert 0 < ahead < most
+
+
+def test_as_many_are_fetched_ahead_as_pays() -> None:
+    """What the link moves meanwhile, and what is worth more than it takes: nothing where guesses are wrong, in steps of
+    several tokens, or where a layer takes no time beside a row."""
+    budget, numbers = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, []
+    planner = planner_of(budget, on=IN_GRAPHS)
+    (cached, *_) = ways(budget)
+    for times in (0.01, 1, 4, 20):
+        unit_s = tuple(times * s for s in planner.profile(MIXTURE).unit_s)
+        profile = replace(planner.profile(MIXTURE), unit_s=unit_s)
+
+        def best(counts: Counts | None = None, profile: Any = profile, workload: Any = None) -> int:
+            return caching._best_ahead(MIXTURE, cached, profile, workload, counts)
+
+        numbers.append(best())
+        assert best(Counts(cached.num_slots, MANY, MANY, ahead=MANY, used=0)) == 0
+        assert best(workload=Workload(tokens=2)) == 0
+        fetches = caching._fetched(MIXTURE, cached._replace(ahead=numbers[-1]), profile, None, None)
+        assert [fetch.ahead_nbytes > 0 for fetch in fetches.values()] == [False] + [numbers[-1] > 0] * (NUM_LAYERS - 1)
+    assert numbers[0] == 0
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == caching.MOST_AHEAD
+
+
+def test_a_plan_tells_what_is_fetched_ahead() -> None:
+    plan = mixed(25, 1)(MIXTURE)
+    none, two = (mixed(25, 1).priced(replace(plan, ahead=ahead)) for ahead in (0, 2))
+    assert (none.ahead, two.ahead) == (0, 2)
+    assert two.found_share > none.found_share
+    assert two.fetched_nbytes > none.fetched_nbytes, "some guesses are wrong"
+    assert "ahead" not in str(none)
+    assert "up to 2 ahead for each layer" in str(two)
+    assert two.numbers()["ahead"] == 2
+    assert Plan.from_json(two.to_json()) == two
 
 
 # -- a cache whose steps were measured ---------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from weightstream.plan.caching import LEAST_USED, MOST_AHEAD
 from weightstream.runtime import slot_kernels, slots
-from weightstream.runtime.slots import MOST_AHEAD, Lru, Piece, Slots, Stack, _OnDevice, put_rows
+from weightstream.runtime.slots import Lru, Piece, Slots, Stack, _OnDevice, put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 77
@@ -367,6 +368,7 @@ def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_lists_judge_guesses_by_the_numbers_of_the_kernels() -> None:
     lists = slots._RECENT, slots._FEW, slots._PROBES, MOST_AHEAD
+    assert 1 / slots._FEW == LEAST_USED
     kernels = slot_kernels._RECENT, slot_kernels._FEW, slot_kernels._PROBES, slot_kernels.MOST_AHEAD
     assert lists == tuple(number.value for number in kernels)
 

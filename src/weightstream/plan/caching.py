@@ -25,6 +25,7 @@ MOST_AHEAD = 8  # rows that are fetched before a unit asks for them
 # Of the rows that a token uses, those that the router of a layer names for the states of the layer before: 0.66 to 0.88
 # (github.com/Helldez/BigMoeOnEdge/issues/9).
 _RECALL = 0.75
+LEAST_USED = 0.25  # of them: below, the device leaves guesses out
 # Share of the rows in slots -> share of a token's rows found there, least recently used ones going first. Where a token
 # takes few of many (Qwen3-30B-A3B; github.com/kekzl/imp/issues/1359), and where it takes more of few (Mixtral;
 # arXiv 2312.17238).
@@ -225,7 +226,7 @@ def _guessed(
     share = right / guessed if guessed else 0.0
     if counts is not None:
         share = (counts.used + _WORTH * share) / (counts.ahead + _WORTH)
-    return ahead, min(missed, ahead * share)
+    return (ahead, min(missed, ahead * share)) if share >= LEAST_USED else (0.0, 0.0)
 
 
 def _best_ahead(

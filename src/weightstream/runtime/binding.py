@@ -73,7 +73,6 @@ class Binding:
     ) -> None:
         self.plan = plan
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
-        self.kept: set[int] = set()  # units of which a view outlived their forward
         self.memory = memory  # the ring, the buffer and slots
         self.open_units: list[Bound] = []  # the innermost last
         self._homes, self._backend = homes, backend
@@ -182,11 +181,16 @@ class Binding:
     def look_for_kept(self, unit: Bound) -> None:
         """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
         for generation in (1, 2):  # a cycle of objects may hold a view that cannot be reached any more; most are young
-            if unit.index in self.kept or not unit.num_views():
+            if unit.is_kept or not unit.num_views():
                 return
             gc.collect(generation)
         if unit.num_views():
-            self.kept.add(unit.index)
+            unit.is_kept = True
+
+    @property
+    def kept(self) -> list[int]:
+        """Units of which a view outlived their forward."""
+        return [unit.index for unit in self.units if unit.is_kept]
 
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
@@ -209,13 +213,6 @@ class Binding:
         return bool(unit.coded) and any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)
 
     # -- units at fixed addresses ------------------------------------------------------------------------------------
-
-    def moving(self) -> list[str]:
-        """Tensors without a fixed address: several units hold them, each in its own extent."""
-        places: dict[int, set[int]] = {}
-        for face in self.faces:
-            places.setdefault(id(face.member.tensor), set()).add(face.ring.data_ptr())
-        return sorted({f.member.names[0] for f in self.faces if len(places[id(f.member.tensor)]) > 1})
 
     @_unseen
     def fix(self) -> None:

@@ -10,7 +10,7 @@ a tensor is guarded: it remembers that, and from then on counts as updated befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,6 +218,14 @@ def noticed(faces: Iterable[Face]) -> list[Face]:
     ]
 
 
+def moving(faces: Sequence[Face]) -> list[str]:
+    """Tensors without a fixed address: several units hold them, each in its own extent."""
+    places: dict[int, set[int]] = {}
+    for face in faces:
+        places.setdefault(id(face.member.tensor), set()).add(face.ring.data_ptr())
+    return sorted({face.member.names[0] for face in faces if len(places[id(face.member.tensor)]) > 1})
+
+
 @dataclass(eq=False, slots=True)
 class Bound:
     """A unit bound to memory.
@@ -225,7 +233,7 @@ class Bound:
     `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
     tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its decoded weights
     are in use at fixed addresses; `is_picked`: its forward reads rows of them alone; `borrowed` are views of memory
-    that it has until it closes.
+    that it has until it closes; `is_kept`: a view of the bytes outlived a forward.
     """
 
     index: int
@@ -238,6 +246,7 @@ class Bound:
     opened: int = 0
     in_buffer: int = 0
     is_picked: bool = False
+    is_kept: bool = False
     borrowed: UnitFaces | None = None
 
     @property

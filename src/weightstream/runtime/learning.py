@@ -16,6 +16,7 @@ import torch
 
 from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.plan import Plan
+from weightstream.runtime import faces
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.timeline import Kind, kind_of_workload
@@ -138,7 +139,7 @@ class Learning:
             return "the order of the weights is not known yet; call the model once first"
         if updated := sorted(installed.binding.updated):
             return f"{', '.join(updated)} are updated by the model's own forward"
-        if moving := installed.binding.moving():
+        if moving := faces.moving(installed.binding.faces):
             return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
         units = enumerate(installed.modules.units)
         writing = (unit for i, unit in units if installed.binding.units[i].has_buffers and installed.modules.trains(i))
@@ -222,7 +223,7 @@ class Learning:
     def _keep(self, order: tuple[int, ...] | None) -> None:
         """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""
         installed = self._installed
-        units = ", ".join(installed.modules.units[unit].name for unit in sorted(installed.binding.kept))
+        units = ", ".join(installed.modules.units[unit].name for unit in installed.binding.kept)
         if self.outside:
             logger.info("weights read outside of their module's forward: %s", self.outside)
         reason: Exception | None = None
