@@ -1,14 +1,15 @@
 """Mixtures of experts: decoding with experts that are coded on the device, or in a cache of it, beside the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--uniform]
+        [--recalls 0.66,0.85] [--aheads 0,1,2]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
 both. A share is what the device may take for experts, in percent of their bytes, beside the other weights; "coded" is
 42/57 of all. Ids come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are
 compared bit by bit. A model that the device has no room for is built in host memory, and its plans are compared with
-the first. A batch is measured with one share at a time: behind a run of 128 tokens, the plain model differs from
-itself.
+the first. With a recall, guesses for the next layer are drawn, of which so many are right. A batch is measured with one
+share at a time: behind a run of 128 tokens, the plain model differs from itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import argparse
 import copy
 import tempfile
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,9 @@ def measured(
         "equal": equal,
         "found": round(stats.experts_found / asked, 3) if asked else None,
         "num_slots": plan.num_slots,
+        "ahead": plan.ahead,
+        "ahead_fetched": stats.experts_ahead,
+        "ahead_used": round(stats.experts_ahead_used / stats.experts_ahead, 3) if stats.experts_ahead else None,
         "fetched_mib": round(plan.fetched_nbytes / 2**20, 1),
         "device_gib": round(stats.held_nbytes["device"] / 2**30, 2),
         "plan": plan.summary(),
@@ -110,6 +116,10 @@ def main() -> None:
     parser.add_argument("--shares", default="coded,50,25,10")
     parser.add_argument("--codecs", default="auto")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--recalls", default="", help="of guesses for the next layer: as the routers, which know no table"
+    )
+    parser.add_argument("--aheads", default="", help="rows to fetch ahead, in place of what the plan says")
     parser.add_argument("--uniform", action="store_true")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
@@ -144,12 +154,16 @@ def main() -> None:
         plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
         told = foretold_resident(model, nbytes, args.batch)
         write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **told)
-    for share, codec in product(args.shares.split(","), args.codecs.split(",")):
+    cells = (args.shares, args.codecs, args.recalls, args.aheads)
+    for share, codec, recall, most in product(*(cell.split(",") for cell in cells)):
         budget = nbytes * 42 // 57 if share == "coded" else int(nbytes - experts + experts * float(share) / 100)
-        name = f"experts {share}, codec {codec}, {what}"
-        with rows.guarded(write, name):
+        guess = f", recall {recall}" * bool(recall) + f", {most} ahead" * bool(most)
+        name = f"experts {share}, codec {codec}{guess}, {what}"
+        with rows.guarded(write, name), table.guessed(float(recall)) if recall else nullcontext():
             began = time.perf_counter()
             with weightstream.offload(model, device_budget=budget, codec=codec, batch=args.batch, context=256) as s:
+                if most:
+                    s.switch(replace(s.plan, ahead=int(most)))
                 load_s, told = round(time.perf_counter() - began, 1), foretold(s.plan)  # before any step ran
                 logits = decoding.logits()
                 found = measured(s, decoding, logits, want, plain_ms, args.batch)

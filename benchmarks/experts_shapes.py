@@ -9,13 +9,15 @@ gpt-oss-120b and, with twice the slots, DeepSeek-V3 too, as nothing is published
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 
+from weightstream.adapters.experts import Experts
 from weightstream.runtime.slots import Lru
 
 NUM_STEPS = 512
@@ -212,6 +214,7 @@ class Table:
         self.hits = {num: hits(tables[0][0], num) for num in shape.found}
         self._table = torch.tensor(tables, device=device).transpose(1, 2).contiguous()  # layer, step, sequence, k
         self._step = torch.zeros(1, dtype=torch.long, device=device)
+        self._layer_of = {id(module): layer for layer, module in enumerate(every)}
         for layer, module in enumerate(every):
             module.register_forward_pre_hook(partial(self._route, layer))
 
@@ -227,3 +230,32 @@ class Table:
         if layer == 0:
             self._step.add_(1).remainder_(NUM_STEPS)
         return hidden, table.index_select(0, self._step)[0].to(ids.dtype), scores
+
+    @contextmanager
+    def guessed(self, recall: float) -> Iterator[None]:
+        """Inside, guesses are what the table will name, but for a share of the ids, in place of which any are drawn.
+
+        The routers know nothing of the table. What is told outside of a capture, where a guess is put to the test, is
+        the table.
+        """
+        generator = torch.Generator(self._table.device).manual_seed(2)
+        shape, device, most = self._table.shape, self._table.device, int(self._table.max()) + 1
+        others = torch.randint(most, shape, generator=generator, device=device)
+        is_right = torch.rand(shape, generator=generator, device=device) < recall
+        drawn = torch.where(is_right, self._table, others).flatten(2)
+        order = torch.rand(drawn.shape, generator=generator, device=device).argsort(-1)
+        drawn = drawn.gather(-1, order)
+
+        def guess(picks: Any, _: torch.Tensor) -> torch.Tensor | None:
+            layer = self._layer_of.get(id(picks._module))
+            if layer is None:  # of a copy that tells shapes
+                return None
+            is_captured = torch.cuda.is_current_stream_capturing()
+            return (drawn if is_captured else self._table)[layer].index_select(0, self._step)[0]
+
+        before = Experts.guess
+        Experts.guess = guess  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Experts.guess = before  # type: ignore[method-assign]
