@@ -150,11 +150,11 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
         during = streamer.stats().experts
         assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, during, strict=True))
         assert len(trace.experts) == LAYERS
-        assert min(found + fetched for found, fetched, _ in trace.experts.values()) >= (NEW - 2) * TOP_K
-        assert min(total(trace.experts.values())) > 0
+        assert min(found + fetched for found, fetched, *_ in trace.experts.values()) >= (NEW - 2) * TOP_K
+        assert min(total(trace.experts.values())[:3]) > 0
         while sum(streamer.stats().experts[:2]) < 40 * LAYERS * streamer.plan.num_slots:
             generated(model, ids)
-        found, fetched, _ = streamer.stats().experts
+        found, fetched, *_ = streamer.stats().experts
         assert streamer._installed.refinement.prospect.planners[0].counts is not None
         assert streamer.plan.found_share == pytest.approx(found / (found + fetched), abs=0.1)
 
