@@ -137,9 +137,9 @@ def test_who_watches_a_step_sees_no_guess_and_no_wait() -> None:
                 decoded(model, 1)
             counted.append(calls.names)
         assert guessing(model) == [True] * NUM_LAYERS
-    assert counted[0] == counted[1]
-    assert not [name for name in counted[0] if "_local_scalar_dense" in name]
-    assert sum("topk" in name for name in counted[0]) == NUM_LAYERS
+    for names in counted:
+        assert not [name for name in names if "_local_scalar_dense" in name]
+        assert sum("topk" in name for name in names) == NUM_LAYERS
 
 
 def test_hooks_of_the_router_see_no_guess() -> None:
