@@ -52,12 +52,12 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
 def test_images_are_the_same_bits(name: str, device: str) -> None:
     """At three budgets, after a plain call, in the first call and the second, with other steps, and once removed."""
     plain = pipelines.build(name, device)
-    want, other = pipelines.image(plain, name), pipelines.image(plain, name, num_inference_steps=4, seed=6)
+    want, other = pipelines.image(plain, name), pipelines.image(plain, name, num_inference_steps=2, seed=6)
     assert torch.isfinite(want).all()
     assert not torch.equal(want, other)
     pipe = pipelines.build(name, device)
     kind = type(pipe)
-    for share in SHARES if device == "cuda" or name == "flux" else SHARES[:1]:
+    for share in SHARES if device == "cuda" else SHARES[::2] if name == "flux" else SHARES[:1]:
         assert torch.equal(pipelines.image(pipe, name), want)
         budget = int(nbytes(pipe) * share)
         found = weightstream.offload(
@@ -67,7 +67,7 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
         assert found.device.type == device
         for _ in range(2):
             assert torch.equal(pipelines.image(pipe, name), want)
-        assert torch.equal(pipelines.image(pipe, name, num_inference_steps=4, seed=6), other)
+        assert torch.equal(pipelines.image(pipe, name, num_inference_steps=2, seed=6), other)
         stats = found.stats()
         assert 0 < stats.held_nbytes["device"] <= budget
         if share < 1:
@@ -501,7 +501,7 @@ def test_every_budget_from_the_least_on_plans() -> None:
     pipe = offloaded("flux")
     example, refused = pipelines.arguments("flux"), []
     pipe.weightstream.remove()
-    shares = [*range(2, 14, 2), 18, 24, 31, 39]
+    shares = [4, 8, 11, 14, 22, 35]
     for share in shares:
         try:
             weightstream.offload_pipeline(
