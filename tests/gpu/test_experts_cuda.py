@@ -87,9 +87,16 @@ def nbytes(model: Any) -> tuple[int, int]:
     )
 
 
-def generated(model: Any, ids: torch.Tensor, replays: int = 1) -> list[torch.Tensor]:
+def generated(model: Any, ids: torch.Tensor, replays: int = 1, **more: Any) -> list[torch.Tensor]:
     told: list[Any] = []
-    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        **more,
+    }
+    torch.manual_seed(7)
     out = weightstream.generate(model, ids, on_decoding=told.append, output_logits=True, **options)
     assert told[0].replays >= replays, told
     return [logits.cpu() for logits in out.logits]
@@ -150,11 +157,11 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
         during = streamer.stats().experts
         assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, during, strict=True))
         assert len(trace.experts) == LAYERS
-        assert min(found + fetched for found, fetched, _ in trace.experts.values()) >= (NEW - 2) * TOP_K
-        assert min(total(trace.experts.values())) > 0
+        assert min(found + fetched for found, fetched, *_ in trace.experts.values()) >= (NEW - 2) * TOP_K
+        assert min(total(trace.experts.values())[:3]) > 0
         while sum(streamer.stats().experts[:2]) < 40 * LAYERS * streamer.plan.num_slots:
             generated(model, ids)
-        found, fetched, _ = streamer.stats().experts
+        found, fetched, *_ = streamer.stats().experts
         assert streamer._installed.refinement.prospect.planners[0].counts is not None
         assert streamer.plan.found_share == pytest.approx(found / (found + fetched), abs=0.1)
 
@@ -198,10 +205,13 @@ def alike(kind: str) -> Any:
         elif "layernorm" in name:
             param.fill_(1.0)
         elif ".down_proj" in name or ".o_proj" in name:
-            param.mul_(0.05)
+            param.mul_(0.002)
         elif name.endswith("router.bias"):
             param.zero_()
     return model
+
+
+DRAWN = {"do_sample": True, "temperature": 8.0, "top_k": 0}  # a token after the other
 
 
 @contextmanager
@@ -211,23 +221,25 @@ def looking_ahead(model: Any, form: str, most: int) -> Iterator[Any]:
         yield streamer
 
 
+@pytest.mark.usefixtures("keeps_its_plan")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("form", ["cached", "few slots"])
 def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, batch: int) -> None:
     model, ids = alike(kind), prompt(batch)
-    wanted = generated(model, ids)
+    wanted = generated(model, ids, **DRAWN)
     with looking_ahead(model, form, most) as streamer:
         for _ in range(2):
-            assert_same(generated(model, ids), wanted)
+            assert_same(generated(model, ids, **DRAWN), wanted)
         stats = streamer.stats()
-        assert stats.experts_ahead_used > 0.5 * stats.experts_ahead, stats
+        assert stats.experts_ahead_used > 0.4 * stats.experts_ahead, stats
         cached = [unit for unit in streamer._binding.units if unit.rows is not None and unit.rows.cache]
         assert cached[0].rows.cache.counts().ahead == 0, "nobody guesses for the first"
         assert min(unit.rows.cache.counts().ahead for unit in cached[1:]) > 0
 
 
+@pytest.mark.usefixtures("keeps_its_plan")
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
     drops: bool, monkeypatch: pytest.MonkeyPatch
@@ -242,7 +254,7 @@ def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
 
     monkeypatch.setattr(adapter.Experts, "guess", late)
     model, ids = alike("Qwen3Moe"), prompt()
-    wanted = generated(model, ids)
+    wanted = generated(model, ids, **DRAWN)
     with looking_ahead(model, "cached", 4) as streamer:
         streamer._binding.memory[2].fill_(0x7F)
         reach = Ahead.reach
@@ -254,7 +266,7 @@ def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
 
         if drops:
             monkeypatch.setattr(Ahead, "reach", reaches)
-        found = generated(model, ids)
+        found = generated(model, ids, **DRAWN)
         assert streamer.stats().experts_ahead_used > 0
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) is not drops
 

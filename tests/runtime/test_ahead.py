@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expert_rig import (
     CONFIGS,
@@ -112,6 +113,33 @@ def test_a_guess_is_what_the_next_router_names_for_the_present_states() -> None:
     alone = adapter.picks_of(blocks[0].experts)
     assert alone is not None
     assert alone.guess(states) is None
+
+
+class Calls(TorchDispatchMode):
+    """The operators that are seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_who_watches_a_step_sees_no_guess_and_no_wait() -> None:
+    """Who captures steps looks for what waits for the device: the trial of a guess does, once."""
+    model, counted = built(), []
+    with held(model, "cached", SLOTS, ahead=2):
+        decoded(model, 1)
+        for _ in range(2):
+            with Calls() as calls:
+                decoded(model, 1)
+            counted.append(calls.names)
+        assert guessing(model) == [True] * NUM_LAYERS
+    for names in counted:
+        assert not [name for name in names if "_local_scalar_dense" in name]
+        assert sum("topk" in name for name in names) == NUM_LAYERS
 
 
 def test_hooks_of_the_router_see_no_guess() -> None:

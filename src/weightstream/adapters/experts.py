@@ -123,9 +123,9 @@ class Experts:
             return
         hidden, ids = given["hidden_states"], given["top_k_index"]
         if self._repeats is None and not rows.capturing():
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), _disable_current_modes():  # it waits for the device, and the model does not
                 told = self.guess(hidden)
-            self._repeats = told is not None and told.shape == ids.shape and bool((told == ids).all())
+                self._repeats = told is not None and told.shape == ids.shape and bool((told == ids).all())
             if not self._repeats:
                 logger.debug("what %s will be given is not told ahead", type(self._module).__name__)
         rows.look_ahead(hidden)
