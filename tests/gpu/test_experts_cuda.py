@@ -16,7 +16,7 @@ import weightstream
 from weightstream.adapters import experts as adapter
 from weightstream.runtime.ahead import Ahead
 from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.slots import Lru, Piece, Slots
+from weightstream.runtime.slots import Lru, Piece, Slots, _OnDevice
 from weightstream.trace import total
 
 transformers = pytest.importorskip("transformers")
@@ -244,15 +244,15 @@ def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, b
 def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
     drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots hold poison, and what is fetched ahead comes late."""
-    guess = adapter.Experts.guess
+    """Slots hold poison, and what is fetched ahead comes late, when tables say already that it is there."""
+    fetch = _OnDevice._fetch
 
-    def late(self: Any, states: torch.Tensor) -> Any:
-        if torch.cuda.is_current_stream_capturing():
+    def late(self: Any, missed: torch.Tensor, count: torch.Tensor) -> None:
+        if missed is self._ahead:
             torch.cuda._sleep(3_000_000)
-        return guess(self, states)
+        fetch(self, missed, count)
 
-    monkeypatch.setattr(adapter.Experts, "guess", late)
+    monkeypatch.setattr(_OnDevice, "_fetch", late)
     model, ids = alike("Qwen3Moe"), prompt()
     wanted = generated(model, ids, **DRAWN)
     with looking_ahead(model, "cached", 4) as streamer:

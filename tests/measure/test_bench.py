@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from models import MODELS, TEXT
 from weightstream import __version__
-from weightstream.adapters.steps import Steps, cache_in
+from weightstream.adapters.steps import _NUM_TURNS, Steps, cache_in
 from weightstream.cli import app, terminal
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison
@@ -291,12 +291,13 @@ def test_copies_are_made_in_every_round() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-def test_every_step_is_the_same(name: str) -> None:
+def test_every_step_is_of_other_tokens_and_comes_again(name: str) -> None:
     steps = Steps(MODELS[name]().module, Workload(batch=2, tokens=2, context=30), CPU)
-    first = steps()
-    assert first.shape == (2, 128)
-    for _ in range(3):
-        assert torch.equal(steps(), first)
+    first = [steps() for _ in range(_NUM_TURNS)]
+    assert first[0].shape == (2, 128)
+    assert not any(torch.equal(first[0], other) for other in first[1:])
+    for output in first[:3]:
+        assert torch.equal(steps(), output), "another step left the cache as it was"
 
 
 def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,9 +316,12 @@ def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.Monk
 
 
 def test_a_prompt_alone_is_a_step_without_a_cache() -> None:
-    model = MODELS["llama"]().module
+    model, given = MODELS["llama"]().module, []
     steps = Steps(model, Workload(batch=1, tokens=9, context=9), CPU)
-    assert torch.equal(steps(), model(steps._ids, logits_to_keep=1).logits[:, -1])
+    model.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs["input_ids"]), with_kwargs=True)
+    output = steps()
+    assert [ids.shape for ids in given] == [(1, 9)]
+    assert torch.equal(output, model(input_ids=given[0], logits_to_keep=1).logits[:, -1])
 
 
 # -- the figure ---------------------------------------------------------------------------------------------------

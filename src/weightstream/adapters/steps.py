@@ -1,9 +1,10 @@
-"""Steps of a language model: one forward, over and over, of the same new tokens behind the same cached positions."""
+"""Steps of a language model: one forward, over and over, of other new tokens behind the same cached positions."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from weightstream.runtime.values import tensors_in
 
 CACHES = ("cache", "past_key_values", "cache_params")  # transformers' name for it since 5.24, and before
 _SEED = 7
+_NUM_TURNS = 64  # steps of other tokens each: a mixture that is given one token finds all of its experts cached
 
 
 def takes_ids(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -58,7 +60,7 @@ def shorten(cache: Any, num_positions: int) -> None:
 
 
 class Steps:
-    """Steps of one workload, each on the cache as the prompt left it. Equal models give equal outputs."""
+    """Steps of one workload, of random tokens, each on the cache as the prompt left it. Equal models, equal outputs."""
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         """Runs the prompt: `context - tokens` positions, all of random tokens."""
@@ -67,21 +69,24 @@ class Steps:
         config: Any = model.config
         num_words = config.get_text_config().vocab_size
         shape = workload.batch, max(workload.context, workload.tokens)
-        ids = torch.randint(num_words, shape, generator=torch.Generator().manual_seed(_SEED)).to(device)
-        past = shape[1] - workload.tokens
-        self._ids, self._caches = ids[:, past:], {}  # type: tuple[torch.Tensor, dict[str, Any]]
+        chance, past = torch.Generator().manual_seed(_SEED), shape[1] - workload.tokens
+        ids = torch.randint(num_words, shape, generator=chance).to(device)
+        new = torch.randint(num_words, (_NUM_TURNS, shape[0], workload.tokens), generator=chance).to(device)
+        self._num_tokens, turns = workload.tokens, list(new)
+        self._caches: dict[str, Any] = {}
         if past:
             output = self._forward(ids[:, :past])
             found = {name: getattr(output, name, None) for name in CACHES if name in takes}
             self._caches = {name: cache for name, cache in found.items() if cache is not None}
-            if not self._caches:
-                self._ids = ids  # a model without a cache is given the whole context
+            if not self._caches:  # then it is given the whole context
+                self._num_tokens, turns = shape[1], [torch.cat([ids[:, :past], tokens], 1) for tokens in turns]
+        self._turns = cycle(turns)
         self._prompt = [dict(layer) for layer in self._layers()]
 
     def __call__(self) -> torch.Tensor:
         """The last token's logits, of shape (batch, words)."""
-        with hf_private.decoding(self._model, self._ids.shape[1]):
-            logits: torch.Tensor = self._forward(self._ids).logits[:, -1]
+        with hf_private.decoding(self._model, self._num_tokens):
+            logits: torch.Tensor = self._forward(next(self._turns)).logits[:, -1]
         for layer, prompt in zip(self._layers(), self._prompt, strict=True):
             layer.update(prompt)  # a cache grows into new tensors, so those of the prompt are as they were
         return logits

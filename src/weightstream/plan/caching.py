@@ -16,7 +16,7 @@ from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 
-_MANAGED_S = 5e-6  # to find the slots of a unit's rows once, with nothing to fetch [H200: 3.4 to 4.2 us]
+_MANAGED_S = 7.5e-6  # to find the slots of a unit's rows once, with nothing to fetch [H100: 7.2 to 7.7 us]
 _LAUNCHES = 2  # of kernels beside those of a unit, by Triton, as those that decode are
 _FETCH_RATE = 0.92  # of the link, that the kernel which fetches rows reaches [H200: 51 of 55 GB/s]
 _HEADROOM = 1.02  # of a coded row: one of a stack may have more escapes than the mean

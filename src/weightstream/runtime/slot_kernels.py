@@ -59,31 +59,33 @@ def resolve(
     order = tl.cumsum(misses.to(tl.int32)) - 1
     misses &= order < NUM_SLOTS - hits
     num = tl.sum(misses.to(tl.int32))
-    rank = tl.zeros([SLOTS], tl.int32)  # those of this call come last
-    few: tl.constexpr = min(SLOTS, 16)
-    for begin in range(0, SLOTS, few):
-        other = begin + tl.arange(0, few)
-        others = tl.load(stamps + other, mask=other < NUM_SLOTS, other=step)
-        before = (others[None, :] < age[:, None]) | ((others[None, :] == age[:, None]) & (other[None, :] < n[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
-    tl.store(by_age + rank, n, mask=there)
     a = tl.arange(0, MOST_AHEAD)
     guessed = tl.load(ahead + 2 * a, mask=a < num_ahead, other=0)
     used = tl.sum((tl.load(first_at + guessed, mask=a < num_ahead, other=NEVER) != NEVER).to(tl.int32))
+    found = slot
+    if num > 0:  # mostly there is nothing to do
+        rank = tl.zeros([SLOTS], tl.int32)  # those of this call come last
+        few: tl.constexpr = min(SLOTS, 16)
+        for begin in range(0, SLOTS, few):
+            other = begin + tl.arange(0, few)
+            others = tl.load(stamps + other, mask=other < NUM_SLOTS, other=step)
+            is_as_old = (others[None, :] == age[:, None]) & (other[None, :] < n[:, None])
+            rank += tl.sum(((others[None, :] < age[:, None]) | is_as_old).to(tl.int32), 1)
+        tl.store(by_age + rank, n, mask=there)
+        tl.debug_barrier()
+        victim = tl.load(by_age + order, mask=misses, other=0)
+        owner = tl.load(owner_of + victim, mask=misses, other=-1)
+        tl.store(slot_of + owner, tl.full([IDS], -1, tl.int32), mask=misses & (owner >= 0))
+        tl.store(slot_of + row, victim, mask=misses)
+        tl.store(owner_of + victim, row, mask=misses)
+        tl.store(stamps + victim, tl.zeros([IDS], tl.int64) + step, mask=misses)
+        tl.store(missed + 2 * order, row, mask=misses)
+        tl.store(missed + 2 * order + 1, victim, mask=misses)
+        tl.debug_barrier()
+        found = tl.load(slot_of + row, mask=given, other=-1)
     tl.debug_barrier()
 
-    victim = tl.load(by_age + order, mask=misses, other=0)
-    owner = tl.load(owner_of + victim, mask=misses, other=-1)
-    tl.store(slot_of + owner, tl.full([IDS], -1, tl.int32), mask=misses & (owner >= 0))
-    tl.store(slot_of + row, victim, mask=misses)
-    tl.store(owner_of + victim, row, mask=misses)
-    tl.store(stamps + victim, tl.zeros([IDS], tl.int64) + step, mask=misses)
-    tl.store(missed + 2 * order, row, mask=misses)
-    tl.store(missed + 2 * order + 1, victim, mask=misses)
     tl.store(first_at + row, tl.full([IDS], NEVER, tl.int32), mask=given)
-    tl.debug_barrier()
-
-    found = tl.load(slot_of + row, mask=given, other=-1)
     tl.store(slots + s, found.to(tl.int64), mask=s < num_ids)
     tl.store(state, step + 1)
     tl.store(state + 1, num.to(tl.int64))
