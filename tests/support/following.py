@@ -49,6 +49,8 @@ def _facts(model: nn.Module) -> tuple[Hashable, ...] | None:
         facts.append((name, type(module), type(module).forward, plain, ways, told))
     places: dict[int, int] = {}
     for name, tensor in _tensors(model).items():
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return None  # what a class of its own holds is not told by its shape, and it may have no storage
         where = places.setdefault(tensor.untyped_storage().data_ptr(), len(places)), tensor.storage_offset()
         facts.append((name, type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), where))
     return tuple(facts)
