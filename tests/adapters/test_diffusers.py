@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -37,6 +38,12 @@ def parts(pipe: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
+@functools.cache
+def plain_image(name: str) -> torch.Tensor:
+    """What the plain pipeline gives on the CPU."""
+    return pipelines.image(pipelines.build(name), name)
+
+
 def nbytes(pipe: Any) -> int:
     return sum(t.nbytes for part in parts(pipe).values() for t in (*part.parameters(), *part.buffers()))
 
@@ -52,12 +59,12 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
 def test_images_are_the_same_bits(name: str, device: str) -> None:
     """At three budgets, after a plain call, in the first call and the second, with other steps, and once removed."""
     plain = pipelines.build(name, device)
-    want, other = pipelines.image(plain, name), pipelines.image(plain, name, num_inference_steps=4, seed=6)
+    want, other = pipelines.image(plain, name), pipelines.image(plain, name, num_inference_steps=2, seed=6)
     assert torch.isfinite(want).all()
     assert not torch.equal(want, other)
     pipe = pipelines.build(name, device)
     kind = type(pipe)
-    for share in SHARES if device == "cuda" or name == "flux" else SHARES[:1]:
+    for share in SHARES if device == "cuda" else SHARES[::2] if name == "flux" else SHARES[:1]:
         assert torch.equal(pipelines.image(pipe, name), want)
         budget = int(nbytes(pipe) * share)
         found = weightstream.offload(
@@ -67,7 +74,7 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
         assert found.device.type == device
         for _ in range(2):
             assert torch.equal(pipelines.image(pipe, name), want)
-        assert torch.equal(pipelines.image(pipe, name, num_inference_steps=4, seed=6), other)
+        assert torch.equal(pipelines.image(pipe, name, num_inference_steps=2, seed=6), other)
         stats = found.stats()
         assert 0 < stats.held_nbytes["device"] <= budget
         if share < 1:
@@ -400,7 +407,7 @@ def test_a_pipeline_of_the_same_components() -> None:
     other.set_progress_bar_config(disable=True)
     for _ in range(2):
         assert torch.equal(painted(other), want)
-    assert torch.equal(pipelines.image(pipe, "sdxl"), pipelines.image(pipelines.build("sdxl"), "sdxl"))
+    assert torch.equal(pipelines.image(pipe, "sdxl"), plain_image("sdxl"))
     with pytest.raises(weightstream.OffloadError, match="already offloaded by weightstream"):
         weightstream.offload_pipeline(other, device="cpu", device_budget="1MiB")
 
@@ -493,7 +500,7 @@ def test_components_that_come_later() -> None:
     with pytest.raises(NotImplementedError, match="meta tensor"):
         pipe.to("cpu")
     pipe.vae = pipelines.build("flux").vae
-    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(pipelines.build("flux"), "flux"))
+    assert torch.equal(pipelines.image(pipe, "flux"), plain_image("flux"))
     pipe.weightstream.remove()
 
 
@@ -501,7 +508,7 @@ def test_every_budget_from_the_least_on_plans() -> None:
     pipe = offloaded("flux")
     example, refused = pipelines.arguments("flux"), []
     pipe.weightstream.remove()
-    shares = [*range(2, 14, 2), 18, 24, 31, 39]
+    shares = [4, 8, 11, 14, 22, 35]
     for share in shares:
         try:
             weightstream.offload_pipeline(
@@ -543,7 +550,7 @@ def test_other_moves_are_refused_with_the_remedy(pipe: Any, args: Any) -> None:
 
 @pytest.mark.parametrize("way", ["half", "to"])
 def test_a_component_is_cast_and_cast_back(pipe: Any, way: str) -> None:
-    want = pipelines.image(pipelines.build("flux"), "flux")
+    want = plain_image("flux")
     plain = pipelines.build("flux").vae.half().float()
     before = pipe.weightstream.stats().components["vae"].steps
     assert (pipe.vae.half() if way == "half" else pipe.vae.to("cpu", torch.float16)) is pipe.vae
@@ -567,7 +574,7 @@ def test_other_ways_to_offload_are_refused_with_the_remedy(pipe: Any, name: str)
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_is_a_plain_pipeline(way: str) -> None:
-    want, pipe = pipelines.image(pipelines.build("flux"), "flux"), offloaded("flux")
+    want, pipe = plain_image("flux"), offloaded("flux")
     pipelines.image(pipe, "flux")
     other = copy.deepcopy(pipe) if way == "deepcopy" else pickle.loads(pickle.dumps(pipe))
     assert type(other) is diffusers.FluxPipeline
@@ -576,14 +583,15 @@ def test_a_copy_is_a_plain_pipeline(way: str) -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), want)
     assert other.to(torch.float64).transformer.dtype == torch.float64
     other.to(torch.float32)
-    weightstream.offload_pipeline(other, device="cpu", device_budget="500KiB")
+    if way == "deepcopy":  # what is unpickled was never of this process
+        weightstream.offload_pipeline(other, device="cpu", device_budget="500KiB")
     pipe.weightstream.remove()
     assert torch.equal(pipelines.image(other, "flux"), want)
 
 
 def test_remove_inside_of_a_call_is_refused_whole() -> None:
     """In a component's forward nothing is let go; between its calls all is."""
-    want, pipe = pipelines.image(pipelines.build("flux"), "flux"), offloaded("flux", share=0.4)
+    want, pipe = plain_image("flux"), offloaded("flux", share=0.4)
     owner = pipe.weightstream
     hook = pipe.transformer.single_transformer_blocks[1].register_forward_hook(lambda *_: owner.remove())
     with pytest.raises(weightstream.OffloadError, match="inside a step"):
@@ -604,7 +612,7 @@ def test_remove_inside_of_a_call_is_refused_whole() -> None:
 
 
 def test_hooks_that_are_not_there_are_removed(pipe: Any) -> None:
-    want = pipelines.image(pipelines.build("flux"), "flux")
+    want = plain_image("flux")
     pipe.remove_all_hooks()
     pipe.maybe_free_model_hooks()
     pipe.reset_device_map()
@@ -622,7 +630,7 @@ def test_it_is_saved_as_the_plain_one(pipe: Any, tmp_path: Path) -> None:
 def test_compiled_blocks(when: str) -> None:
     """`compile_repeated_blocks` on an offloaded component, before its first call and after: close to the plain one."""
     pipe = offloaded("flux", share=0.4)
-    want = pipelines.image(pipelines.build("flux"), "flux")
+    want = plain_image("flux")
     if when == "after":
         assert torch.equal(pipelines.image(pipe, "flux"), want)
     pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
@@ -666,7 +674,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], kind: type[Exception]
     pipe = pipelines.build("flux")
     with pytest.raises(kind, match=text):
         weightstream.offload_pipeline(pipe, device="cpu", **settings)
-    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(pipelines.build("flux"), "flux"))
+    assert torch.equal(pipelines.image(pipe, "flux"), plain_image("flux"))
     assert not any(hasattr(part, "weightstream") for part in parts(pipe).values())
 
 
@@ -683,7 +691,7 @@ def test_twice() -> None:
 
 def test_a_call_that_cannot_be_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is offloaded all the same, and the first call teaches."""
-    want = pipelines.image(pipelines.build("flux"), "flux")
+    want = plain_image("flux")
     pipe = pipelines.build("flux")
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:

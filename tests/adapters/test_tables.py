@@ -55,8 +55,7 @@ def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
         assert found == pytest.approx(share, abs=0.02), num_slots
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "batch"), list(zip(NAMES, (1, 2, 2, 1), strict=True)))
 def test_experts_are_given_the_tables_ids(name: str, batch: int, shapes: Any) -> None:
     shape = tiny(shapes.SHAPES[name])
     model = shapes.build(shape, 3, "cpu")

@@ -90,7 +90,7 @@ def plan_in_matrices(streamer: weightstream.Streamer) -> Plan:
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm", "eager"])
 def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None:
     model, plain = in_float8(implementation), in_float8(implementation)
-    wanted = [generated(plain, prompt(length), 6) for length in (1, 2, 9)]
+    wanted = [generated(plain, prompt(length), 4) for length in (1, 2, 9)]
     assert all(picks_of(experts) is None for experts in experts_of(model))
     room = 4 * model_nbytes(model) + (1 << 20)
     with weightstream.offload(model, device="cpu", device_budget=room, codec=codec) as streamer:
@@ -101,7 +101,7 @@ def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None
         assert any(name.endswith("experts.gate_up_proj") for name in codes) is (codec == "small")
         for _ in range(2):
             for length, found in zip((1, 2, 9), wanted, strict=True):
-                assert same(generated(model, prompt(length), 6), found)
+                assert same(generated(model, prompt(length), 4), found)
         assert streamer.plan.step_nbytes > 0
         assert streamer.stats().fills > 0
 

@@ -39,7 +39,8 @@ STEP = ("--batch", "2", "--tokens", "3")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(3)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=2)).save_pretrained(path)
+    config = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 6}, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 

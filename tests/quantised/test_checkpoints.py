@@ -66,7 +66,7 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
     names = set(in_file if name in ("fp8", "mxfp4") else plain.state_dict())  # transformers has unpacked it
     nbytes = sum(tensor.nbytes for tensor in in_file.values())
     wanted = [plain(IDS[:, : 7 + i]).logits for i in range(3)]
-    for share in SHARES:
+    for share in SHARES if name in ("gptq", "mxfp4") else SHARES[:1]:  # the larger one is for the stacks, and one more
         with caplog.at_level(logging.WARNING, "weightstream"):
             model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
         told = [record.getMessage() for record in caplog.records if record.name == "weightstream"]

@@ -64,8 +64,8 @@ def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -
     model, plain = built(name), built(name)
     num = NUM_PICKING.get(name, NUM_LAYERS)
     with held(model, form, MOST) as streamer:
-        assert_equal(model, plain, 2, 12, num=12)
-        assert len(selected) >= 2 * 11 * num  # each token but, maybe, the first
+        assert_equal(model, plain, 2, 12, num=8)
+        assert len(selected) >= 2 * 7 * num  # each token but, maybe, the first
         if form == "cached":
             assert len(caches(streamer)) == num
             assert min(counts(streamer)) > 0

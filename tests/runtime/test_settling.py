@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ class Rig:
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_from_any_place_to_any_other_and_back(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
     rig = Rig(backend, origin, kind, tmp_path)
-    for first, second in permutations(PLACES, 2):
+    for first, second in combinations(PLACES, 2):
         for place in (first, second, first):
             plan = rig.plan(place)
             rig.homes.settle(plan)

@@ -266,7 +266,7 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
     rig, model = Rig(num_rows, num_slots), Model(num_slots)
     slots = _OnDevice(rig.stacks, num_rows) if kernels else Slots(rig.stacks, num_rows)
     numbers, rng = set(), random.Random(num_slots)
-    for rows in steps(num_rows, num_slots, 24 if kernels else 400, seed=7):
+    for rows in steps(num_rows, num_slots, 16 if kernels else 400, seed=7):
         if rng.random() < 0.6:
             guess, most = guesses(rows, num_rows, rng), rng.choice((1, 2, MOST_AHEAD))
             slots.fetch_ahead(on_device(guess), most)
@@ -288,7 +288,7 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
 def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None:
     rig, table = Rig(9, num_slots), Lru(num_slots)
     slots, rng = _OnDevice(rig.stacks, 9), random.Random(num_slots)
-    for rows in steps(9, num_slots, 20, seed=num_slots):
+    for rows in steps(9, num_slots, 14, seed=num_slots):
         if rng.random() < 0.6:
             guess = guesses(rows, 9, rng)
             slots.fetch_ahead(on_device(guess), 2)

@@ -359,7 +359,7 @@ def test_a_weight_that_no_file_holds_is_refused_without_a_folder_and_spilled_wit
     tensors = load_file(folder / "model.safetensors")
     del tensors[missing]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    options: dict[str, Any] = {"device": "cpu", "device_budget": 250 << 10, "host_budget": 0, "progress": False}
+    options: dict[str, Any] = {"device": "cpu", "device_budget": 200 << 10, "host_budget": 0, "progress": False}
     options["allow_missing"] = True
     with pytest.raises(PlanError, match="offload_folder"):
         weightstream.from_pretrained(folder, **options)

@@ -95,7 +95,7 @@ def prompt(length: int = 3, batch: int = 1) -> torch.Tensor:
     return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-def generated(model: Any, ids: torch.Tensor, num: int = 20, **more: Any) -> list[torch.Tensor]:
+def generated(model: Any, ids: torch.Tensor, num: int = 10, **more: Any) -> list[torch.Tensor]:
     """Tokens, and the logits of each."""
     options = {"max_new_tokens": num, "min_new_tokens": num, "do_sample": False, "pad_token_id": 0}
     found = model.generate(

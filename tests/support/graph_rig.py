@@ -12,6 +12,7 @@ from typing import Any
 
 from rig import Rig, equal_plan, small_plan
 from weightstream.plan.plan import Plan
+from weightstream.runtime.ahead import Ahead
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.engine import Engine
 from weightstream.runtime.graphs import Graphs as StreamerGraphs
@@ -173,7 +174,12 @@ class GraphRig(Rig):
         self.engine = Engine(plan, self.graphs, self.copies)
         buffer = dict.fromkeys(("enter", "leave", "decode"), lambda unit: None)
         self.binding: Any = SimpleNamespace(
-            engine=self.engine, hold=self._hold, let_go=self.engine.release, abandon=self.engine.abandon, **buffer
+            engine=self.engine,
+            hold=self._hold,
+            let_go=self.engine.release,
+            abandon=self.engine.abandon,
+            ahead=Ahead(self.graphs, 0, lambda unit: None),
+            **buffer,
         )
         self.captures = StreamerGraphs(self.graphs, lambda: self.binding)
         self.capture, self.replay = self.captures.capture, self.captures.replay

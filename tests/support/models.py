@@ -82,7 +82,7 @@ TEXT = MappingProxyType(
         "vocab_size": 128,
         "hidden_size": 64,
         "intermediate_size": 160,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
         "bos_token_id": 1,
@@ -94,7 +94,7 @@ VISION = MappingProxyType(
     {
         "hidden_size": 64,
         "intermediate_size": 160,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "image_size": 32,
         "patch_size": 8,
@@ -202,7 +202,13 @@ ARCHITECTURES: Mapping[str, Callable[[], Model]] = MappingProxyType(
         "qwen3-bf16": text("Qwen3ForCausalLM", torch.bfloat16, **GQA),
         "mistral": text("MistralForCausalLM", **GQA, sliding_window=4),
         "gemma2": text("Gemma2ForCausalLM", **GQA, sliding_window=4),
-        "gemma3-bf16": text("Gemma3ForCausalLM", torch.bfloat16, **GQA, sliding_window=4),
+        "gemma3-bf16": text(
+            "Gemma3ForCausalLM",
+            torch.bfloat16,
+            **GQA,
+            sliding_window=4,
+            layer_types=[*["sliding_attention"] * 3, "full_attention"],
+        ),
         "gpt2": text("GPT2LMHeadModel", n_inner=160),
         "gpt_neox": text("GPTNeoXForCausalLM"),
         "opt": text("OPTForCausalLM", ffn_dim=160, word_embed_proj_dim=64),
@@ -242,6 +248,7 @@ ARCHITECTURES: Mapping[str, Callable[[], Model]] = MappingProxyType(
         "mamba2": text("Mamba2ForCausalLM", num_heads=8, head_dim=16, n_groups=2, state_size=8, chunk_size=8),
         "jamba": text(
             "JambaForCausalLM",
+            num_hidden_layers=6,  # attention or a state space, with experts or without
             num_key_value_heads=2,
             num_experts=4,
             mamba_d_state=8,

@@ -21,7 +21,7 @@ TEXT = MappingProxyType(
         "vocab_size": 128,
         "hidden_size": 32,
         "intermediate_size": 37,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 77,
         "bos_token_id": 1,
@@ -44,7 +44,7 @@ def clip(seed: int, *, projected: bool = False) -> Any:
 
 
 def t5(seed: int, kind: str = "T5") -> Any:
-    options = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
+    options = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
     config = getattr(transformers, f"{kind}Config")(**options, pad_token_id=0, eos_token_id=2, bos_token_id=1)
     return randomise(getattr(transformers, f"{kind}EncoderModel")(config), seed)
 
@@ -395,8 +395,12 @@ _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "sd3": {"max_sequence_length": 77},
         "controlnet": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)},
         "combined": {"prior_num_inference_steps": 2},
-        "svd": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32), "num_frames": 2},
-        "wan": {"num_frames": 9, "max_sequence_length": 16},
+        "svd": {
+            "image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32),
+            "num_frames": 2,
+            "num_inference_steps": 2,
+        },
+        "wan": {"num_frames": 5, "max_sequence_length": 16},
         # its template's words, of which the first 34 are dropped, are none of the tokenizer's
         "qwen": {
             "prompt": " ".join(f"w{i}" for i in range(10, 50)),
