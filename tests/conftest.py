@@ -19,8 +19,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import following
-from weightstream import prospects
 from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 from weightstream.runtime.cuda import CUDA_PROFILE
@@ -61,15 +59,6 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         profile.save(torch.device("cpu"), replace(CPU_PROFILE, **kept))
         if torch.cuda.is_available():  # beside other tests, or inside of one that delays copies, anything is measured
             profile.save(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _followed_once() -> Iterator[None]:
-    """Models that are made alike are followed once: it took a fifth of the time of all tests of models."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(prospects, "observe", following.once(prospects.observe))
         yield
 
 
