@@ -101,7 +101,7 @@ def test_the_workload_counts(
     plan = assert_same_plan(folders[name], device_budget=BUDGETS[name], **settings)
     assert plan.workload == workload
     positions = workload.batch * workload.context
-    assert plan.cache_nbytes == 2 * 6 * 2 * 16 * 4 * positions  # keys and values: layers, heads, their width, float32
+    assert plan.cache_nbytes == 2 * 4 * 2 * 16 * 4 * positions  # keys and values: layers, heads, their width, float32
     assert plan.activation_nbytes > 0
 
 

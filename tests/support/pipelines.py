@@ -395,7 +395,11 @@ _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "sd3": {"max_sequence_length": 77},
         "controlnet": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)},
         "combined": {"prior_num_inference_steps": 2},
-        "svd": {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32), "num_frames": 2, "num_inference_steps": 2},
+        "svd": {
+            "image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32),
+            "num_frames": 2,
+            "num_inference_steps": 2,
+        },
         "wan": {"num_frames": 5, "max_sequence_length": 16},
         # its template's words, of which the first 34 are dropped, are none of the tokenizer's
         "qwen": {
