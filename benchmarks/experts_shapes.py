@@ -235,8 +235,8 @@ class Table:
     def guessed(self, recall: float) -> Iterator[None]:
         """Inside, guesses are what the table will name, but for a share of the ids, in place of which any are drawn.
 
-        The routers know nothing of the table. What is told outside of a capture, where a guess is put to the test, is
-        the table.
+        The routers run as they would, but know nothing of the table. Outside of a capture, where a guess is put to the
+        test, it is told.
         """
         generator = torch.Generator(self._table.device).manual_seed(2)
         shape, device, most = self._table.shape, self._table.device, int(self._table.max()) + 1
@@ -246,14 +246,16 @@ class Table:
         order = torch.rand(drawn.shape, generator=generator, device=device).argsort(-1)
         drawn = drawn.gather(-1, order)
 
-        def guess(picks: Any, _: torch.Tensor) -> torch.Tensor | None:
+        before = Experts.guess
+
+        def guess(picks: Any, states: torch.Tensor) -> torch.Tensor | None:
+            before(picks, states)
             layer = self._layer_of.get(id(picks._module))
             if layer is None:  # of a copy that tells shapes
                 return None
             is_captured = torch.cuda.is_current_stream_capturing()
             return (drawn if is_captured else self._table)[layer].index_select(0, self._step)[0]
 
-        before = Experts.guess
         Experts.guess = guess  # type: ignore[method-assign]
         try:
             yield

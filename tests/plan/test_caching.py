@@ -350,12 +350,25 @@ def test_what_is_guessed_is_what_a_cache_fetches_ahead(
     there = (table.hits - table.used) / num_steps
     different = (table.hits + table.misses) / num_steps
     monkeypatch.setattr(caching, "_RECALL", recall)
-    told = caching._guessed(different - there, different, 1 - num_slots / NUM_ROWS, most, None)
+    told = caching._guessed(different - there, different, num_slots, NUM_ROWS, most, None)
     assert told == pytest.approx((ahead, used), rel=0.2)
     counts = Counts(num_slots, MANY, MANY, ahead=10 * MANY, used=4 * MANY)
-    ahead, used = caching._guessed(different - there, different, 1 - num_slots / NUM_ROWS, most, counts)
+    ahead, used = caching._guessed(different - there, different, num_slots, NUM_ROWS, most, counts)
     assert used == pytest.approx(0.4 * ahead, rel=1e-3)
     assert 0 < ahead < most
+
+
+@pytest.mark.parametrize("num_slots", [8, 9, 12])
+def test_no_more_are_fetched_ahead_than_slots_may_go(num_slots: int) -> None:
+    """A guess takes none that the last call used: with as many slots as a token picks there is none."""
+    rng, table, num_steps = random.Random(3), Lru(num_slots), 2000
+    for step in range(num_steps):
+        rows = rng.sample(range(NUM_ROWS), NUM_PICKED)
+        if step:
+            table.guess([row if rng.random() < 0.75 else rng.randrange(NUM_ROWS) for row in rows], 8)
+        table.resolve(rows)
+    ahead, _ = caching._guessed((table.misses + table.used) / num_steps, NUM_PICKED, num_slots, NUM_ROWS, 8, None)
+    assert ahead == pytest.approx(table.ahead / num_steps, rel=0.25, abs=0.05)
 
 
 def test_as_many_are_fetched_ahead_as_pays() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,6 +230,97 @@ def test_a_written_expert_is_not_used_as_it_was_fetched_ahead() -> None:
         assert streamer.stats().experts_ahead > 0
 
 
+def test_a_block_in_training_is_not_asked() -> None:
+    """Those of Mixtral, MiniMax and Phi-MoE multiply the states that they are given by noise then."""
+    model, ids = built("mixtral", router_jitter_noise=0.25).train(), prompt(2)
+    torch.manual_seed(1)
+    wanted = decoded(model, 8)
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        decoded(model, 2)
+        torch.manual_seed(1)
+        assert same(decoded(model, 8), wanted)
+        assert streamer.stats().experts_ahead == 0
+        model.eval()
+        generated(model, ids, NEW)
+        assert streamer.stats().experts_ahead > 0
+
+
+def test_under_autocast_nothing_is_guessed() -> None:
+    """What a router is cast to is kept, and the router itself would take it before it is there."""
+    model = alike("qwen3_moe")
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        decoded(model, 4)
+        before = streamer.stats().experts_ahead
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            decoded(model, 8)
+        assert streamer.stats().experts_ahead == before > 0
+        decoded(model, 8)
+        assert streamer.stats().experts_ahead > before
+
+
+def test_the_first_step_after_a_change_of_plan_looks_ahead_too() -> None:
+    model = alike("qwen3_moe")
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        decoded(model, 8)
+        streamer.switch(replace(streamer.plan, ahead=1))
+        before, numbers = streamer.stats().experts_ahead, []
+        for unit in streamer._binding.units:
+            if unit.rows is not None and unit.rows.cache is not None:
+                fetch = unit.rows.cache.fetch_ahead
+                unit.rows.cache.fetch_ahead = lambda *args, fetch=fetch: (numbers.append(args[1]), fetch(*args))  # type: ignore[method-assign]
+        decoded(model, 1)
+        assert numbers == [1] * (NUM_LAYERS - 1)
+        assert streamer.stats().experts_ahead >= before
+
+
+def test_nothing_of_a_guess_is_kept_alive() -> None:
+    block = built().model.layers[0].mlp
+    picks = adapter.picks_of(block.experts, block)
+    assert picks is not None
+    gc.collect()
+    gc.disable()
+    try:
+        for width, is_told in ((64, True), (63, False)):
+            block.gate._parameters["weight"] = torch.nn.Parameter(torch.randn(8, width, dtype=torch.bfloat16))
+            states = torch.randn(3, 64, dtype=torch.bfloat16)
+            kept = weakref.ref(states)
+            with torch.no_grad():
+                assert (picks.guess(states) is not None) is is_told
+            del states
+            assert kept() is None
+    finally:
+        gc.enable()
+
+
+class Graph:
+    """What a capture is for."""
+
+
+@torch.no_grad()
+def test_a_capture_that_ends_between_two_layers_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, inside = alike("qwen3_moe"), torch.tensor([[5]]), [False]
+
+    @contextmanager
+    def capture(_: Any, **__: Any) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    with held(model, "cached", SLOTS, ahead=2) as streamer:
+        decoded(model, 3)
+        with streamer.step():
+            backend, ahead = streamer._backend, streamer._binding.ahead
+            monkeypatch.setattr(backend, "capture", capture)
+            monkeypatch.setattr(backend, "capturing", lambda: inside[0])
+            with streamer._graphs.capture(Graph()):
+                states = model.model.embed_tokens(ids)
+                places = model.model.rotary_emb(states, torch.zeros(1, 1, dtype=torch.long))
+                model.model.layers[0](states, position_embeddings=places)
+                assert ahead._running is not None
+                assert ahead._running[1].shape == (1, 64), "the states are kept until then"
+            assert ahead._running is None
+
+
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
@@ -281,12 +375,12 @@ class Picking:
 def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
     log = Log()
     units: list[Any] = [Picking(log) for _ in range(3)]
-    ahead = Ahead(log, 2, lambda index: units[index // 2])
-    for index, unit in zip((0, 2, 4), units, strict=True):
-        ahead.reach(index, unit, (None, None, None), unit)
-    assert log.log == [("forward", None)] * 3, "nothing was fetched"
-    log.log.clear()
-    ahead.reach(0, units[0], (None, None, None), units[0])
+    ahead = Ahead(log, 2, {2 * index: unit for index, unit in enumerate(units)}, lambda index: units[index // 2])
+
+    def reach(index: int) -> None:
+        ahead.reach(index, (None, None, None), units[index // 2])
+
+    reach(0)
     units[0].look_ahead(torch.tensor([[3, 1]]))
     assert log.log[1:] == [
         ("compute records", 1),
@@ -297,13 +391,13 @@ def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
         ("compute", None),
     ]
     log.log.clear()
-    ahead.reach(2, units[1], (None, None, None), units[1])
+    reach(2)
     assert log.log == [("compute waits", 2), ("forward", None)]
     log.log.clear()
-    ahead.reach(4, units[2], (None, None, None), units[2])
+    reach(4)
     units[2].look_ahead(torch.tensor([[3, 1]]))
     assert log.log == [("forward", None)], "no unit follows the last"
-    ahead.reach(0, units[0], (None, None, None), units[0])
+    reach(0)
     units[0].look_ahead(torch.tensor([[3, 1]]))
     ahead.join()
     assert log.log[-1] == ("compute waits", 4), "a capture ends joined"

@@ -61,18 +61,19 @@ class Model:
         for row in served:
             self.used_at[self.slot_of[row]] = self.step
         self.step += 1
-        right = len(named & set(self.guessed))
-        self.used += right
-        self.late = [self.late[0] + len(self.guessed), self.late[1] + right]
-        if self.late[0] > 64:
-            self.late = [number // 2 for number in self.late]
-        self.guessed = []
+        self.judge(named)
         return found, fetched
+
+    def forget(self) -> None:
+        self.empty = list(range(len(self.used_at)))
+        self.used_at = [-1] * len(self.used_at)
+        self.slot_of, self.guessed = {}, []
 
     def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
         """In free slots, of which this may not take one in the first step, or in those of rows that nobody asked for
-        in the last."""
+        in the last. What was guessed since then was wrong."""
         fetched: list[tuple[int, int]] = []
+        self.judge(set())
         all_late, right_late = self.late
         if all_late < 16 or 4 * right_late >= all_late or self.step % 16 == 0:
             for row in dict.fromkeys(rows):
@@ -94,6 +95,14 @@ class Model:
         self.guessed = [row for row, _ in fetched]
         self.ahead += len(fetched)
         return fetched
+
+    def judge(self, named: set[int]) -> None:
+        right = len(named & set(self.guessed))
+        self.used += right
+        self.late = [self.late[0] + len(self.guessed), self.late[1] + right]
+        if self.late[0] > 64:
+            self.late = [number // 2 for number in self.late]
+        self.guessed = []
 
     def leave(self, slot: int) -> None:
         if slot in self.empty:
@@ -284,26 +293,90 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
     assert num_slots == 1 or min(model.counts) > 0
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 4, 6])
-def test_the_tables_of_the_kernel_are_those_of_the_lists(num_slots: int) -> None:
-    rig, table = Rig(9, num_slots), Lru(num_slots)
-    slots, rng = _OnDevice(rig.stacks, 9), random.Random(num_slots)
-    for rows in steps(9, num_slots, 14, seed=num_slots):
-        if rng.random() < 0.6:
-            guess = guesses(rows, 9, rng)
-            slots.fetch_ahead(on_device(guess), 2)
-            table.guess(guess, 2)
-        found, missed = table.resolve(rows)
-        assert slots.resolve(on_device(rows)).tolist() == found
-        assert slots._held[1].tolist() == table._owners
-        assert slots._held[2].tolist() == table._stamps
-        owners = {row: slot for slot, row in enumerate(table._owners)}
-        assert slots._held[0].tolist() == [owners.get(row, -1) for row in range(9)]
-        pairs = slots._missed.view(-1, 2)[: len(missed)].tolist()
-        assert [tuple(pair) for pair in pairs] == missed
-        counted = [table._step, len(missed), table.hits, table.misses, 0, table.ahead, table.used]
-        assert slots._state.tolist() == [*counted, table._recent, table._useful]
-        assert set(slots._first_at.tolist()) == {slot_kernels.NEVER.value}
+def assert_same_tables(slots: _OnDevice, table: Lru, num_rows: int) -> None:
+    assert slots._held[1].tolist() == table._owners
+    assert slots._held[2].tolist() == table._stamps
+    owners = {row: slot for slot, row in enumerate(table._owners)}
+    assert slots._held[0].tolist() == [owners.get(row, -1) for row in range(num_rows)]
+    step, _, *counted = slots._state.tolist()
+    assert step == table._step
+    assert counted == [
+        table.hits,
+        table.misses,
+        len(table._ahead),
+        table.ahead,
+        table.used,
+        table._recent,
+        table._useful,
+    ]
+    assert set(slots._first_at.tolist()) == {slot_kernels.NEVER.value}
+
+
+def assert_missed(pairs: torch.Tensor, missed: Sequence[tuple[int, int]]) -> None:
+    assert pairs.view(-1, 2)[: len(missed)].tolist() == [list(pair) for pair in missed]
+
+
+SIZES = [(9, 1), (9, 3), (9, 4), (16, 7), (5, 8), (1, 2)]  # rows, and slots
+
+
+@pytest.mark.parametrize(("num_rows", "num_slots"), SIZES)
+def test_the_tables_of_the_kernels_are_those_of_the_lists(num_rows: int, num_slots: int) -> None:
+    """Calls and guesses in any order, ids that are none, and rows that are forgotten in between."""
+    rig, table, rng = Rig(num_rows, num_slots), Lru(num_slots), random.Random(4)
+    slots, kinds = _OnDevice(rig.stacks, num_rows), []
+    for _ in range(28):
+        ids = [rng.choice([-1, num_rows, 2**40]) if rng.random() < 0.1 else rng.randrange(num_rows) for _ in range(5)]
+        ids = ids[: rng.choice((1, 3, 5))]
+        rows, most = [min(row, num_rows - 1) for row in ids], rng.choice((0, 1, 2, 9))
+        kinds.append(rng.choices(("resolve", "guess", "forget"), (5, 6, 1))[0])
+        if kinds[-1] == "resolve":
+            found, missed = table.resolve(rows)
+            assert slots.resolve(on_device(ids)).tolist() == found
+            assert_missed(slots._missed, missed)
+        elif kinds[-1] == "guess":
+            missed = table.guess(rows, most)
+            slots.fetch_ahead(on_device(ids), most)
+            assert_missed(slots._ahead, missed)
+        else:
+            missed = []
+            table.forget()
+            slots.forget()
+        rig.fetched(missed)
+        assert torch.equal(rig.whole, rig.wanted), kinds
+        assert_same_tables(slots, table, num_rows)
+    assert "guess guess" in " ".join(kinds)
+
+
+def test_what_was_guessed_and_forgotten_was_not_found() -> None:
+    table = Lru(4)
+    for row in range(4):
+        table.resolve([row])
+    assert table.guess([7, 8], 2)
+    table.forget()
+    table.resolve([7, 8])
+    assert table.counts() == (0, 6, 2, 0)
+
+
+def test_guesses_for_what_is_never_called_end() -> None:
+    """The first layer of a second tower comes behind the last of the first one, and may not run."""
+    table, rng = Lru(8), random.Random(0)
+    for row in range(8):
+        table.resolve([row])
+    for _ in range(500):
+        table.guess([rng.randrange(64) for _ in range(4)], 4)
+    assert table.ahead < 100
+
+
+def test_no_more_are_guessed_than_there_is_room_to_tell() -> None:
+    rig = Rig(40, 20)
+    slots = _OnDevice(rig.stacks, 40)
+    whole = torch.full((64,), POISON, dtype=torch.int32, device=DEVICE)
+    slots._ahead = whole[: 2 * MOST_AHEAD]
+    for row in range(3):
+        slots.resolve(on_device([row]))
+    slots.fetch_ahead(on_device(list(range(10, 26))), 12)
+    assert slots._state[4].item() == MOST_AHEAD
+    assert set(whole[2 * MOST_AHEAD :].tolist()) == {POISON}
 
 
 def test_an_id_that_is_none_reaches_nothing_outside() -> None:

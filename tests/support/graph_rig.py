@@ -178,7 +178,7 @@ class GraphRig(Rig):
             hold=self._hold,
             let_go=self.engine.release,
             abandon=self.engine.abandon,
-            ahead=Ahead(self.graphs, 0, lambda unit: None),
+            ahead=Ahead(self.graphs, 0, {}, lambda unit: None),
             **buffer,
         )
         self.captures = StreamerGraphs(self.graphs, lambda: self.binding)

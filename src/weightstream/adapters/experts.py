@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,21 +36,28 @@ _IN_PLACE = "grouped_mm"  # it touches no matrix but those that it uses
 _FUSED = "w13_weight"  # of vLLM's experts
 _EQUAL: dict[Any, bool] = {}  # [Note: grouped in place of batched]
 _ROUNDS = 8
+_WAYS = ("forward", "_compiled_call_impl")  # that an instance may have for its own
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class _StandIn:
-    """In place of a module: these attributes are others, all else is the module's. A call runs its class's forward,
-    which nobody watches."""
+    """In place of a module: these attributes are others, all else is the module's."""
 
-    def __init__(self, module: Any, others: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, module: Any, others: Mapping[str, Any]) -> None:
         self.__dict__.update(others, _weightstream_module=module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_weightstream_module"], name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._weightstream_module).forward(self, *args, **kwargs)
+
+def _unwatched(module: nn.Module) -> nn.Module:
+    """A module of the same tensors that runs the forwards of its classes, without hooks."""
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update({name: value for name, value in vars(module).items() if name not in _WAYS})
+    found.__dict__ |= {name: type(hooks)() for name, hooks in vars(module).items() if name in _HOOKS}
+    found._modules = {name: None if child is None else _unwatched(child) for name, child in module._modules.items()}
+    return found
 
 
 class _Named(Exception):
@@ -119,7 +125,9 @@ class Experts:
         return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
 
     def _look_ahead(self, rows: Any, given: Mapping[str, Any]) -> None:
-        if rows.look_ahead is None:
+        if (
+            rows.look_ahead is None or self._module.training
+        ):  # some blocks make noise, in the states that they are given
             return
         hidden, ids = given["hidden_states"], given["top_k_index"]
         if self._repeats is None and not rows.capturing():
@@ -133,7 +141,7 @@ class Experts:
     @property
     def guesses(self) -> bool:
         """Whether its block, run up to the experts, gave the ids that these were given."""
-        return bool(self._repeats)
+        return bool(self._repeats) and not self._module.training
 
     def guess(self, states: torch.Tensor) -> torch.Tensor | None:
         """The ids that the block would give its experts for these states of tokens."""
@@ -141,10 +149,10 @@ class Experts:
             return None
         inside: dict[str, Any] = {}
         for name, child in self._block.named_children():
-            routes = any(len(p) == self._module.num_experts for p in child._parameters.values() if p is not None)
-            inside[name] = _name if child is self._module else _StandIn(child) if routes else _as_is
+            routes = any(p.ndim and len(p) == self._module.num_experts for p in child.parameters())
+            inside[name] = _name if child is self._module else _unwatched(child) if routes else _as_is
         try:
-            _StandIn(self._block, inside)(states.unsqueeze(0))
+            type(self._block).forward(_StandIn(self._block, inside), states.unsqueeze(0))
         except _Named as named:
             return named.ids
         except Exception:  # of a block that is called otherwise

@@ -72,21 +72,21 @@ class Steps:
         chance, past = torch.Generator().manual_seed(_SEED), shape[1] - workload.tokens
         ids = torch.randint(num_words, shape, generator=chance).to(device)
         new = torch.randint(num_words, (_NUM_TURNS, shape[0], workload.tokens), generator=chance).to(device)
-        self._num_tokens, turns = workload.tokens, list(new)
         self._caches: dict[str, Any] = {}
         if past:
             output = self._forward(ids[:, :past])
             found = {name: getattr(output, name, None) for name in CACHES if name in takes}
             self._caches = {name: cache for name, cache in found.items() if cache is not None}
-            if not self._caches:  # then it is given the whole context
-                self._num_tokens, turns = shape[1], [torch.cat([ids[:, :past], tokens], 1) for tokens in turns]
-        self._turns = cycle(turns)
+        is_whole = past > 0 and not self._caches  # a model without a cache is given the whole context
+        self._before = ids[:, : past if is_whole else 0]
+        self._turns = cycle(new)
         self._prompt = [dict(layer) for layer in self._layers()]
 
     def __call__(self) -> torch.Tensor:
         """The last token's logits, of shape (batch, words)."""
-        with hf_private.decoding(self._model, self._num_tokens):
-            logits: torch.Tensor = self._forward(next(self._turns)).logits[:, -1]
+        ids = torch.cat([self._before, next(self._turns)], 1)
+        with hf_private.decoding(self._model, ids.shape[1]):
+            logits: torch.Tensor = self._forward(ids).logits[:, -1]
         for layer, prompt in zip(self._layers(), self._prompt, strict=True):
             layer.update(prompt)  # a cache grows into new tensors, so those of the prompt are as they were
         return logits

@@ -117,7 +117,9 @@ def ways(
         num = max(least, (budget - buffer - rest) // per_slot)
         if num < most and num * per_slot + buffer < budget:  # where all have room they stay without a cache
             cached = Cached(codes=codes, num_slots=num, slots_nbytes=num * per_slot, buffer_nbytes=buffer)
-            yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts))
+            # Where others stream, the link is not free meanwhile, nor is what routes there when it is asked.
+            fits = num * per_slot + buffer + rest <= budget
+            yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts) if fits else 0)
 
 
 def of_plan(plan: Plan) -> Cached | None:
@@ -149,17 +151,25 @@ def profiled(
     coded = manifest.coded(cached.coded)
     decoding = profile.decoding(coded)
     unit_s, host_s = list(decoding.unit_s), list(decoding.host_s)
+    captured_s = list(decoding.captured_s or [0.0] * len(unit_s))
     fetches = _fetched(manifest, cached, profile, workload, counts)
-    beside_s = sum(unit_s) / len(fetches) if fetches else 0.0
-    for index, fetch in fetches.items():
-        unit_s[index] += fetch.seconds(profile, beside_s)
+    beside_s = sum(unit_s) / max(1, len(fetches))
+    for index, waited in _fetched(manifest, cached._replace(ahead=0), profile, workload, counts).items():
+        unit_s[index] += waited.seconds(profile, 0.0)
+        captured_s[index] += fetches[index].seconds(profile, beside_s) - waited.seconds(profile, 0.0)
         if host_s:
             shown = len(coded.units[index].tensors)
             opening_s = (
                 profile.times_s(index, coded.units[index], shown=shown, streams=False)[1] - profile.host_s[index]
             )
             host_s[index] += opening_s + _LAUNCHES * profile.decoding_launch_s
-    return replace(decoding, unit_s=tuple(unit_s), host_s=tuple(host_s))
+    captured = tuple(captured_s) if cached.ahead else decoding.captured_s  # only there are rows fetched ahead
+    return replace(decoding, unit_s=tuple(unit_s), host_s=tuple(host_s), captured_s=captured)
+
+
+def device_s(profile: Profile) -> float:
+    """Seconds of the device for a step in a CUDA graph, of which each unit is there once."""
+    return sum(profile.unit_s) + sum(profile.captured_s)
 
 
 def predicted(
@@ -208,7 +218,7 @@ def _fetched(
         ahead, used = 0.0, 0.0
         if found and cached.ahead:
             different, _ = _law(num_rows, num_picked, cached.num_slots, workload)
-            ahead, used = _guessed(missed, different, 1 - cached.num_slots / num_rows, cached.ahead, counts)
+            ahead, used = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
         row_nbytes = sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
         calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
         found[index] = _Fetch((missed - used) * row_nbytes, ahead * row_nbytes, calls)
@@ -216,12 +226,13 @@ def _fetched(
 
 
 def _guessed(
-    missed: float, different: float, elsewhere: float, most: int, counts: Counts | None
+    missed: float, different: float, num_slots: int, num_rows: int, most: int, counts: Counts | None
 ) -> tuple[float, float]:
     """Rows that are fetched ahead of a call that names `different` ones, of which `missed` are in no slot, and those of
-    them that it uses. Of a wrong guess the share `elsewhere` is in no slot; how many are in none varies by chance."""
-    right = _RECALL * missed
-    guessed = right + (1 - _RECALL) * different * elsewhere
+    them that it uses. Of wrong guesses as many are in one as of all rows; how many are in none varies by chance. The
+    slots of the last call are left alone."""
+    right, most = _RECALL * missed, min(most, max(0, num_slots - ceil(different)))
+    guessed = right + (1 - _RECALL) * different * (1 - num_slots / num_rows)
     ahead = most - sum((most - num) * exp(-guessed) * guessed**num / factorial(num) for num in range(most))
     share = right / guessed if guessed else 0.0
     if counts is not None:
@@ -235,13 +246,11 @@ def _best_ahead(
     """How many rows to fetch ahead: what takes least time, if a step is of single tokens."""
     if workload is not None and workload.tokens > 1:
         return 0
-    beside_s = sum(profile.unit_s) / max(1, len(stacks_of(manifest, profile)))
-
-    def seconds(ahead: int) -> float:
-        fetches = _fetched(manifest, cached._replace(ahead=ahead), profile, workload, counts)
-        return sum(fetch.seconds(profile, beside_s) for fetch in fetches.values())
-
-    return min(range(MOST_AHEAD + 1), key=seconds)
+    numbers = range(min(MOST_AHEAD, cached.num_slots) + 1)
+    return min(
+        numbers,
+        key=lambda num: device_s(profiled(manifest, cached._replace(ahead=num), profile, workload, counts)),
+    )
 
 
 def _missed(

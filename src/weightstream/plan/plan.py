@@ -42,7 +42,7 @@ class Plan:
     Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, or
     `graph_s` in a CUDA graph, where the host launches nothing, and those that compute (`decode_s` of them to decode),
     link and disk are busy; the share of the rows of `cached` that it finds in slots, and the bytes that it fetches into
-    them; and the bytes of activations, at most, and of the KV cache.
+    them, in a graph; and the bytes of activations, at most, and of the KV cache.
     """
 
     manifest: Manifest

@@ -246,7 +246,7 @@ class Planner:
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)
         found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), *known)
-        return min(found, key=lambda c: sum(caching.profiled(manifest, c, profile, *known).unit_s), default=None)
+        return min(found, key=lambda c: caching.device_s(caching.profiled(manifest, c, profile, *known)), default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, cached: Cached | None) -> Plan:
         """The plan of a manifest without what is cached, as one of the whole."""

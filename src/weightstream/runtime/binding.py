@@ -24,8 +24,9 @@ Outputs get memory of their own. Views kept elsewhere cannot be mended: the unit
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -70,6 +71,7 @@ class Binding:
         counters: Counters,
         timeline: Timeline,
         block: Block | None = None,
+        picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
@@ -80,7 +82,7 @@ class Binding:
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
-        self.ahead = Ahead(backend, plan.ahead, lambda index: self.units[index].opening.asked)
+        self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.asked)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
         self.engine.prime()
         self.rest()
@@ -196,13 +198,13 @@ class Binding:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
 
     @_unseen
-    def picked(self, index: int, picks: Picks, call: tuple[Any, Any, Any], eager: bool) -> Callable[..., Any] | None:
+    def picked(self, index: int, call: tuple[Any, Any, Any], eager: bool) -> Callable[..., Any] | None:
         """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
         unit = self.units[index]
         if eager:
             self._see(unit.faces.faces)  # a unit that ran before this one may have updated them
         rows = None if self._is_blocked(unit) else unit.rows
-        found = None if rows is None else self.ahead.reach(index, picks, call, rows)
+        found = None if rows is None else self.ahead.reach(index, call, rows)
         unit.is_picked = found is not None
         return found
 
@@ -391,6 +393,7 @@ class Binding:
     def _forget(self, aliases: set[str]) -> None:
         """What the ring holds of these is stale, in whichever unit."""
         if aliases:  # most steps update nothing
+            self.ahead.join()
             self.engine.forget({face.unit for face in self.faces if face.alias in aliases})
             for unit in self.units:
                 if unit.coded & aliases and unit.opening.asked is not None:

@@ -183,7 +183,7 @@ class CudaStamp:
 
 
 class CudaBackend:
-    """One GPU: compute runs on the caller's current stream, copies on a stream of their own."""
+    """One GPU: compute runs on the caller's current stream, copies and what looks ahead on streams of their own."""
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True, profile: Profile = CUDA_PROFILE) -> None:
         if not torch.cuda.is_available():

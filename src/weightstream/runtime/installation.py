@@ -36,7 +36,7 @@ from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stacks import unread
 from weightstream.runtime.tally import Cache, Tally
 from weightstream.runtime.timeline import Timeline
-from weightstream.runtime.weights import UnitModule, manifest
+from weightstream.runtime.weights import Picks, UnitModule, manifest
 
 logger = logging.getLogger("weightstream")
 
@@ -139,12 +139,17 @@ class Installation:
             plan = self._settled(plan)
             block = self.gate.block
             memory = buffers(plan, self.backend) if block is None else block.parts(plan)
-            self.binding = Binding(plan, memory, self.homes, self.backend, self.counters, self.timeline, block)
+            counts, picks = (self.counters, self.timeline), self._picks()
+            self.binding = Binding(plan, memory, self.homes, self.backend, *counts, block, picks)
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)
         except torch.OutOfMemoryError as error:
             error.add_note(f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it")
             raise
+
+    def _picks(self) -> dict[int, Picks]:
+        """How the units that read single rows of their stacks do it."""
+        return {index: unit.picks for index, unit in enumerate(self.modules.units) if unit.picks is not None}
 
     def _settled(self, plan: Plan) -> Plan:
         """The plan that homes have settled to: where a coded weight is larger than estimated, or rows of a stack cannot

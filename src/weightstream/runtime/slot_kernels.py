@@ -121,7 +121,13 @@ def guess(
     slot, `state` their number, 0 where too few of late were used. `guarded` is room for the threads.
     """
     step = tl.load(state)
-    is_off = (tl.load(state + 7) >= _PROBES) & (tl.load(state + 8) * _FEW < tl.load(state + 7)) & (step % _PROBES != 0)
+    recent, useful = (
+        tl.load(state + 7) + tl.load(state + 4),
+        tl.load(state + 8),
+    )  # what was guessed last was for no call
+    useful = tl.where(recent > _RECENT, useful // 2, useful)
+    recent = tl.where(recent > _RECENT, recent // 2, recent)
+    is_off = (recent >= _PROBES) & (useful * _FEW < recent) & (step % _PROBES != 0)
     s = tl.arange(0, IDS)
     row = tl.load(ids + s, mask=s < num_ids, other=-1)
     row = tl.minimum(tl.maximum(row, -1), NUM_ROWS - 1).to(tl.int32)
@@ -133,6 +139,8 @@ def guess(
     n = tl.arange(0, SLOTS)
     age = tl.load(stamps + n, mask=n < NUM_SLOTS, other=step)
     may_go = (n < NUM_SLOTS) & (age < step - 1) & (tl.load(guarded + n, mask=n < NUM_SLOTS, other=step) != step)
+    tl.debug_barrier()
+    tl.store(guarded + slot, tl.full([IDS], -1, tl.int64), mask=slot >= 0)
     misses = given & (slot < 0) & (is_off == 0)
     num = tl.zeros([], tl.int32)
     for _ in tl.static_range(MOST):
@@ -153,6 +161,8 @@ def guess(
             num += 1
     tl.store(state + 4, num.to(tl.int64))
     tl.store(state + 5, tl.load(state + 5) + num)
+    tl.store(state + 7, recent)
+    tl.store(state + 8, useful)
 
 
 @triton.jit

@@ -10,8 +10,8 @@ event orders them, and the host waits for nothing. A CPU does the same with list
 [Note: rows ahead]
 What the next call will name can be guessed while others compute, and fetched on another stream: a few of these rows
 that have no slot, into slots that the last call did not use. They get as old as those slots were, so a wrong guess is
-the next to go and takes no room from what is used. `resolve` counts which were right. Where few are, guesses cost the
-link more than they save: the device itself leaves them out, but for one call in some, which finds out anew.
+the next to go, and what was used last stays. `resolve` counts which were right. Where few are, guesses cost the link
+more than they save: the device itself leaves them out, but for one call in some, which finds out anew.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Lru:
 
     def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
         """The rows that have to be fetched ahead, each with its slot."""
+        self._judge(())  # what was guessed before was for no call
         is_off = self._recent >= _PROBES and self._useful * _FEW < self._recent and self._step % _PROBES
         slot_of = self._slot_of()
         guarded = {slot_of[row] for row in rows if row in slot_of}
@@ -160,6 +161,7 @@ class Lru:
         """No row has a slot."""
         self._owners = [-1] * len(self._owners)
         self._stamps = [-1] * len(self._stamps)
+        self._ahead = []
 
     def _slot_of(self) -> dict[int, int]:
         return {row: slot for slot, row in enumerate(self._owners) if row >= 0}
@@ -220,7 +222,7 @@ class _OnDevice:
         return found
 
     def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
-        tables = *self._held, self._guarded, self._state, self._ahead
+        tables, most = (*self._held, self._guarded, self._state, self._ahead), min(most, MOST_AHEAD)
         self._kernels.guess[(1,)](ids, ids.numel(), *tables, most, *self._sizes(ids), num_warps=_GUESS_WARPS)
         self._fetch(self._ahead, self._state[4:])
 
@@ -234,6 +236,7 @@ class _OnDevice:
     def forget(self) -> None:
         for table in self._held:
             table.fill_(-1)
+        self._state[4] = 0
 
     def counts(self) -> Found:
         _, _, hits, misses, _, ahead, used, *_ = self._state.tolist()

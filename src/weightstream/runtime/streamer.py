@@ -230,7 +230,7 @@ class Streamer:
         output, has_ended, fixed = None, False, self._gate.is_fixed
         picks = self._modules.units[unit].picks if self._gate.mode is not Mode.LEARNING else None
         with self._gate.lock:
-            forward = (picks and self._binding.picked(unit, picks, (forward, args, kwargs), not fixed)) or forward
+            forward = (picks and self._binding.picked(unit, (forward, args, kwargs), not fixed)) or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
             if torch.is_grad_enabled() or is_profiled():
