@@ -125,9 +125,7 @@ class Experts:
         return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
 
     def _look_ahead(self, rows: Any, given: Mapping[str, Any]) -> None:
-        if (
-            rows.look_ahead is None or self._module.training
-        ):  # some blocks make noise, in the states that they are given
+        if rows.look_ahead is None or self._module.training:  # some blocks add noise to what they are given then
             return
         hidden, ids = given["hidden_states"], given["top_k_index"]
         if self._repeats is None and not rows.capturing():
