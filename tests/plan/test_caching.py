@@ -491,6 +491,20 @@ def test_more_memory_is_never_slower(on: Machine) -> None:
     assert not plans[-1].cached
 
 
+@pytest.mark.parametrize("on", [IN_GRAPHS, machine()], ids=["in graphs", "eager"])
+@pytest.mark.parametrize("codec", ["none", "small"])
+def test_what_is_fetched_and_what_streams_share_the_link(codec: str, on: Machine) -> None:
+    share = SHARES[3] if codec == "small" else 1.0
+    least = BUFFER_NBYTES + round(1.02 * share * NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048))
+    plan = planner_of(least + REST_NBYTES * 3 // 4, codec=codec, on=on)(MIXTURE)
+    assert plan.num_slots == NUM_PICKED
+    assert plan.step_nbytes > 0
+    assert_sound(plan)
+    least_s = (plan.step_nbytes + plan.fetched_nbytes) / H200.link_bytes_per_s
+    assert min(plan.step_s, plan.graph_s) >= least_s
+    assert plan.graph_s < 1.2 * least_s
+
+
 @pytest.mark.parametrize("share", [0.93, 1.1])
 def test_what_all_fits_coded_or_plain_has_no_cache(share: float) -> None:
     plan = planner_of(int(MIXTURE.nbytes * share), on=IN_GRAPHS)(MIXTURE)

@@ -173,22 +173,28 @@ def device_s(profile: Profile) -> float:
 
 
 def predicted(
+    plan: Plan,
     manifest: Manifest,
     cached: Cached,
     profile: Profile,
     workload: Workload | None,
     counts: Counts | None = None,
 ) -> dict[str, Any]:
-    """What a plan tells of its slots: the share of the rows that a step finds in them, and bytes that it fetches."""
+    """What a plan of the other weights, as one of all, tells of its slots: the share of the rows that a step finds in
+    them, and bytes that it fetches; and its times, as these share the link with what streams."""
     fetches = _fetched(manifest, cached, profile, workload, counts).values()
     empty = cached._replace(num_slots=0, ahead=0)
     waited_nbytes = sum(fetch.nbytes for fetch in fetches)
     read_nbytes = sum(fetch.nbytes for fetch in _fetched(manifest, empty, profile, workload, counts).values())
+    fetched_nbytes = round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches))
+    link_s = plan.copy_s + fetched_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
     return {
+        "step_s": max(plan.step_s, link_s),
+        "graph_s": max(plan.graph_s, link_s),
         "num_slots": cached.num_slots,
         "ahead": cached.ahead,
         "found_share": 1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
-        "fetched_nbytes": round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches)),
+        "fetched_nbytes": fetched_nbytes,
     }
 
 

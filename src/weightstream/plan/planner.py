@@ -259,7 +259,7 @@ class Planner:
             budget=self.budget,
             cached=frozenset(cached.codes),
             slots_nbytes=cached.slots_nbytes,
-            **caching.predicted(whole, cached, profile, self.demand.workload, self.counts),
+            **caching.predicted(plan, whole, cached, profile, self.demand.workload, self.counts),
             decode_s=sum(profile.decode_s(u, units[u]) for u in whole.order),
         )
 
