@@ -98,17 +98,27 @@ def inputs(name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[st
     return {"pixel_values": floats(seed, 2, 3, 32, 32).to(dtype)} if name == "vit" else {"input_ids": tokens(seed)}
 
 
+_BUDGETS: dict[tuple[Any, ...], int] = {}  # that were found
+
+
 def open_coded(path: Path, codec: str, share: float = 0.4, **options: Any) -> Any:
     """The model in a share of the bytes that it takes when all is coded, or the least that plans."""
-    options |= {"device": "cpu", "codec": codec, "progress": False}
+    key, options = (
+        (path, codec, share, *options.items()),
+        options | {"device": "cpu", "codec": codec, "progress": False},
+    )
+    if key in _BUDGETS:
+        return weightstream.from_pretrained(path, device_budget=_BUDGETS[key], **options)
     model = weightstream.from_pretrained(path, device_budget=1 << 30, **options)
     most = model.weightstream.plan.device_nbytes
     model.weightstream.remove()
     for twentieths in range(int(20 * share), 21):
         try:
-            return weightstream.from_pretrained(path, device_budget=most * twentieths // 20, **options)
+            model = weightstream.from_pretrained(path, device_budget=most * twentieths // 20, **options)
         except PlanError:
             continue
+        _BUDGETS[key] = most * twentieths // 20
+        return model
     raise AssertionError("no plan")
 
 
@@ -169,7 +179,7 @@ def values(model: Any) -> dict[str, Any]:
     ("name", "packed"),
     [
         *EVERY_SECOND,
-        *(pytest.param(name, "auto", marks=[pytest.mark.stress] * (i % 2)) for i, name in enumerate(NAMES)),
+        *(pytest.param(name, "auto", marks=[pytest.mark.stress] * (i != 2)) for i, name in enumerate(NAMES)),
     ],
 )
 def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
@@ -297,8 +307,11 @@ def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | Non
 
 @pytest.mark.parametrize(
     "name",
-    ["mistral", "gpt2", "t5", "mamba", "clip", "mixtral", "albert"]
-    + [pytest.param(name, marks=pytest.mark.stress) for name in ("gemma2", "bart-bf16", "opt")],
+    ["mistral", "gpt2", "t5", "mamba"]
+    + [
+        pytest.param(name, marks=pytest.mark.stress)
+        for name in ("clip", "mixtral", "albert", "gemma2", "bart-bf16", "opt")
+    ],
 )
 @pytest.mark.usefixtures("code_all")
 def test_an_architecture_offloaded_in_place(name: str) -> None:

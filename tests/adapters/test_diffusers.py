@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import weightstream
+from repeats import only
 from streaming import DEVICES
 
 pipelines = pytest.importorskip("pipelines")
@@ -55,7 +56,8 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
     return weightstream.offload_pipeline(pipe, device=device, device_budget=budget, example_inputs=example, **settings)
 
 
-@pytest.mark.parametrize("name", pipelines.PIPELINES)
+# from files are sd3 and qwen in CI, and sdxl is in a pipeline of the same components
+@pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "controlnet", "wan"))
 def test_images_are_the_same_bits(name: str, device: str) -> None:
     """At three budgets, after a plain call, in the first call and the second, with other steps, and once removed."""
     plain = pipelines.build(name, device)
@@ -128,9 +130,7 @@ def test_a_cast_that_has_no_room() -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), want)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.stress] * (i % 2)) for i, name in enumerate(pipelines.PIPELINES)]
-)
+@pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "wan"))
 def test_a_rehearsal_tells_which_calls_come(name: str) -> None:
     """As many of each component as the call then makes."""
     pipe = offloaded(name)
@@ -176,7 +176,7 @@ def test_components_have_one_ring_in_turn() -> None:
     assert held < sum(rings) + sum(plan.resident_nbytes for plan in plans)
 
 
-@pytest.mark.parametrize("name", ["flux", "controlnet", "wan"])
+@pytest.mark.parametrize("name", only(["flux", "controlnet", "wan"], "flux", "wan"))
 def test_no_fill_on_demand_and_none_in_vain(name: str) -> None:
     """Once calls were seen: a turn begins with what it needs first, and ends without what another would fill over."""
     pipe = offloaded(name, share=0.35)
@@ -519,7 +519,7 @@ def test_every_budget_from_the_least_on_plans() -> None:
         else:
             pipe.weightstream.remove()
     assert refused == shares[: len(refused)], "larger ones than one that planned"
-    assert 0 < len(refused) < 6
+    assert 0 < len(refused) < len(shares)
 
 
 # -- manners -----------------------------------------------------------------------------------------------------------

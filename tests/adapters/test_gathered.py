@@ -11,6 +11,7 @@ import torch
 
 import weightstream
 from models import MODELS, assert_same, model_nbytes, step
+from repeats import thinned
 from weightstream.runtime.sources import OnDisk
 from weightstream.store.folder import OffloadFolder
 
@@ -63,7 +64,7 @@ def assert_equal_weights(model: Any, expected: Any) -> None:
         assert torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 2])
+@pytest.mark.parametrize(("saved", "share"), thinned(NAMES, [0.3, 0.6, 2]), indirect=["saved"])
 def test_streams_from_parts_of_files(share: float, saved: Any, tmp_path: Path, caplog: Any) -> None:
     original, folder = saved
     expected = reference(original, folder)
@@ -149,7 +150,7 @@ UPDATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("saved", "update"), thinned(NAMES, UPDATES), indirect=["saved"])
 def test_updates_between_steps_however_they_are_made(update: str, saved: Any) -> None:
     """Of memory that was gathered no kernel tells which pages were written to."""
     original, folder = saved

@@ -471,12 +471,14 @@ print(nbytes / 2**20, max(peak, anonymous()) - before, anonymous() - before)
 )
 def test_memory_does_not_grow_with_the_model(kind: str, dtype: str, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000, "hidden_size": 512}
-    if kind == "llama":
-        config = transformers.LlamaConfig(**sizes, intermediate_size=2048, num_hidden_layers=18)
-        saved(tmp_path, transformers.LlamaForCausalLM, config)
-    else:
-        more = {"intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 4}
-        saved(tmp_path, transformers.MixtralForCausalLM, transformers.MixtralConfig(**sizes, **more))
+    with torch.device("meta"):  # to draw all of the weights takes seconds
+        if kind == "llama":
+            config = transformers.LlamaConfig(**sizes, intermediate_size=2048, num_hidden_layers=18)
+            model = transformers.LlamaForCausalLM(config)
+        else:
+            more = {"intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 4}
+            model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **more))
+    model.to_empty(device="cpu").save_pretrained(tmp_path)
     code = MEMORY.format(kind=kind)
     done = subprocess.run([sys.executable, "-c", code, tmp_path, dtype], capture_output=True, text=True, check=True)
     model_mib, peak_mib, kept_mib = map(float, done.stdout.split())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import weightstream
+from repeats import only
 from streaming import DEVICES
 
 pipelines = pytest.importorskip("pipelines")
@@ -86,8 +87,8 @@ def places(found: Any) -> dict[str, list[bool]]:
     }
 
 
-SLOW = ("sdxl", "controlnet")
-KINDS = [pytest.param(name, marks=[pytest.mark.stress] if name in SLOW else []) for name in pipelines.PIPELINES]
+# those that take seconds are in CI where nothing is loaded; flux is in most tests below
+KINDS = only(pipelines.PIPELINES, "sd3", "wan", "qwen")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -84,17 +84,16 @@ def test_it_is_the_plan_of_the_loaded_model(folders: Mapping[str, Path], name: s
     assert plan.step_s > 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "workload"),
-    [
-        ({}, Workload(batch=1, tokens=1, context=64)),  # all positions that the model has
-        ({"batch": 3}, Workload(batch=3, tokens=1, context=64)),
-        ({"batch": 2, "context": 32}, Workload(batch=2, tokens=1, context=32)),
-        ({"tokens": 48, "context": 48}, Workload(batch=1, tokens=48, context=48)),
-        ({"tokens": 40, "context": 8}, Workload(batch=1, tokens=40, context=40)),
-    ],
-)
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+WORKLOADS = [
+    ({}, Workload(batch=1, tokens=1, context=64)),  # all positions that the model has
+    ({"batch": 3}, Workload(batch=3, tokens=1, context=64)),
+    ({"batch": 2, "context": 32}, Workload(batch=2, tokens=1, context=32)),
+    ({"tokens": 48, "context": 48}, Workload(batch=1, tokens=48, context=48)),
+    ({"tokens": 40, "context": 8}, Workload(batch=1, tokens=40, context=40)),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "workload"), thinned(["llama", "mixtral"], WORKLOADS))
 def test_the_workload_counts(
     folders: Mapping[str, Path], name: str, settings: Mapping[str, int], workload: Workload
 ) -> None:

@@ -195,7 +195,7 @@ def test_damaged_starts_in_slots_have_no_access_outside(
 
 
 @interpreted
-@pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS))
+@pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
 def test_damaged_starts_of_a_stack_have_no_access_outside(
     how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 import weightstream
 from coded_rig import PLACES, Block, Chain, budgets, exact, offload, random_model, rows
 from models import assert_same, step, weights
+from repeats import thinned
 from weightstream import prospects
 from weightstream.codec import estimate
 from weightstream.errors import StoreError
@@ -210,8 +211,7 @@ def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 <
     return found
 
 
-@pytest.mark.parametrize("share", [0.98, 0.5])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "share"), thinned(PLACES, [0.98, 0.5]))
 def test_sizes_that_were_too_small_are_planned_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, counted: list[Counted]
 ) -> None:
@@ -252,8 +252,7 @@ class Strays(Chain):
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "share"), thinned(PLACES, [0.5, 1.0]))
 def test_weights_that_get_a_new_unit_are_coded_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,8 +272,7 @@ def test_weights_that_get_a_new_unit_are_coded_again(
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("less", [1, 1 << 14, 1 << 30])
+@pytest.mark.parametrize(("place", "less"), thinned(PLACES, [1, 1 << 14, 1 << 30]))
 def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
     place: str, less: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,9 +295,7 @@ def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
 FAILURES: dict[str, type[Exception]] = {"no memory": MemoryError, "a file": StoreError, "anything": RuntimeError}
 
 
-@pytest.mark.parametrize("kind", FAILURES)
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "after", "kind"), thinned(PLACES, [0, 3], FAILURES))
 def test_encoding_that_fails_leaves_the_model_as_it_was(
     place: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from coded_rig import PLACES, Block, Chain, exact, offload, random_model, rows, told
 from models import assert_same, step, weights
+from repeats import thinned
 from weightstream.errors import OffloadError
 from weightstream.runtime.moves import Home
 
@@ -241,8 +242,7 @@ UPDATES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("place", ["streams", "resident"])
+@pytest.mark.parametrize(("name", "place"), thinned(UPDATES, ["streams", "resident"]))
 def test_an_update_between_steps_is_in_the_next_and_in_what_comes_back(name: str, place: str) -> None:
     model, plain = random_model(), random_model()
     with offload(model, place) as streamer, torch.no_grad():

@@ -58,8 +58,7 @@ def assert_equal(model: Any, plain: Any, *lengths: int, num: int = 6) -> None:
         assert same(generated(model, prompt(length), num), generated(plain, prompt(length), num))
 
 
-@forms
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "form"), thinned(CONFIGS, FORMS))
 def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -> None:
     model, plain = built(name), built(name)
     num = NUM_PICKING.get(name, NUM_LAYERS)
@@ -97,8 +96,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@forms
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "form"), thinned(CALLS, FORMS))
 def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> None:
     model, plain = built(), built()
     with held(model, form, 6) as streamer:
@@ -109,8 +107,7 @@ def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> Non
             assert min(counts(streamer)) > 0
 
 
-@forms
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(("implementation", "form"), thinned(["eager", "grouped_mm"], FORMS))
 def test_other_implementations(implementation: str, form: str, selected: Selected) -> None:
     """What loops over experts may read all; what multiplies in groups reads those that are used."""
     model, plain = built("qwen3_moe", implementation), built("qwen3_moe", implementation)
@@ -195,14 +192,10 @@ def filled_with_numpy(model: Any) -> None:
     experts_of(model)[2].down_proj.data.view(torch.int16).numpy()[:, ::2] ^= -32768  # signs
 
 
-@pytest.mark.parametrize(
-    ("update", "form"),
-    [  # each in a cache, and in one of the other forms
-        pytest.param(update, form, marks=[pytest.mark.stress] * (form == FORMS[i % 2]))
-        for i, update in enumerate((doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy))
-        for form in FORMS
-    ],
-)
+UPDATES = (doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy)
+
+
+@pytest.mark.parametrize(("update", "form"), thinned(UPDATES, FORMS))
 def test_updates_between_steps_are_seen(update: Callable[[Any], None], form: str, selected: Selected) -> None:
     model, plain = built(), built()
     before = generated(plain, prompt(2), 6)
@@ -298,7 +291,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "name"), thinned(FORMS, TARGETS))
+@pytest.mark.parametrize(("form", "name"), thinned(FORMS, TARGETS, every=3))
 def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
     """Stacks that an adapter computes are not picked; those of a model whose attention has one are."""
     targets = TARGETS[name]
@@ -531,8 +524,7 @@ def zeros(found: torch.Tensor, _: int) -> None:
     found.zero_()
 
 
-@forms
-@pytest.mark.parametrize("damage", [rarely, raising, zeros])
+@pytest.mark.parametrize(("damage", "form"), thinned([rarely, raising, zeros], FORMS, every=3))
 @torch.no_grad()
 def test_other_bits_are_not_taken(
     damage: Callable[..., None], form: str, selected: Selected, ran: list[str], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from torch import nn
 
 import weightstream
 from models import MODELS, Model, assert_same, model_nbytes, weights
+from repeats import thinned
 from streaming import DEVICES, assert_steps_equal, open_streamer, plain, run
 from weightstream.errors import OffloadError, PlanError
 
@@ -67,8 +68,7 @@ def hooks(module: nn.Module) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_steps", [0, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "num_steps"), thinned(NAMES, [0, 3]))
 def test_remove_restores_exactly(name: str, num_steps: int, device: str) -> None:
     model = MODELS[name]()
     next(p for p in model.module.parameters() if p.dim() > 1).requires_grad_(False)

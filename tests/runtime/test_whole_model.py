@@ -14,6 +14,7 @@ from torch import nn
 import weightstream
 from fixtures_structure import Block
 from models import MODELS, Model, assert_same, model_nbytes, randomise, step, tensors_of, to_device, weights
+from repeats import thinned
 from streaming import DEVICES, assert_steps_equal, least_budget, open_streamer, plain, run
 from weightstream.errors import OffloadError
 
@@ -103,8 +104,7 @@ def test_save_pretrained_round_trips(name: str, device: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("warm", WARM_STEPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "warm"), thinned(NAMES, WARM_STEPS))
 def test_load_state_dict_reaches_the_next_steps(name: str, warm: int, device: str) -> None:
     """Weights that were filled ahead of time, at the end of a step, must not outlive the load."""
     model, reference = MODELS[name](), plain(name, device)
@@ -182,7 +182,7 @@ UPDATES = (
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
 @pytest.mark.parametrize(
     ("name", "warm"),
-    [(name, warm) for name in ("Stack", "TiedLinears") for warm in WARM_STEPS]
+    thinned(("Stack", "TiedLinears"), WARM_STEPS)
     + [
         pytest.param(name, warm, marks=[pytest.mark.stress] * (warm != WARM_STEPS[-1]))
         for name in ("StridedParameters", "llama-bf16")

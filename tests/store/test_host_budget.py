@@ -42,6 +42,7 @@ from torch import nn
 import weightstream.runtime.devices
 from cgroups import limited
 from models import MODELS, Model, llama_tensors, model_nbytes, weights
+from repeats import thinned
 from rig import Rig, equal_plan
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
@@ -178,24 +179,23 @@ def test_a_loaded_model_keeps_its_host_budget(name: str, share: float, tmp_path:
     assert_steps_equal(model, reference, "cpu", range(2))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Stack",
-        "TiedLinears",
-        "ParentReadsChildren",
-        "ChildrenShareParameter",
-        "OptionalBranch",
-        "OrderByInput",
-        "CalledTwice",
-        "SharedBlock",
-        "QuantisedWeights",
-        "WeightsInBuffers",
-        "WrittenBuffers",
-        "LinearBatchNormLinear",
-    ],
+FROM_DISK = (
+    "Stack",
+    "TiedLinears",
+    "ParentReadsChildren",
+    "ChildrenShareParameter",
+    "OptionalBranch",
+    "OrderByInput",
+    "CalledTwice",
+    "SharedBlock",
+    "QuantisedWeights",
+    "WeightsInBuffers",
+    "WrittenBuffers",
+    "LinearBatchNormLinear",
 )
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+
+
+@pytest.mark.parametrize(("name", "training"), thinned(FROM_DISK, [False, True]))
 def test_any_module_from_disk(name: str, training: bool, path: Path, disk: Disk) -> None:
     """Blocks that are skipped, repeated, tied, read from elsewhere, or write to themselves."""
     model, reference = MODELS[name](), plain(name, "cpu")
@@ -255,8 +255,7 @@ def test_weights_read_outside_of_their_unit_are_read_from_disk_with_the_reader(p
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("warm", [0, 3])
-@pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
+@pytest.mark.parametrize(("update", "warm"), thinned(UPDATES, [0, 3]))
 def test_updates_of_weights_on_disk_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, model: Model, reference: Model, checkpoint: Checkpoint
 ) -> None:
@@ -304,8 +303,7 @@ def test_steps_leave_the_pages_of_what_is_on_disk_alone(model: Model, reference:
 STAGED = STAGING_BUFFERS * STAGING_NBYTES * 5 // 4  # 80 % of this is what no budget may take
 
 
-@pytest.mark.parametrize("device_share", [None, 0.3])
-@pytest.mark.parametrize("available_share", [0.5, 0.9, 2])
+@pytest.mark.parametrize(("device_share", "available_share"), thinned([None, 0.3], [0.5, 0.9, 2]))
 def test_the_default_budget_is_what_is_available(
     device_share: float | None, available_share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,8 +503,7 @@ def test_a_model_whose_file_changed_can_be_removed(
 DURING = [("disk", fault) for fault in FAULTS] + [("pinned pages", fault) for fault in FAULTS if fault is not Truncated]
 
 
-@pytest.mark.parametrize(("home", "fault"), DURING)
-@pytest.mark.parametrize("block", [0, 3, 5])
+@pytest.mark.parametrize(("home", "fault", "block"), thinned(DURING, [0, 3, 5]))
 def test_a_file_that_changes_during_a_step(
     home: str,
     fault: type[Fault],

@@ -846,8 +846,7 @@ FIXTURES = (
 )
 
 
-@pytest.mark.parametrize("least", [1, 4])
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(("name", "least"), thinned(FIXTURES, [1, 4]))
 def test_any_module_on_a_file(name: str, least: int, pinning: Device, tmp_path: Path) -> None:
     """Regrouped and reordered as it runs; removed, it is what it was."""
     model, reference = MODELS[name](), plain(name, "cpu")
@@ -913,8 +912,7 @@ def assert_updates_arrive(
         assert left >= set(names[index + 2 :]), "the others stay"
 
 
-@pytest.mark.parametrize("warm", [0, 1, 3])
-@pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
+@pytest.mark.parametrize(("update", "warm"), thinned(UPDATES, [0, 1, 3], every=3))
 def test_updates_of_any_kind_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, pinning: Device, tmp_path: Path
 ) -> None:
@@ -963,8 +961,7 @@ def add(parameter: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("update", [add, in_data, through_numpy], ids=lambda update: update.__name__)
-@pytest.mark.parametrize("writer", [0, 2, 5])
-@pytest.mark.parametrize("written", [0, 2, 3, 5])
+@pytest.mark.parametrize(("written", "writer"), thinned([0, 2, 3, 5], [0, 2, 5]))
 def test_a_block_that_updates_another_inside_of_its_forward(
     update: Callable[[nn.Parameter], None], writer: int, written: int, pinning: Device, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def sd3() -> Any:
 def unet(seed: int) -> Any:
     made = diffusers.UNet2DConditionModel(
         block_out_channels=(32, 64),
-        layers_per_block=2,
+        layers_per_block=1,
         sample_size=32,
         in_channels=4,
         out_channels=4,

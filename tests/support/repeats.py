@@ -18,3 +18,17 @@ def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
         flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
         cases.append(pytest.param(*flat, marks=[pytest.mark.stress] * (sum(places) % every != 0)))
     return cases
+
+
+def only(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """All values, of which all but those that are kept are for stress."""
+    found = list(values)
+    assert set(kept) <= set(found), set(kept) - set(found)
+    return [pytest.param(value, marks=[pytest.mark.stress] * (value not in kept)) for value in found]
+
+
+def some(values: Iterable[Any], every: int = 2, first: int = 0) -> list[Any]:
+    """All values, of which all but each `every`th are for stress."""
+    return [
+        pytest.param(value, marks=[pytest.mark.stress] * (place % every != first)) for place, value in enumerate(values)
+    ]
