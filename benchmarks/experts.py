@@ -1,7 +1,7 @@
 """Mixtures of experts: decoding with experts that are coded on the device, or in a cache of it, beside the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--uniform]
-        [--recalls 0.66,0.85] [--aheads 0,1,2]
+        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
@@ -10,7 +10,7 @@ both. A share is what the device may take for experts, in percent of their bytes
 come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are compared bit by bit. A
 model that the device has no room for is built in host memory, and its plans are compared with the first. With a recall,
 guesses for the next layer are drawn, of which so many are right. A batch is measured with one share at a time: behind a
-run of 128 tokens, the plain model differs from itself.
+run of 128 tokens, the plain model differs from itself. With --ring no plan has a cache.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from experts_shapes import SHAPES, Table, build, nbytes_of
 
 import weightstream
+from weightstream.plan.planner import Planner
 
 REPEATS = 3
 SLOW_S = 0.1  # of a token: fewer are timed
@@ -125,6 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--aheads", default="", help="rows to fetch ahead, in place of what the plan says")
     parser.add_argument("--uniform", action="store_true")
+    parser.add_argument("--ring", action="store_true", help="experts stream: none are in a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
     parser.add_argument("--folder", type=Path, help="of the checkpoint that is loaded; written where it is not there")
@@ -158,11 +160,13 @@ def main() -> None:
         plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
         told = foretold_resident(model, nbytes, args.batch)
         write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **told)
+    if args.ring:
+        Planner._cache = lambda *_: None  # type: ignore[method-assign]
     cells = (args.shares, args.codecs, args.recalls, args.aheads)
     for share, codec, recall, most in product(*(cell.split(",") for cell in cells)):
         budget = nbytes * 42 // 57 if share == "coded" else int(nbytes - experts + experts * float(share) / 100)
         guess = f", recall {recall}" * bool(recall) + f", {most} ahead" * bool(most)
-        name = f"experts {share}, codec {codec}{guess}, {what}"
+        name = f"experts {share}, codec {codec}{', ring' * args.ring}{guess}, {what}"
         with rows.guarded(write, name), table.guessed(float(recall)) if recall else nullcontext():
             began = time.perf_counter()
             with weightstream.offload(model, device_budget=budget, codec=codec, batch=args.batch, context=256) as s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,9 @@ def filled_with_numpy(model: Any) -> None:
 UPDATES = (doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy)
 
 
-@pytest.mark.parametrize(("update", "form"), thinned(UPDATES, FORMS))
+@pytest.mark.parametrize(
+    ("update", "form"), [*product(UPDATES, ["cached"]), *thinned(UPDATES, [form for form in FORMS if form != "cached"])]
+)
 def test_updates_between_steps_are_seen(update: Callable[[Any], None], form: str, selected: Selected) -> None:
     model, plain = built(), built()
     before = generated(plain, prompt(2), 6)
