@@ -9,8 +9,8 @@ both. A share is what the device may take for experts, in percent of their bytes
 42/57 of all. `graph_ms` is what the device takes for a graph: between two of them `generate` has the host do more. Ids
 come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are compared bit by bit. A
 model that the device has no room for is built in host memory, and its plans are compared with the first. With a recall,
-guesses for the next layer are drawn, of which so many are right. A batch is measured with one share at a time: behind a
-run of 128 tokens, the plain model differs from itself. With --ring no plan has a cache.
+guesses for the next layer are drawn, of which so many are right. With --ring no plan has a cache. Of a batch all logits
+are compared first: behind a run of 128 tokens, the plain model differs from itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import argparse
 import copy
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -89,10 +90,9 @@ def foretold_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
 
 
 def measured(
-    streamer: Any, decoding: Decoding, logits: list[torch.Tensor], want: Any, plain_ms: float | None, batch: int
+    streamer: Any, decoding: Decoding, equal: bool | None, plain_ms: float | None, batch: int
 ) -> dict[str, Any]:
-    """What a row says of one plan, which gave these logits."""
-    equal = same(want, logits)
+    """What a row says of one plan."""
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
     plan, stats = streamer.plan, streamer.stats()
     asked = stats.experts_found + stats.experts_fetched
@@ -152,33 +152,48 @@ def main() -> None:
         rows.append(args.out, [row | about], common)
         print({name: value for name, value in row.items() if name != "plan"}, flush=True)
 
-    want, plain_ms, equal_to = None, None, f"resident, plain, {what}"
+    def name_of(share: str, codec: str, recall: str, most: str) -> str:
+        guess = f", recall {recall}" * bool(recall) + f", {most} ahead" * bool(most)
+        return f"experts {share}, codec {codec}{', ring' * args.ring}{guess}, {what}"
+
+    @contextmanager
+    def offloaded(share: str, codec: str, recall: str, most: str) -> Iterator[Any]:
+        budget = nbytes * 42 // 57 if share == "coded" else int(nbytes - experts + experts * float(share) / 100)
+        with (
+            table.guessed(float(recall)) if recall else nullcontext(),
+            weightstream.offload(model, device_budget=budget, codec=codec, batch=args.batch, context=256) as streamer,
+        ):
+            if most:
+                streamer.switch(replace(streamer.plan, ahead=int(most)))
+            yield streamer
+
+    cells = list(product(*(cell.split(",") for cell in (args.shares, args.codecs, args.recalls, args.aheads))))
+    if args.ring:
+        Planner._cache = lambda *_: None  # type: ignore[method-assign]
+    want, plain_ms, equal_to, equal = None, None, f"resident, plain, {what}", dict[Any, bool | None]()
     if fits:
-        want = decoding.logits()  # before longer runs, see above
+        want = decoding.logits()
         repeats = same(want, decoding.logits())
+        for cell in cells if args.batch > 1 else ():
+            with offloaded(*cell):
+                equal[cell] = same(want, decoding.logits())
         ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
         plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
         told = foretold_resident(model, nbytes, args.batch)
         write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **told)
-    if args.ring:
-        Planner._cache = lambda *_: None  # type: ignore[method-assign]
-    cells = (args.shares, args.codecs, args.recalls, args.aheads)
-    for share, codec, recall, most in product(*(cell.split(",") for cell in cells)):
-        budget = nbytes * 42 // 57 if share == "coded" else int(nbytes - experts + experts * float(share) / 100)
-        guess = f", recall {recall}" * bool(recall) + f", {most} ahead" * bool(most)
-        name = f"experts {share}, codec {codec}{', ring' * args.ring}{guess}, {what}"
-        with rows.guarded(write, name), table.guessed(float(recall)) if recall else nullcontext():
-            began = time.perf_counter()
-            with weightstream.offload(model, device_budget=budget, codec=codec, batch=args.batch, context=256) as s:
-                if most:
-                    s.switch(replace(s.plan, ahead=int(most)))
-                load_s, told = round(time.perf_counter() - began, 1), foretold(s.plan)  # before any step ran
+    for cell in cells:
+        name, began = name_of(*cell), time.perf_counter()
+        with rows.guarded(write, name), offloaded(*cell) as streamer:
+            load_s, told = round(time.perf_counter() - began, 1), foretold(streamer.plan)  # before any step ran
+            if cell not in equal:
                 logits = decoding.logits()
-                found = measured(s, decoding, logits, want, plain_ms, args.batch)
-                found |= {"equal_to": equal_to if want is not None else None, **told}
-                write(system=name, budget_gib=round(budget / 2**30, 2), load_s=load_s, nbytes=nbytes, **found)
-                if want is None:
-                    want, equal_to = logits, name
+                equal[cell] = same(want, logits)
+            found = measured(streamer, decoding, equal[cell], plain_ms, args.batch)
+            found |= {"equal_to": equal_to if want is not None else None, **told}
+            budget_gib = round((streamer.plan.budget or 0) / 2**30, 2)
+            write(system=name, budget_gib=budget_gib, load_s=load_s, nbytes=nbytes, **found)
+            if want is None:
+                want, equal_to = logits, name
 
 
 if __name__ == "__main__":

@@ -78,14 +78,20 @@ class InSlots:
         return on_device([self.slot_of[min(row, NUM_ROWS - 1)] if row >= 0 else -1 for row in ids])
 
 
-def picked(layout: Layout, coded: torch.Tensor, ids: list[int], slots: InSlots | None = None) -> torch.Tensor:
+def picked(
+    layout: Layout,
+    coded: torch.Tensor,
+    ids: list[int],
+    slots: InSlots | None = None,
+    places: list[int] | None = None,
+) -> torch.Tensor:
     """What the kernel writes to its target, a row per id, and nothing beside it."""
-    out = target(layout, len(ids))
+    out, there = target(layout, len(ids)), None if places is None else on_device(places)
     if slots is None:
-        triton_codec.Picking(coded.to(DEVICE), layout, out, NUM_ROWS)(on_device(ids))
+        triton_codec.Picking(coded.to(DEVICE), layout, out, NUM_ROWS)(on_device(ids), places=there)
     else:
         pick = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots)
-        pick(on_device(ids), slots.of(ids))
+        pick(on_device(ids), slots.of(ids), places=there)
     assert_guards_hold(out)
     return out.view(len(ids), -1).cpu()
 
@@ -99,6 +105,20 @@ def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: s
     layout, coded = stack(dtype, bits, tiles)
     slots = InSlots(layout, coded) if place == "slots" else None
     assert torch.equal(picked(layout, coded, IDS, slots), rows_of(layout, coded)[IDS])
+
+
+@pytest.mark.parametrize("place", ["the stack", "slots", "the reference"])
+def test_picked_rows_go_where_they_are_told(place: str) -> None:
+    layout, coded = stack("bfloat16", 3, 1)
+    ids, places = [2, -1, 0, 3], [3, 0, 0, 1]
+    if place == "the reference":
+        out = target(layout, len(ids)).cpu()
+        coding._picked(coded, layout, out, NUM_ROWS, torch.tensor(ids), places=torch.tensor(places))
+        found = out.view(len(ids), -1)
+    else:
+        found = picked(layout, coded, ids, InSlots(layout, coded) if place == "slots" else None, places)
+    assert torch.equal(found[[3, 0, 1]], rows_of(layout, coded)[[2, 0, 3]])
+    assert (found[2] == GUARD).all()
 
 
 NONE = [-1, NUM_ROWS, -(2**40), 2**40, 2]
@@ -123,7 +143,7 @@ def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monke
     out, ids = target(layout, len(NONE)), on_device(NONE)
     pick = triton_codec.Picking(coded, layout, out, NUM_ROWS)
     with monkeypatch.context() as patch:
-        watch(patch, [coded, pick._table, ids], [out])
+        watch(patch, [coded, pick._table, pick._in_order, ids], [out])
         pick(ids)
     assert_none(layout, coded, out.view(len(NONE), -1).cpu())
 
@@ -187,7 +207,7 @@ def test_damaged_starts_in_slots_have_no_access_outside(
     pick, ids = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots), [3, 1, 0, 9]
     given = on_device(ids), slots.of(ids)
     with monkeypatch.context() as patch:
-        reads = [slots.slots, slots.heads, pick._table, *given]
+        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *given]
         seen = watch(patch, reads, [out]) if DEVICE == "cpu" else None
         pick(*given)
     assert seen is None or seen.num_writes == out.numel() // 4
@@ -203,7 +223,7 @@ def test_damaged_starts_of_a_stack_have_no_access_outside(
     there, out = damaged(layout, coded, how), target(layout, 2)
     pick, ids = triton_codec.Picking(there, layout, out, NUM_ROWS), on_device([3, 1])
     with monkeypatch.context() as patch:
-        seen = watch(patch, [there[: layout.escapes_at + layout.num_escapes], pick._table, ids], [out])
+        seen = watch(patch, [there[: layout.escapes_at + layout.num_escapes], pick._table, pick._in_order, ids], [out])
         pick(ids)
     assert seen.num_writes == out.numel() // 4
     assert_guards_hold(out)

@@ -393,20 +393,20 @@ def test_an_id_that_is_none_reaches_nothing_outside() -> None:
 @pytest.mark.parametrize("nbytes", [8, 8192, 70_000])
 @pytest.mark.parametrize("kernels", [False, True], ids=["slices", "kernels"])
 def test_rows_are_put_where_they_are_in_the_stack(kernels: bool, nbytes: int) -> None:
-    stride, found = nbytes + 64, on_device([2, -1, 0, -1, 2])
+    stride, found, places = nbytes + 64, on_device([2, -1, 0, -1, 2]), on_device([4, 0, 0, -1, 2])
     whole = torch.full((7, nbytes // 4), POISON, dtype=torch.int32, device=DEVICE)
     slots, target = (
         torch.randint(0, 256, (3, stride), dtype=torch.uint8, device=DEVICE),
         whole[1:6].unflatten(1, (2, -1)),
     )
     wanted = whole.clone()
-    for row, slot in ((0, 2), (2, 0), (4, 2)):
+    for row, slot in ((4, 2), (0, 0), (2, 2)):
         wanted[1 + row] = slots[slot, :nbytes].view(torch.int32)
     if kernels:
         grid, rows = (5, -(-nbytes // 65536)), target.flatten(1).view(torch.uint8)
-        slot_kernels.put[grid](slots, stride, rows, nbytes, found, CHUNK=65536)
+        slot_kernels.put[grid](slots, stride, rows, nbytes, found, places, CHUNK=65536)
     else:
-        put_rows(slots, target, None, found)
+        put_rows(slots, target, None, found, places=places)
     assert torch.equal(whole, wanted)
 
 

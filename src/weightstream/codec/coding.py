@@ -184,7 +184,8 @@ def picking(
 ) -> Callable[..., None]:
     """What decodes some of the rows of a tensor, each of whole tiles, to the beginning of `out`, any number of times.
 
-    It is called with their ids, int64 and on the same device; where one is negative, its place stays as it is. With
+    It is called with their ids, int64 and on the same device, and to bring them elsewhere with as many `places`, by
+    keyword; where an id is negative, its place stays as it is. With
     `slots`, of shape (slots, bytes), each has a row's words and behind them its escapes, as many bytes behind a
     multiple of 8 as in the coded form, of which `coded` is what follows the words; it is called with the rows' slots
     as well then. That takes kernels. `heads`: starts and bases are to be read from there, as `coded` is memory of the
@@ -197,12 +198,21 @@ def picking(
     return partial(_picked, coded, layout, out, num_rows)
 
 
-def _picked(coded: torch.Tensor, layout: Layout, out: torch.Tensor, num_rows: int, ids: torch.Tensor) -> None:
+def _picked(
+    coded: torch.Tensor,
+    layout: Layout,
+    out: torch.Tensor,
+    num_rows: int,
+    ids: torch.Tensor,
+    _: None = None,
+    *,
+    places: torch.Tensor | None = None,
+) -> None:
     tiles, nbytes = layout.num_tiles // num_rows, layout.raw_nbytes // num_rows
     whole = torch.empty(layout.raw_nbytes, dtype=torch.uint8, device=out.device)
     for row in {row for row in ids.tolist() if row >= 0}:
         reference.decode(coded, layout, whole, row * tiles, (row + 1) * tiles)
-    for index, row in enumerate(ids.tolist()):
+    for index, row in zip(range(ids.numel()) if places is None else places.tolist(), ids.tolist(), strict=True):
         if row >= 0:
             out[index * nbytes : (index + 1) * nbytes] = whole[row * nbytes : (row + 1) * nbytes]
 

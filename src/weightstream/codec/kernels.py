@@ -167,13 +167,14 @@ def pick(
     table,
     ids,
     slots,
+    places,
     BESIDE: tl.constexpr,
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):
-    """Decode a tile of one of the rows `ids` of a tensor, one row after another; where escapes are `BESIDE` the words
-    of a row, these are in `slots`, else in the tensor.
+    """Decode a tile of one of the rows `ids` of a tensor to what of the target `places` names; where escapes are
+    `BESIDE` the words of a row, these are in `slots`, else in the tensor.
 
     A row is whole tiles. Nothing is written for a negative id or slot; an id that is too large gives the last row. The
     table holds where slot 0 is, the bytes from one slot to the next, and the most escapes that a row may have; the
@@ -181,7 +182,11 @@ def pick(
     the escapes of all rows are. In a slot they
     begin as many bytes behind a multiple of 8 as there.
     """
-    program = tl.program_id(0)
+    part, index = tl.program_id(0), tl.program_id(1)
+    row = tl.load(ids + index)
+    slot = tl.load(slots + index) if BESIDE else row
+    if (row < 0) | (slot < 0):  # asked first: many are
+        return
     stride, most = tl.load(table + 1), tl.load(table + 2).to(tl.int32)
     target = tl.load(table + 3).to(tl.pointer_type(tl.uint32))
     num_rows, tiles = tl.load(table + 4).to(tl.int32), tl.load(table + 5).to(tl.int32)
@@ -190,12 +195,8 @@ def pick(
 
     OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
-    index, part = program // tiles, program % tiles
-    row = tl.minimum(tl.maximum(tl.load(ids + index), -1), num_rows - 1).to(tl.int32)
-    slot = tl.load(slots + index) if BESIDE else row.to(tl.int64)
-    if (row < 0) | (slot < 0):
-        return
-    place = tl.load(table) + slot * stride
+    row = tl.minimum(row, num_rows - 1).to(tl.int32)
+    place = tl.load(table) + (slot if BESIDE else row.to(tl.int64)) * stride
     first = tl.load(starts + row * tiles)
     if not BESIDE:  # damaged, it may be any number
         first = tl.minimum(tl.maximum(first, 0), most)
@@ -208,7 +209,7 @@ def pick(
     escapes = escapes_at.to(tl.pointer_type(tl.uint8))
     tile = row * tiles + part
     start, base = tl.load(starts + tile) - first, tl.load(bases + tile)
-    target += program.to(tl.int64) * OUT
+    target += (tl.load(places + index) * tiles + part) * OUT
     _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA)
 
 

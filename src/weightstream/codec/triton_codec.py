@@ -89,7 +89,8 @@ class Decoding:
 
 
 class Picking:
-    """Decodes some rows of a coded tensor into a target, which has room for them; ids are int64, on the device.
+    """Decodes some rows of a coded tensor into a target, which has room for them, the k-th to the k-th place or to that
+    which `places` names. These and ids are int64, on the device.
 
     A row is whole tiles, and there are `num_rows`. The rows' words are in the tensor; or in slots, with their escapes
     behind them, and `coded` is the rest: starts, bases. These may be elsewhere too, as `heads`. Addresses are fixed.
@@ -116,18 +117,22 @@ class Picking:
         bases_at = starts_at + layout.bases_at - layout.starts_at
         table = [words_at, stride, most, out.data_ptr(), num_rows, tiles, starts_at, bases_at, escapes_at]
         self._memory = coded, slots, heads, out
+        self._in_order = torch.arange(out.nbytes * num_rows // layout.raw_nbytes, dtype=torch.int64, device=out.device)
         self._table = torch.tensor(table, dtype=torch.int64, device="cpu").to(out.device)
         self._tiles = tiles
         facts = layout.bits, layout.element.exponent_bits, layout.element.mantissa_bits
         self._facts = int(slots is not None), *facts
         self._compiled: Any = None
 
-    def __call__(self, ids: torch.Tensor, slots: torch.Tensor | None = None) -> None:
-        grid, slots = (ids.numel() * self._tiles, 1, 1), ids if slots is None else slots
+    def __call__(
+        self, ids: torch.Tensor, slots: torch.Tensor | None = None, *, places: torch.Tensor | None = None
+    ) -> None:
+        grid = self._tiles, ids.numel(), 1
+        given = self._table, ids, ids if slots is None else slots, self._in_order if places is None else places
         if self._compiled is not None:
-            self._compiled[grid](self._table.data_ptr(), ids.data_ptr(), slots.data_ptr(), *self._facts)
+            self._compiled[grid](*(tensor.data_ptr() for tensor in given), *self._facts)
             return
-        self._compiled = kernels.pick[grid](self._table, ids, slots, *self._facts, num_warps=WARPS)
+        self._compiled = kernels.pick[grid](*given, *self._facts, num_warps=WARPS)
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:

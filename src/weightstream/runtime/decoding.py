@@ -132,17 +132,15 @@ class Rows:
         rows = torch.full((self.num_rows,), -1, dtype=torch.int64, device=ids.device).scatter_(0, ids, ids)
         if self.rest is not None:
             self.rest()
-        if self.cache is None:
-            self._put(rows)
-            return
-        for _ in range(-(-min(len(ids), self.num_rows) // self.cache.num)):
-            slots = self.cache.resolve(rows)
-            self._put(rows, slots)
-            rows = rows.masked_fill(slots >= 0, -1)
-
-    def _put(self, *rows: torch.Tensor) -> None:
-        for reading in self.readings.values():
-            reading.put(*rows)
+        left = min(len(ids), self.num_rows)
+        while left > 0:
+            rows = rows.sort(descending=True).values[:left].contiguous()  # where none is named costs a kernel, too
+            slots = None if self.cache is None else self.cache.resolve(rows)
+            for reading in self.readings.values():
+                reading.put(rows, slots, places=rows)
+            if self.cache is None or slots is None:
+                return
+            rows, left = rows.masked_fill(slots >= 0, -1), left - self.cache.num
 
 
 def decoding(

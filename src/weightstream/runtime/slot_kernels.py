@@ -188,16 +188,16 @@ def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr
 
 
 @triton.jit
-def put(slots, stride, target, nbytes, found, CHUNK: tl.constexpr):
-    """Copy a chunk of a row from its slot to where it is in a stack of such rows; nothing where the slot is negative.
+def put(slots, stride, target, nbytes, found, places, CHUNK: tl.constexpr):
+    """Copy a chunk of a row from its slot to its place in a stack of such rows; nothing where the slot is negative.
 
     Slots are `stride` bytes from each other, rows `nbytes`, both multiples of 8.
     """
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(found + row)
+    index, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(found + index)
     if slot >= 0:
         source = (slots + slot * stride).to(tl.pointer_type(tl.int64))
-        place = (target + row.to(tl.int64) * nbytes).to(tl.pointer_type(tl.int64))
+        place = (target + tl.load(places + index) * nbytes).to(tl.pointer_type(tl.int64))
         for begin in range(chunk * CHUNK // 8, min((chunk + 1) * CHUNK, nbytes) // 8, 1024):
             word = begin + tl.arange(0, 1024)
             tl.store(place + word, tl.load(source + word, mask=word < nbytes // 8), mask=word < nbytes // 8)

@@ -243,20 +243,22 @@ class _OnDevice:
         return Found(hits, misses, ahead, used)
 
 
-def put_rows(slots: torch.Tensor, target: torch.Tensor, _: object, found: torch.Tensor) -> None:
-    """Copy plain rows from these slots, uint8 of shape (slots, bytes), to the first ones of `target`; none where a slot
+def put_rows(
+    slots: torch.Tensor, target: torch.Tensor, _: object, found: torch.Tensor, *, places: torch.Tensor
+) -> None:
+    """Copy plain rows from these slots, uint8 of shape (slots, bytes), to these places of `target`; none where a slot
     is negative."""
     rows = target.view(len(target), -1).view(torch.uint8)
     nbytes = rows.shape[1]
     if slots.device.type == "cpu":
-        for row, slot in enumerate(found.tolist()):
+        for place, slot in zip(places.tolist(), found.tolist(), strict=True):
             if slot >= 0:
-                rows[row] = slots[slot, :nbytes]
+                rows[place] = slots[slot, :nbytes]
         return
     from weightstream.runtime import slot_kernels
 
     grid = len(found), -(-nbytes // _PUT)
-    slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, CHUNK=_PUT, num_warps=_WARPS)
+    slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS)
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:

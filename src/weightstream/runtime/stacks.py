@@ -28,8 +28,8 @@ WORD = 8  # bytes, of which what is fetched is a multiple
 class Reading(NamedTuple):
     """How rows of a stack come to the buffer, by their ids, and by their slots where there are any.
 
-    `put` makes the k-th of them the k-th row of the buffer, and passes over what is negative. `read` gives them in
-    memory that the next ones overwrite.
+    `put` brings them to these `places` of the buffer, and passes over what is negative. `read` gives them in memory
+    that the next ones overwrite.
     """
 
     put: Callable[..., None]
