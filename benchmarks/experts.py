@@ -63,7 +63,7 @@ class Decoding:
             return time.perf_counter() - began
 
         taken(8)
-        many, few = (128, 32) if taken(8) < 8 * SLOW_S else (40, 8)
+        many, few = (128, 32) if taken(8) < 8 * SLOW_S else (24, 8)
         return [(taken(many) - taken(few)) / (many - few) for _ in range(REPEATS)]
 
     def logits(self) -> list[torch.Tensor]:

@@ -220,16 +220,22 @@ class Table:
 
     def _route(self, layer: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, ids, scores = args
-        table, num_tokens = self._table[layer], ids.shape[0]
-        batch = table.shape[1]
-        if num_tokens != batch:  # a prompt: any will do; what a streamer is taught by before it does not count
-            if layer == 0:
-                self._step.zero_()
-            rows = torch.arange(num_tokens, device=table.device) % NUM_STEPS
-            return hidden, table.flatten(0, 1)[rows].to(ids.dtype), scores
-        if layer == 0:
+        if layer == 0 and self._is_prompt(ids):
+            self._step.zero_()
+        elif layer == 0:
             self._step.add_(1).remainder_(NUM_STEPS)
-        return hidden, table.index_select(0, self._step)[0].to(ids.dtype), scores
+        return hidden, self._named(layer, ids).to(ids.dtype), scores
+
+    def _is_prompt(self, tokens: torch.Tensor) -> bool:
+        return tokens.shape[0] != self._table.shape[2]
+
+    def _named(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        """What experts of this layer are given for these. Of a prompt any will do; what a streamer is taught by before
+        it does not count."""
+        table = self._table[layer]
+        if self._is_prompt(tokens):
+            return table.flatten(0, 1)[torch.arange(tokens.shape[0], device=table.device) % NUM_STEPS]
+        return table.index_select(0, self._step)[0]
 
     @contextmanager
     def guessed(self, recall: float) -> Iterator[None]:
@@ -253,8 +259,9 @@ class Table:
             layer = self._layer_of.get(id(picks._module))
             if layer is None:  # of a copy that tells shapes
                 return None
-            is_captured = torch.cuda.is_current_stream_capturing()
-            return (drawn if is_captured else self._table)[layer].index_select(0, self._step)[0]
+            if not torch.cuda.is_current_stream_capturing():
+                return self._named(layer, states.flatten(0, -2))
+            return drawn[layer].index_select(0, self._step)[0]
 
         Experts.guess = guess  # type: ignore[method-assign]
         try:
