@@ -21,6 +21,7 @@ from weightstream.adapters.experts import Experts
 from weightstream.runtime.slots import Lru
 
 NUM_STEPS = 512
+FEW_STEPS = 160  # of a batch: to draw more takes long, and no run is longer
 # Of the stack: so many positions, drawn so often; where 8 and where 4 are used at a time.
 _OF_8 = ((12, 0.52), (20, 0.285), (32, 0.13), (64, 0.065))
 _OF_4 = ((12, 0.481), (20, 0.3), (32, 0.159), (64, 0.059))
@@ -207,11 +208,13 @@ class Table:
         every = [
             module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")
         ]
+        self._num_steps = NUM_STEPS if batch == 1 else FEW_STEPS
         tables = [
-            [drawn(shape, NUM_STEPS, 1000 * layer + b, uniform=uniform) for b in range(batch)]
+            [drawn(shape, self._num_steps, 1000 * layer + b, uniform=uniform) for b in range(batch)]
             for layer in range(len(every))
         ]
-        self.hits = {num: hits(tables[0][0], num) for num in shape.found}
+        long = drawn(shape, NUM_STEPS, 0, uniform=uniform)
+        self.hits = {num: hits(long, num) for num in shape.found}
         self._table = torch.tensor(tables, device=device).transpose(1, 2).contiguous()  # layer, step, sequence, k
         self._step = torch.zeros(1, dtype=torch.long, device=device)
         self._layer_of = {id(module): layer for layer, module in enumerate(every)}
@@ -223,7 +226,7 @@ class Table:
         if layer == 0 and self._is_prompt(ids):
             self._step.zero_()
         elif layer == 0:
-            self._step.add_(1).remainder_(NUM_STEPS)
+            self._step.add_(1).remainder_(self._num_steps)
         return hidden, self._named(layer, ids).to(ids.dtype), scores
 
     def _is_prompt(self, tokens: torch.Tensor) -> bool:
@@ -234,7 +237,7 @@ class Table:
         it does not count."""
         table = self._table[layer]
         if self._is_prompt(tokens):
-            return table.flatten(0, 1)[torch.arange(tokens.shape[0], device=table.device) % NUM_STEPS]
+            return table.flatten(0, 1)[torch.arange(tokens.shape[0], device=table.device) % self._num_steps]
         return table.index_select(0, self._step)[0]
 
     @contextmanager
