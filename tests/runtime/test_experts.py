@@ -79,9 +79,13 @@ def test_few_tokens_select_more_place_and_long_prompts_read_whole_stacks(form: s
     most = MOST if form == "cached" else NUM_EXPERTS  # ids
     with held(model, form, MOST), torch.no_grad():
         model(prompt(1))  # watched
-        for num in (1, 2, 3, MOST, NUM_EXPERTS, NUM_EXPERTS + 1, 1):
+        before = 0
+        for num in (1, 2, 3, 3, MOST, 3, NUM_EXPERTS, NUM_EXPERTS, NUM_EXPERTS + 1, NUM_EXPERTS, 1):
             num_ids = num * TOP_K
             way = "select" if num_ids <= most else "place" if num_ids <= 2 * NUM_EXPERTS else ""
+            if form == "cached" and num_ids > max(most, before):
+                way = ""  # a prompt leaves the slots as they are
+            before = num_ids
             selected.clear()
             selected.ways.clear()
             assert torch.equal(model(prompt(num)).logits, plain(prompt(num)).logits)
@@ -230,6 +234,25 @@ def test_what_is_saved_is_the_plain_model(form: str, tmp_path: Path) -> None:
         ours, theirs = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("ours", "theirs"))
         assert ours == theirs
         assert_equal(model, plain)
+
+
+def test_a_prompt_leaves_the_slots_as_they_are(selected: Selected) -> None:
+    """More ids than slots pass through these only behind a call with as many: of a batch, whose prompt has more."""
+    model, plain = built(), built()
+
+    def steps(length: int, batch: int = 1) -> list[str]:
+        selected.ways.clear()
+        ids = prompt(length, batch)
+        assert same(generated(model, ids, 3), generated(plain, ids, 3))
+        return selected.ways
+
+    with held(model, "cached") as streamer:
+        assert steps(6) == ["select"] * 2 * NUM_LAYERS
+        before = counts(streamer)
+        steps(6)
+        found, fetched = (after - less for after, less in zip(counts(streamer), before, strict=True))
+        assert found + fetched == 2 * NUM_LAYERS * TOP_K
+        assert steps(2, batch=4) == ["place"] * 2 * NUM_LAYERS
 
 
 @forms
@@ -502,9 +525,10 @@ def test_several_tokens_are_multiplied_in_groups_where_a_trial_gave_the_same_bit
     model, plain = built(), built()
     wanted = {num: plain(prompt(num)).logits for num in (1, 2, 3)}
     with held(model, form, MOST):
-        model(prompt(1))
+        for _ in range(2):  # is watched; names as many
+            model(prompt(4))
         ran.clear()
-        for num, first in ((2, True), (2, False), (3, True), (3, False), (1, False)):
+        for num, first in ((3, True), (3, False), (2, True), (2, False), (1, False)):
             state = torch.get_rng_state()
             assert torch.equal(model(prompt(num)).logits, wanted[num])
             assert torch.equal(torch.get_rng_state(), state)

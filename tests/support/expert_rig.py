@@ -193,7 +193,7 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
         return spy
 
     monkeypatch.setattr(decoding.Rows, "select", spied("select", lambda rows: rows.most))
-    monkeypatch.setattr(decoding.Rows, "place", spied("place", lambda rows: rows.most_to_place))
+    monkeypatch.setattr(decoding.Rows, "place", spied("place", lambda rows: decoding.NEARLY_ALL * rows.num_rows))
     return found
 
 

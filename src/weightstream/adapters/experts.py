@@ -91,12 +91,12 @@ class Experts:
         read = {id(stack) for stack in stacks.values() if stack is not None}  # one that is computed is no parameter
         if not isinstance(ids, torch.Tensor) or len(read) < len(stacks) or not rows.readings.keys() <= read:
             return None
-        by_row = implementation == _BY_ROW
+        by_row, places = implementation == _BY_ROW, rows.places(ids.numel())
         kind = self._kind(given["hidden_states"], ids, stacks.values()) if by_row else None
         may_group = kind is not None and _EQUAL.get(kind, not rows.capturing())
         if by_row and not may_group and ids.numel() <= rows.most:
             return partial(self._select, of_class, stacks, rows, given)
-        return partial(self._place, of_class, kind, rows, given) if ids.numel() <= rows.most_to_place else None
+        return partial(self._place, of_class, kind, rows, given) if places else None
 
     def _select(
         self,

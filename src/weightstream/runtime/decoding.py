@@ -102,15 +102,21 @@ class Rows:
     cache: Slots | None = None
     rest: Callable[[], None] | None = None
     look_ahead: Callable[[torch.Tensor], None] | None = None
+    num_named: int = 0
 
     @property
     def most(self) -> int:
         return self.num_rows if self.cache is None else self.cache.num
 
-    @property
-    def most_to_place(self) -> int:
-        """More ids name nearly all rows: to copy the stacks in order is faster, and leaves the slots as they are."""
-        return NEARLY_ALL * self.num_rows
+    def places(self, num_ids: int) -> bool:
+        """Whether the call which names so many may have them placed. Each is to ask.
+
+        Where they name nearly all rows, to copy the stacks in order is faster. That leaves the slots as they are, too:
+        so it does where a call names more ids than there are slots, and more than the call before, as prompts do.
+        """
+        before, self.num_named = self.num_named, num_ids
+        have_room = self.cache is None or num_ids <= max(self.cache.num, before)
+        return have_room and num_ids <= NEARLY_ALL * self.num_rows
 
     def forget(self) -> None:
         """Stacks were written to: what is in slots is stale."""

@@ -70,8 +70,8 @@ class Picks(Protocol):
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
         """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
-        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings; None where it would read more. It tells
-        `rows.look_ahead` the states that it is given."""
+        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings, where `rows.places` so many; None where
+        it would read more. It tells `rows.look_ahead` the states that it is given."""
 
     @property
     def guesses(self) -> bool:
