@@ -5,11 +5,13 @@ transformers' float8 kernels need a GPU: here functions of torch with their argu
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import weightstream
@@ -104,6 +106,49 @@ def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None
                 assert same(generated(model, prompt(length), 4), found)
         assert streamer.plan.step_nbytes > 0
         assert streamer.stats().fills > 0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of the same: a file holds the matrices of each expert, and their scales, one by one."""
+    model, state = in_float8(), {}
+    for name, tensor in model.state_dict().items():
+        module, _, stack = name.rpartition(".experts.")
+        leaf = "weight_scale_inv" if stack.endswith("_scale_inv") else "weight"
+        for index, rows in enumerate(tensor if module else ()):
+            is_joint = stack.startswith("gate_up")
+            parts = zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True) if is_joint else [("down_proj", rows)]
+            state |= {f"{module}.experts.{index}.{kind}.{leaf}": part.contiguous() for kind, part in parts}
+        if not module:
+            state[name] = tensor.contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    others = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head", "gate"]
+    about = {"quant_method": "fp8", "weight_block_size": BLOCK, "modules_to_not_convert": others}
+    model.config.quantization_config = about | {"activation_scheme": "dynamic"}
+    model.config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("_kernels", "no_loading_bars")
+def test_experts_in_float8_stream_from_where_each_is_in_its_file(checkpoint: Path, tmp_path: Path) -> None:
+    options = {"experts_implementation": "batched_mm"}
+    with hf_private.keeping_quantised({}):  # it takes kernels for granted
+        plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", **options).eval()
+    plan = weightstream.plan_model(checkpoint, device_budget=1 << 20)
+    assert {t.dtype for t in plan.manifest.tensors() if "experts" in t.name} == {"float8_e4m3fn", "float32"}
+    folder = tmp_path / "folder"
+    model = weightstream.from_pretrained(
+        checkpoint, device="cpu", device_budget=120_000, offload_folder=folder, progress=False, **options
+    )
+    with model.weightstream as streamer:
+        assert streamer.plan.step_nbytes > 0
+        assert not [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096]
+        assert same(generated(model, prompt(5), 4), generated(plain, prompt(5), 4))
+        for each, name in ((model, "ours"), (plain, "theirs")):
+            each.save_pretrained(tmp_path / name)
+        ours, theirs = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
+        assert ours == theirs
 
 
 # -- why ---------------------------------------------------------------------------------------------------------------

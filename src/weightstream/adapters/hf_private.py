@@ -93,10 +93,9 @@ def remember_conversions(model: Any, names: Iterable[str]) -> None:
 
 
 def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[Any]]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    state, transforms = model.state_dict(), get_model_conversion_mapping(model)
+    state, transforms = model.state_dict(), _conversions(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     found: dict[str, Place] = {}
@@ -104,6 +103,28 @@ def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[A
         place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
     return found, transforms
+
+
+def _conversions(model: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found: list[Any] = get_model_conversion_mapping(model, hf_quantizer=getattr(model, "hf_quantizer", None))
+    return found
+
+
+def fp8_quantizer(quantization: Any) -> Any | None:
+    """What loads a checkpoint of this `quantization_config`, if that is in fine-grained float8 and stays so."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    about = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
+    is_kept = about.get("quant_method") == "fp8" and not about.get("dequantize")
+    return AutoHfQuantizer.from_config(about, pre_quantized=True) if is_kept else None
+
+
+def use_quantizer(model: Any, quantizer: Any, dtype: torch.dtype) -> None:
+    """Give a plain model on meta the modules that a quantised checkpoint is loaded into."""
+    quantizer.preprocess_model(model=model, dtype=dtype)
+    model.hf_quantizer = quantizer
 
 
 @contextlib.contextmanager
@@ -305,11 +326,10 @@ def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
 
     A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    config = LoadStateDictConfig(dtype=dtype, weight_mapping=get_model_conversion_mapping(model))
+    config = LoadStateDictConfig(dtype=dtype, weight_mapping=_conversions(model))
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
     # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96

@@ -226,8 +226,9 @@ class _Load:
         if self._coded:
             raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
+        gathered, used = self._gathered_fp8()
         # by name, as transformers goes through them: without a dtype in the config the first one's is taken
-        sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries)}
+        sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries.keys() - used)}
         then = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
@@ -235,7 +236,9 @@ class _Load:
             hf_private.quantising_on(device, then),
             hf_private.kernels_for(device, then),
         ):
-            model = self._build(sources)
+            model = self._build(sources | gathered)
+        if used:
+            hf_private.remember_conversions(model, self._checkpoint.entries)
         if num := self._homing.num_written:
             _LOGGER.warning(
                 "%d tensors were quantised, or brought in the order of a kernel: %s written to %s for this "
@@ -243,6 +246,17 @@ class _Load:
                 *(num, human(self._folder.nbytes), self._folder.path),
             )
         return model
+
+    def _gathered_fp8(self) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales."""
+        config = copy.deepcopy(self._options["config"])
+        given = self._options.get("quantization_config")
+        if given or (quantizer := hf_private.fp8_quantizer(config.quantization_config)) is None:
+            return {}, set()
+        skeleton = build(self._cls, config, self._options["dtype"], self._checkpoint)
+        with hf_private.keeping_quantised(self._checkpoint.metadata):
+            hf_private.use_quantizer(skeleton, quantizer, skeleton.dtype)
+        return gather(skeleton, self._checkpoint, hf_private.places(skeleton, self._checkpoint.entries))
 
     def _source(self, name: str, decode: bool) -> torch.Tensor:
         """What transformers is given as a tensor of the checkpoint."""
