@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -491,18 +491,34 @@ def test_more_memory_is_never_slower(on: Machine) -> None:
     assert not plans[-1].cached
 
 
+def made(candidates: Iterable[Any]) -> Iterator[Plan]:
+    """The plans that these may become."""
+    for candidate in candidates:
+        found = candidate.make()
+        if isinstance(found, Plan):
+            yield found
+        elif found is not None:
+            yield from made(found)
+
+
 @pytest.mark.parametrize("on", [IN_GRAPHS, machine()], ids=["in graphs", "eager"])
 @pytest.mark.parametrize("codec", ["none", "small"])
 def test_what_is_fetched_and_what_streams_share_the_link(codec: str, on: Machine) -> None:
     share = SHARES[3] if codec == "small" else 1.0
     least = BUFFER_NBYTES + round(1.02 * share * NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048))
-    plan = planner_of(least + REST_NBYTES * 3 // 4, codec=codec, on=on)(MIXTURE)
+    planner = planner_of(least + REST_NBYTES * 3 // 4, codec=codec, on=on)
+    plan = planner(MIXTURE)
     assert plan.num_slots == NUM_PICKED
     assert plan.step_nbytes > 0
     assert_sound(plan)
     least_s = (plan.step_nbytes + plan.fetched_nbytes) / H200.link_bytes_per_s
     assert min(plan.step_s, plan.graph_s) >= least_s
     assert plan.graph_s < 1.2 * least_s
+    found = list(made(planner.candidates(MIXTURE, [])))
+    assert sum(bool(each.cached) for each in found) > 1
+    for each in found:
+        assert planner.priced(each).step_s == pytest.approx(each.step_s), "what a search compares"
+        assert each.step_s >= plan.step_s * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("share", [0.93, 1.1])

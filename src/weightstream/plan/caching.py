@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import ceil, exp, factorial, log, prod
 from typing import Any, NamedTuple
 
+from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
@@ -187,7 +188,7 @@ def predicted(
     waited_nbytes = sum(fetch.nbytes for fetch in fetches)
     read_nbytes = sum(fetch.nbytes for fetch in _fetched(manifest, empty, profile, workload, counts).values())
     fetched_nbytes = round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches))
-    link_s = plan.copy_s + fetched_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
+    link_s = cost.copy_s(plan, profile) + fetched_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
     return {
         "step_s": max(plan.step_s, link_s),
         "graph_s": max(plan.graph_s, link_s),

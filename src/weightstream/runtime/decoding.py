@@ -112,11 +112,12 @@ class Rows:
         """Whether the call which names so many may have them placed. Each is to ask.
 
         Where they name nearly all rows, to copy the stacks in order is faster. That leaves the slots as they are, too:
-        so it does where a call names more ids than there are slots, and more than the call before, as prompts do. What
-        is captured is a step.
+        so it does where a call names more ids than there are slots, more than the call before, as prompts do, and so
+        many that it would fetch about as much. What is captured is a step.
         """
         before, self.num_named = self.num_named, num_ids
-        is_step = self.cache is None or num_ids <= max(self.cache.num, before) or self.capturing()
+        few = max(self.num_rows // 2, before)
+        is_step = self.cache is None or num_ids <= max(self.cache.num, few) or self.capturing()
         return is_step and num_ids <= NEARLY_ALL * self.num_rows
 
     def forget(self) -> None:
