@@ -205,9 +205,7 @@ class Table:
     """
 
     def __init__(self, model: Any, shape: Shape, batch: int, device: str, *, uniform: bool) -> None:
-        every = [
-            module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")
-        ]
+        every = experts_of(model)
         self._num_steps = NUM_STEPS if batch == 1 else FEW_STEPS
         tables = [
             [drawn(shape, self._num_steps, 1000 * layer + b, uniform=uniform) for b in range(batch)]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import models
-from repeats import some
+from repeats import thinned
 from weightstream.adapters.hub import skeleton
 from weightstream.adapters.module import Grain, find_units
 from weightstream.adapters.transformers import load_pretrained
@@ -71,7 +71,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "weightstream" and r.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("name", some(sorted(models.ARCHITECTURES)))
+@pytest.mark.parametrize("name", thinned(sorted(models.ARCHITECTURES)))
 def test_manifest_is_that_of_the_loaded_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import weightstream
 from fixtures_structure import Stack
 from models import FIXTURES, MODELS, assert_same, weights
-from repeats import some
+from repeats import thinned
 from streaming import assert_steps_equal, open_streamer, plain, run
 from weightstream.errors import ConfigError, OffloadError
 
@@ -39,7 +39,9 @@ def counters() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", some([name for name in MODELS if name not in REFUSED.keys() | UPDATES_ITSELF], 5))
+@pytest.mark.parametrize(
+    "name", thinned([name for name in MODELS if name not in REFUSED.keys() | UPDATES_ITSELF], every=5)
+)
 def test_steps_inside_and_outside(name: str) -> None:
     model, reference = MODELS[name](), plain(name, "cpu")
     with open_streamer(model, "cpu") as streamer:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import weightstream
 from models import ARCHITECTURES, MODELS, Model, assert_same, model_nbytes, to_device, tokens, weights
-from repeats import some
+from repeats import thinned
 from streaming import DEVICES, assert_steps_equal, least_budget, place, plain, plans, run
 
 NUM_STEPS = 5
@@ -81,7 +81,7 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", some(ARCHITECTURES, 4))
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, every=4))
 def test_an_architecture_streams_through_little_more_than_half(name: str, device: str) -> None:
     """Its blocks are found, whatever it is called: without them a budget well under the model could not plan."""
     module = MODELS[name]().module
@@ -155,7 +155,7 @@ def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
     assert_steps_equal(model, reference, device, range(2))
 
 
-@pytest.mark.parametrize("name", some(MODELS))
+@pytest.mark.parametrize("name", thinned(MODELS))
 def test_models_repeat_bitwise_and_depend_on_their_inputs(name: str) -> None:
     """What the comparisons rest on: equal models give equal outputs, and other inputs give others."""
     one, two = MODELS[name](), MODELS[name]()

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import models
-from repeats import some
+from repeats import thinned
 from weightstream import from_pretrained
 from weightstream.adapters.transformers import load_pretrained
 from weightstream.cli import app
@@ -128,7 +128,7 @@ def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    "name", some(["llama", "llama-bf16", "resnet", "bart-bf16", "gpt2", "vit", "mixtral", "qwen3_moe-bf16"])
+    "name", thinned(["llama", "llama-bf16", "resnet", "bart-bf16", "gpt2", "vit", "mixtral", "qwen3_moe-bf16"])
 )
 def test_a_pack_is_the_same_model(name: str, tmp_path: Path, out: Path) -> None:
     """Untied, tied, with buffers, renamed, and two that transformers converts."""

@@ -25,10 +25,3 @@ def only(values: Iterable[Any], *kept: Any) -> list[Any]:
     found = list(values)
     assert set(kept) <= set(found), set(kept) - set(found)
     return [pytest.param(value, marks=[pytest.mark.stress] * (value not in kept)) for value in found]
-
-
-def some(values: Iterable[Any], every: int = 2, first: int = 0) -> list[Any]:
-    """All values, of which all but each `every`th are for stress."""
-    return [
-        pytest.param(value, marks=[pytest.mark.stress] * (place % every != first)) for place, value in enumerate(values)
-    ]

@@ -116,8 +116,8 @@ class Rows:
         many that it would fetch about as much. What is captured is a step.
         """
         before, self.num_named = self.num_named, num_ids
-        few = max(self.num_rows // 2, before)
-        is_step = self.cache is None or num_ids <= max(self.cache.num, few) or self.capturing()
+        few = max(self.most, self.num_rows // 2, before)
+        is_step = self.cache is None or num_ids <= few or self.capturing()
         return is_step and num_ids <= NEARLY_ALL * self.num_rows
 
     def forget(self) -> None:
@@ -146,9 +146,9 @@ class Rows:
             slots = None if self.cache is None else self.cache.resolve(rows)
             for reading in self.readings.values():
                 reading.put(rows, slots, places=rows)
-            if self.cache is None or slots is None:
-                return
-            rows, left = rows.masked_fill(slots >= 0, -1), left - self.cache.num
+            left -= self.most
+            if slots is not None:
+                rows = rows.masked_fill(slots >= 0, -1)
 
 
 def decoding(
