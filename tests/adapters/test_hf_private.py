@@ -128,7 +128,7 @@ def test_places_of_names() -> None:
     experts = "model.layers.1.mlp.experts"
     with needs("WeightConverter, WeightRenaming, rename_source_key"):
         names = ["norm.weight", "model.other.weight", "b", "model.layers.1.block_sparse_moe.experts.0.w1.weight"]
-        found = hf_private.places(model, [*names, f"{experts}.gate_up_proj"])
+        found, _ = hf_private.places(model, [*names, f"{experts}.gate_up_proj"])
         assert hf_private.unused_names(model, found) == ["b", "model.other.weight"]
     assert found == {
         "norm.weight": ("model.norm.weight", False),
@@ -146,7 +146,7 @@ def test_conversions_are_remembered() -> None:
     for names, num in (([name], 1), (["model.norm.weight"], 0)):
         model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
         with needs("was_used"):
-            hf_private.remember_conversions(model, names)
+            hf_private.remember_conversions(model, hf_private.places(model, names)[1])
         found = [t for t in model._weight_conversions if type(t).__name__ == "WeightConverter"]
         assert len(found) == num, lost("was_used")
     assert "_weight_conversions" in inspect.getsource(core_model_loading.revert_weight_conversion), lost(

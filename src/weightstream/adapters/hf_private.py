@@ -82,17 +82,8 @@ def progress_bar(wanted: bool | None) -> Iterator[None]:
         switch[shown]()
 
 
-def places(model: Any, names: Iterable[str]) -> dict[str, Place]:
-    """Where each name of a checkpoint goes."""
-    return _renamed(model, names)[0]
-
-
-def remember_conversions(model: Any, names: Iterable[str]) -> None:
-    """Have the model saved as one that transformers has loaded from these names, converting what it converts."""
-    model._weight_conversions = [transform for transform in _renamed(model, names)[1] if transform.was_used()]
-
-
-def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[Any]]:
+def places(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[Any]]:
+    """Where each name of a checkpoint goes, and what transformers converts or renames as it loads these."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     state, transforms = model.state_dict(), _conversions(model)
@@ -102,7 +93,12 @@ def _renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[A
     for name in sorted(names):
         place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
-    return found, transforms
+    return found, [transform for transform in transforms if transform.was_used()]
+
+
+def remember_conversions(model: Any, conversions: list[Any]) -> None:
+    """Have the model saved as one that transformers has loaded, converting what it converts."""
+    model._weight_conversions = conversions
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -318,7 +314,7 @@ def fp8_unpacked(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
-    return [name for name, (place, _) in places(model, names).items() if place is None]
+    return [name for name, (place, _) in places(model, names)[0].items() if place is None]
 
 
 def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:

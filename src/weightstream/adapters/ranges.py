@@ -52,7 +52,7 @@ def gather(
         return {}, set()
     shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
     found = byte_ranges(model, shown)
-    under_own_names = hf_private.places(model, found)
+    under_own_names, _ = hf_private.places(model, found)
     found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
     left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
     for part in chain.from_iterable(found.values()):

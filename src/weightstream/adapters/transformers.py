@@ -194,7 +194,7 @@ class _Load:
         decode = bool(self._coded) and wants_plain()
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
-        places = hf_private.places(skeleton, checkpoint.entries)
+        places, conversions = hf_private.places(skeleton, checkpoint.entries)
         gathered, used = gather(skeleton, checkpoint, places)
         if decode:
             self._tell_of_decoding()
@@ -207,7 +207,7 @@ class _Load:
         finally:
             trim_heap()
         if used:
-            hf_private.remember_conversions(model, checkpoint.entries)
+            hf_private.remember_conversions(model, conversions)
         for memory in checkpoint.lazy.values():
             memory.forget()
         if (num := self._homing.num_written - len(self._coded) * decode) > 0:
@@ -226,7 +226,7 @@ class _Load:
         if self._coded:
             raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
-        gathered, used = self._gathered_fp8()
+        gathered, used, conversions = self._gathered_fp8()
         # by name, as transformers goes through them: without a dtype in the config the first one's is taken
         sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries.keys() - used)}
         then = self._homing.take_all if self._homing.may_write else lambda module: None
@@ -238,7 +238,7 @@ class _Load:
         ):
             model = self._build(sources | gathered)
         if used:
-            hf_private.remember_conversions(model, self._checkpoint.entries)
+            hf_private.remember_conversions(model, conversions)
         if num := self._homing.num_written:
             _LOGGER.warning(
                 "%d tensors were quantised, or brought in the order of a kernel: %s written to %s for this "
@@ -247,16 +247,18 @@ class _Load:
             )
         return model
 
-    def _gathered_fp8(self) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales."""
+    def _gathered_fp8(self) -> tuple[dict[str, torch.Tensor], set[str], list[Any]]:
+        """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales; and what
+        transformers converts."""
         config = copy.deepcopy(self._options["config"])
         given = self._options.get("quantization_config")
         if given or (quantizer := hf_private.fp8_quantizer(config.quantization_config)) is None:
-            return {}, set()
+            return {}, set(), []
         skeleton = build(self._cls, config, self._options["dtype"], self._checkpoint)
         with hf_private.keeping_quantised(self._checkpoint.metadata):
             hf_private.use_quantizer(skeleton, quantizer, skeleton.dtype)
-        return gather(skeleton, self._checkpoint, hf_private.places(skeleton, self._checkpoint.entries))
+        places, conversions = hf_private.places(skeleton, self._checkpoint.entries)
+        return *gather(skeleton, self._checkpoint, places), conversions
 
     def _source(self, name: str, decode: bool) -> torch.Tensor:
         """What transformers is given as a tensor of the checkpoint."""
