@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +39,8 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.limits import available_nbytes, in_memory
+from weightstream.store.header import TensorEntry
+from weightstream.store.limits import available_nbytes, nbytes_in_memory
 from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
@@ -92,7 +92,7 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     there = [home for home in known if home.file is None]
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
     extents = [extent for home in known if home.file is not None for extent in home.file.extents]
-    held_nbytes += _nbytes_in_memory((file.path, end - begin) for file, begin, end in extents)
+    held_nbytes += nbytes_in_memory((file.path, end - begin) for file, begin, end in extents)
     machine = machine_elsewhere(profile_for(backend), held_nbytes)
     on_cpu, free, total = backend.device.type == "cpu", machine.host_free_nbytes, machine.host_total_nbytes
     if not on_cpu:
@@ -109,12 +109,11 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     )
 
 
-def _nbytes_in_memory(parts: Iterable[tuple[Path, int]]) -> int:
-    """Of bytes of files, those that take host memory whatever is placed."""
-    nbytes: Counter[Path] = Counter()
-    for path, size in parts:
-        nbytes[path] += size
-    return sum(nbytes[path] for path in in_memory(nbytes))
+def holding(machine: Machine, entries: Iterable[TensorEntry]) -> Machine:
+    """The same, where those tensors of a checkpoint that take host memory wherever they are placed take no more."""
+    nbytes = nbytes_in_memory((entry.path, entry.nbytes) for entry in entries)
+    free_nbytes, total_nbytes = machine.host_free_nbytes + nbytes, machine.host_total_nbytes + nbytes
+    return replace(machine, host_free_nbytes=free_nbytes, host_total_nbytes=total_nbytes)
 
 
 def _reads_host(backend: Backend, config: OffloadConfig) -> bool:
@@ -302,10 +301,7 @@ def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadCo
     by_row, movable = tables_of(model, by_alias), frozenset(by_alias)
     codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
-    held_nbytes = _nbytes_in_memory((entry.path, entry.nbytes) for entry in entries.values())
-    free_nbytes, total_nbytes = machine.host_free_nbytes + held_nbytes, machine.host_total_nbytes + held_nbytes
-    machine = replace(machine, host_free_nbytes=free_nbytes, host_total_nbytes=total_nbytes)
-    planner = Planner(config=config, machine=machine, weights=weights)
+    planner = Planner(config=config, machine=holding(machine, entries.values()), weights=weights)
     grains = grains_of(model, by_alias)
     found = prospect_of(model, by_alias, grains, planner)
     found = replace(found, whole=why_whole(model))

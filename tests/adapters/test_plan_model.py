@@ -125,9 +125,9 @@ def test_files_in_memory_take_none_of_it(folders: Mapping[str, Path], monkeypatc
     """Such as in /dev/shm: the system counts them as used, and weights can stay there, whatever else is free."""
     settings = {"device_budget": BUDGETS["llama"], "codec": "none"}
     monkeypatch.setattr(prospects.cpu, "free_nbytes", lambda: BUDGETS["llama"])
-    monkeypatch.setattr(prospects, "in_memory", lambda files: set())
+    monkeypatch.setattr(prospects, "nbytes_in_memory", lambda parts: 0)
     assert planned(folders["llama"], **settings).disk
-    monkeypatch.setattr(prospects, "in_memory", set)
+    monkeypatch.setattr(prospects, "nbytes_in_memory", lambda parts: sum(nbytes for _, nbytes in parts))
     plan = planned(folders["llama"], **settings)
     assert not plan.disk
     assert plan.offloaded_nbytes

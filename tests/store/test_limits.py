@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 
 from cgroups import limited
 from rig import KIB
-from weightstream.store.limits import available_nbytes, describe_limits, in_memory
+from weightstream.store.limits import available_nbytes, describe_limits, nbytes_in_memory
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -246,7 +246,7 @@ def numbers(result: subprocess.CompletedProcess[str]) -> list[int]:
 BEGIN = """
     import mmap, os, resource, sys
     from pathlib import Path
-    from weightstream.store.limits import available_nbytes, describe_limits, in_memory
+    from weightstream.store.limits import available_nbytes, describe_limits, nbytes_in_memory
 
     def take(nbytes):
         memory = mmap.mmap(-1, nbytes)
@@ -331,13 +331,14 @@ def test_files_of_a_file_system_in_memory(
     file.parent.mkdir()
     file.write_bytes(b"x")
     elsewhere, gone = Path("/proc/self/status"), tmp_path / "gone"
-    assert in_memory(iter([file, elsewhere, gone])) == ({file} if found else set())
+    parts = [(file, 3), (elsewhere, 50), (gone, 700), (file, 4)]
+    assert nbytes_in_memory(iter(parts)) == (7 if found else 0)
 
 
 @pytest.mark.skipif("tmpfs /dev/shm tmpfs" not in Path("/proc/mounts").read_text(), reason="needs /dev/shm")
-def test_shared_memory_is_in_memory(tmp_path: Path) -> None:
+def test_shared_memory_is_in_memory() -> None:
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        assert in_memory([Path(file.name), tmp_path]) - {tmp_path} == {Path(file.name)}
+        assert nbytes_in_memory([(Path(file.name), 5)]) == 5
 
 
 def test_groups_are_gone_afterwards() -> None:

@@ -92,6 +92,7 @@ def load_pretrained(
     may_write: bool = True,
     model_config: Any = None,
     allow_missing: bool = False,
+    on_files: Callable[[Checkpoint], None] = lambda checkpoint: None,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
@@ -99,8 +100,8 @@ def load_pretrained(
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
     quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. Other keywords go to the
-    hub, to the config or to transformers.
+    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. `on_files` is called as
+    soon as the files are known. Other keywords go to the hub, to the config or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -116,6 +117,7 @@ def load_pretrained(
     checkpoint = Checkpoint.open(path)
     if verify_checksums:
         checkpoint.verify()
+    on_files(checkpoint)
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
         config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import resource
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -48,9 +49,16 @@ def available_nbytes(root: Path = Path("/")) -> int:
     return max(0, min([_ram_nbytes(), *(limit.free_nbytes for limit in _limits(root))]))
 
 
-def in_memory(paths: Iterable[Path]) -> set[Path]:
-    """Returns those files that take memory wherever they are read from, as all of their file system is there, such as
-    /dev/shm: the system counts them as used."""
+def nbytes_in_memory(parts: Iterable[tuple[Path, int]]) -> int:
+    """Returns how many of these bytes of files take memory whether they are read or not: as all of a file system is
+    there, such as /dev/shm, which the system counts as used."""
+    nbytes: Counter[Path] = Counter()
+    for path, size in parts:
+        nbytes[path] += size
+    return sum(nbytes[path] for path in _in_memory(nbytes))
+
+
+def _in_memory(paths: Iterable[Path]) -> set[Path]:
     mounts = (Path(mount.mountpoint) for mount in psutil.disk_partitions(all=True) if mount.fstype in _IN_MEMORY)
     devices = set(filter(None, map(_device, mounts)))
     return {path for path in paths if _device(path) in devices}
