@@ -870,22 +870,24 @@ def saved(tmp_path: Path) -> tuple[Path, int]:
 
 
 class Loads:
-    """A device, and how many bytes it had pinned when a model was about to be made of a checkpoint."""
+    """A device, and how many bytes it had pinned when a model was made of a checkpoint."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pins: bool = True) -> None:
         self.device, self.when_made = Device(), list[int]()
-        real = weightstream.adapters.transformers._Load.run
+        real = weightstream.adapters.transformers._Load._build
 
-        def run(*args: Any) -> Any:
-            for thread in threads():
-                thread.join(30)
-            self.when_made.append(sum(nbytes for _, nbytes in self.device.pinned))
-            return real(*args)
+        def build(load: Any, tensors: Any) -> Any:
+            try:
+                return real(load, tensors)
+            finally:
+                for thread in threads():
+                    thread.join(30)
+                self.when_made.append(sum(nbytes for _, nbytes in self.device.pinned))
 
         def pinned(*args: Any) -> tuple[None, PageCache]:
             return None, PageCache(self.device.pin, self.device.unpin) if pins else PageCache()
 
-        monkeypatch.setattr(weightstream.adapters.transformers._Load, "run", run)
+        monkeypatch.setattr(weightstream.adapters.transformers._Load, "_build", build)
         monkeypatch.setattr(weightstream.runtime.devices, "pinned", pinned)
 
 
