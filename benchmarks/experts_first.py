@@ -3,10 +3,11 @@
     python benchmarks/experts.py --first [--layers 48, at least 5] [--folder /dev/shm/…] [--tiny] [--out FILE]
 
 The checkpoint is of Qwen3-30B-A3B's shape with random weights, a matrix for each expert, in shards of 4 GB, each in the
-order of names; it is written once, and stays. The device may take a quarter of the experts' bytes beside the other weights. What is timed is
-a process of its own that has imported everything and initialised nothing when its clock starts: the second one, as the
-first (`cold_s`) may measure the machine and compile kernels. `host_nbytes` is the anonymous memory by which it grew,
-less what initialising the device took; `scaled_s` the seconds of 57 GiB, if all of them grow with the bytes.
+order of names; it is written once, and stays. The device may take a quarter of the experts' bytes beside the other
+weights. What is timed is a process of its own that has imported everything and initialised nothing when its clock
+starts: the second one, as the first (`cold_s`) may measure the machine and compile kernels. `host_nbytes` is the
+anonymous memory by which it grew, less what initialising the device took; `scaled_s` the seconds of 57 GiB, if all of
+them grow with the bytes.
 """
 
 from __future__ import annotations

@@ -22,18 +22,17 @@ from weightstream.given import unmatched_patterns
 from weightstream.measure.profile import doubt
 from weightstream.plan.plan import Plan
 from weightstream.plan.prospect import Prospect
-from weightstream.runtime import cuda, devices, guards, weights
+from weightstream.runtime import cuda, guards, weights
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
+from weightstream.runtime.devices import pinned
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
-from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
-from weightstream.store.pages import PageCache
 
 logger = logging.getLogger("weightstream")
 
@@ -42,36 +41,14 @@ _NAMED = 8  # tensors in a warning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What a caller knows of a model: the memories that its weights view, the page cache that reads them already, a
-    folder that goes with it, arguments of a call; or layers whose steps an engine runs, and what it wants of them."""
+    """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
+    call; or layers whose steps an engine runs, and what it wants of them."""
 
     memories: Sequence[Memory] = ()
-    pages: PageCache | None = None
     folder: OffloadFolder | None = None
     example: prospects.Example | None = None
     layers: tuple[nn.Module, ...] = ()
     hosted: prospects.Hosted | None = None
-
-
-def read_ahead(
-    pages: PageCache | None, backend: Backend, config: OffloadConfig, on_failure: ExitStack, checkpoint: Checkpoint
-) -> None:
-    """Begin to pin a checkpoint whose model is not made yet, where that is of use: a part has to stay on the host, and
-    there is room for all. Which part that is nobody knows yet."""
-    if pages is None or not pages.pins:
-        return
-    entries = checkpoint.entries.values()
-    machine = prospects.holding(prospects.machine_of(backend, config), entries)
-    budget = config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu)
-    room = config.host_nbytes(machine.host_total_nbytes, on_cpu=machine.on_cpu)
-    least = machine.free_nbytes if budget is None else budget
-    if least < sum(entry.nbytes for entry in entries) <= (machine.host_free_nbytes if room is None else room):
-        on_failure.callback(pages.close)
-        pages.hold([(entry.mapping, entry.begin, entry.end) for entry in entries], _leave_to_the_plan)
-
-
-def _leave_to_the_plan(refusal: Exception) -> None:
-    """What it wants is refused again, and that is told."""
 
 
 @contextmanager
@@ -107,8 +84,8 @@ class Assembly:
             closing.callback(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
-        arena, pages = devices.pinned(backend, config)
-        pages = given.pages or (pages if given.memories else None)  # nothing else is in files
+        arena, pages = pinned(backend, config)
+        pages = pages if given.memories else None  # nothing else is in files
         self._homes = Homes(
             self._by_alias,
             backend,

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters.module import Grain
-from weightstream.assembly import Given, assembled, read_ahead
+from weightstream.assembly import Given, assembled
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.given import dtype_given, settled
@@ -27,7 +26,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.turns import PipelinePlan
-from weightstream.runtime import cuda, devices
+from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.devices import backend_of, opened
 from weightstream.runtime.leaves import Role, leaves_of
@@ -154,7 +153,6 @@ def from_pretrained(
     # the device first: a wrong one is told before gigabytes are read
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
-        _, pages = devices.pinned(backend, config)
         with cuda.libraries(backend.device):
             loaded = load_pretrained(
                 path_or_repo_id,
@@ -166,7 +164,6 @@ def from_pretrained(
                 verify_checksums=config.verify_checksums,
                 decode=lambda: not prospects.can_decode(backend, config, progress),
                 device=backend.device,
-                on_files=partial(read_ahead, pages, backend, config, on_failure),
                 **kwargs,
             )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
@@ -175,7 +172,7 @@ def from_pretrained(
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
             memories = (*loaded.mappings, *loaded.lazy)
-            _offload(loaded.model, backend, config, Given(memories=memories, pages=pages, folder=loaded.folder))
+            _offload(loaded.model, backend, config, Given(memories=memories, folder=loaded.folder))
         on_failure.pop_all()
     return loaded.model
 

@@ -109,7 +109,7 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     )
 
 
-def holding(machine: Machine, entries: Iterable[TensorEntry]) -> Machine:
+def _holding(machine: Machine, entries: Iterable[TensorEntry]) -> Machine:
     """The same, where those tensors of a checkpoint that take host memory wherever they are placed take no more."""
     nbytes = nbytes_in_memory((entry.path, entry.nbytes) for entry in entries)
     free_nbytes, total_nbytes = machine.host_free_nbytes + nbytes, machine.host_total_nbytes + nbytes
@@ -301,7 +301,7 @@ def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadCo
     by_row, movable = tables_of(model, by_alias), frozenset(by_alias)
     codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
-    planner = Planner(config=config, machine=holding(machine, entries.values()), weights=weights)
+    planner = Planner(config=config, machine=_holding(machine, entries.values()), weights=weights)
     grains = grains_of(model, by_alias)
     found = prospect_of(model, by_alias, grains, planner)
     found = replace(found, whole=why_whole(model))

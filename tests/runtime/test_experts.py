@@ -34,9 +34,10 @@ from expert_rig import (
 )
 from models import model_nbytes
 from repeats import thinned
+from weightstream import assembly
 from weightstream.adapters import experts as adapter
 from weightstream.errors import StoreError
-from weightstream.runtime import decoding, devices
+from weightstream.runtime import decoding
 from weightstream.runtime.slots import Lru, Slots
 from weightstream.store.pages import PageCache
 
@@ -369,7 +370,7 @@ def test_a_cache_waits_for_no_pages_and_ends_where_they_cannot_be_pinned(
         let.wait(30)
         raise StoreError("memlock is 64 KiB.")
 
-    monkeypatch.setattr(devices, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
+    monkeypatch.setattr(assembly, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
     options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
     built().save_pretrained(tmp_path, max_shard_size="200KB")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()

@@ -53,7 +53,7 @@ def test_an_update_before_the_pages_arrive_is_in_the_first_step(
         parameter.data = checkpoint.tensor(name)
     config = weightstream.OffloadConfig(device_budget=3 * WEIGHT_NBYTES)
     monkeypatch.setattr(
-        weightstream.runtime.devices, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
+        weightstream.assembly, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
     )
     streamer = weightstream.front._offload(model, CpuBackend(), config, Given(memories=checkpoint.mappings))
     try:

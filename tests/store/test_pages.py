@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import json
 import mmap
 import os
 import subprocess
@@ -27,7 +26,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-import weightstream.adapters.transformers
 import weightstream.front
 import weightstream.runtime.devices
 from fixtures_structure import Block
@@ -38,7 +36,7 @@ from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
 from weightstream.assembly import Given
 from weightstream.config import OffloadConfig
-from weightstream.errors import CheckpointError, PlanError, StoreError
+from weightstream.errors import PlanError, StoreError
 from weightstream.runtime.homes import Homes
 from weightstream.store import mapping as mapping_module
 from weightstream.store import pages as pages_module
@@ -640,30 +638,6 @@ def test_holding_again_lets_the_first_ranges_go(cache: PageCache, device: Device
     assert cache.nbytes == 0
 
 
-def test_pages_of_which_most_is_wanted_stay(cache: PageCache, device: Device, mapping: FileMapping) -> None:
-    """Whatever they were held as: all of a file is, before anybody knows what a plan will want of it."""
-    parts = [
-        (0, 3 * PAGE),
-        (3 * PAGE, 4 * PAGE),
-        (20 * PAGE, 21 * PAGE),
-        (21 * PAGE, 22 * PAGE),
-        (40 * PAGE, 50 * PAGE),
-    ]
-    for pages, (begin, end) in zip(hold(cache, mapping, *parts), parts, strict=True):
-        assert pages.source(begin, end) is not None
-    assert [nbytes for _, nbytes in device.pinned] == [4 * PAGE, 2 * PAGE, 10 * PAGE]
-    wanted = [(PAGE, 4 * PAGE), (20 * PAGE, 21 * PAGE), (44 * PAGE, 52 * PAGE), (50 * PAGE, 51 * PAGE)]
-    found = hold(cache, mapping, *wanted)
-    for pages, (begin, end) in zip(found, wanted, strict=True):
-        memory = pages.source(begin, end)
-        assert memory is not None
-        assert device.holds(memory)
-        assert torch.equal(memory, mapping.bytes(begin, end))
-    del pages, memory
-    assert {nbytes for _, nbytes in device.unpinned} == {2 * PAGE, 10 * PAGE}, "half of one, and a part of another"
-    assert extents(found) == [(0, 4 * PAGE), (20 * PAGE, 21 * PAGE), (44 * PAGE, 52 * PAGE), (44 * PAGE, 52 * PAGE)]
-
-
 def test_without_a_device_ranges_are_read_and_nobody_waits(
     mapping: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -764,9 +738,7 @@ def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: 
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Models of a checkpoint are copied from pinned pages of it, as on a GPU."""
     device = Device()
-    monkeypatch.setattr(
-        weightstream.runtime.devices, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin))
-    )
+    monkeypatch.setattr(weightstream.assembly, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
     yield device
     assert sorted(device.unpinned) == sorted(device.pinned), "each once"
     assert device.pinned
@@ -859,72 +831,6 @@ def test_loaded_models_are_copied_from_their_files(name: str, shards: str, pinni
         assert streamer.stats().filled_nbytes >= 4 * streamer.plan.step_nbytes > 0
         assert copied_from_windows(streamer, pinning) == streamed_aliases(streamer)
     assert_steps_equal(model, reference, "cpu", range(2))
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, int]:
-    """A checkpoint and its bytes."""
-    made = MODELS["llama"]()
-    made.module.save_pretrained(tmp_path / "model", max_shard_size="60KB")
-    return tmp_path / "model", model_nbytes(made.module)
-
-
-class Loads:
-    """A device, and how many bytes it had pinned when a model was made of a checkpoint."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pins: bool = True) -> None:
-        self.device, self.when_made = Device(), list[int]()
-        real = weightstream.adapters.transformers._Load._build
-
-        def build(load: Any, tensors: Any) -> Any:
-            try:
-                return real(load, tensors)
-            finally:
-                for thread in threads():
-                    thread.join(30)
-                self.when_made.append(sum(nbytes for _, nbytes in self.device.pinned))
-
-        def pinned(*args: Any) -> tuple[None, PageCache]:
-            return None, PageCache(self.device.pin, self.device.unpin) if pins else PageCache()
-
-        monkeypatch.setattr(weightstream.adapters.transformers._Load, "_build", build)
-        monkeypatch.setattr(weightstream.runtime.devices, "pinned", pinned)
-
-
-def test_files_are_pinned_while_a_model_is_made_of_them(
-    saved: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, nbytes = saved
-    loads = Loads(monkeypatch)
-    model = weightstream.from_pretrained(folder, device="cpu", device_budget=nbytes // 2, progress=False)
-    (before,) = loads.when_made
-    assert nbytes <= before <= sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    with model.weightstream as streamer:
-        assert copied_from_windows(streamer, loads.device) == streamed_aliases(streamer) != set()
-        assert sum(n for _, n in loads.device.pinned) < 1.5 * before, "most of what is wanted stays pinned"
-    assert sorted(loads.device.unpinned) == sorted(loads.device.pinned), "each once"
-
-
-@pytest.mark.parametrize(("device", "host", "pins"), [(1.5, None, True), (0.5, 0.8, True), (0.5, None, False)])
-def test_files_are_not_pinned_before_where_it_is_of_no_use(
-    saved: tuple[Path, int], device: float, host: float | None, pins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All goes to the device; the host has no room for all; or nothing is pinned."""
-    folder, nbytes = saved
-    loads = Loads(monkeypatch, pins=pins)
-    budgets = {"device_budget": int(device * nbytes), "host_budget": None if host is None else int(host * nbytes)}
-    with weightstream.from_pretrained(folder, device="cpu", **budgets, progress=False).weightstream:
-        assert loads.when_made == [0]
-
-
-def test_a_load_that_fails_unpins(saved: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, nbytes = saved
-    loads, config = Loads(monkeypatch), json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 12}))
-    with pytest.raises(CheckpointError, match="shapes differ"):
-        weightstream.from_pretrained(folder, device="cpu", device_budget=nbytes // 2, progress=False)
-    assert loads.when_made[0] >= nbytes
-    assert sorted(loads.device.unpinned) == sorted(loads.device.pinned), "each once"
 
 
 FIXTURES = (

@@ -26,15 +26,8 @@ from weightstream.store.header import torch_dtype
 _WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
 # Odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs.
 _FACTOR = 0x1E3779B97F4A7C15
+_INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
 _MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
-
-
-def _signed(number: int) -> int:
-    """As int64 has it."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-_INVERSE = _signed(pow(_FACTOR, -1, 1 << 64))
 
 
 class Range(NamedTuple):
@@ -114,12 +107,11 @@ class _Sources:
         self._tensors = list(tensors.items())
         self._firsts: list[int] = []
         self.tokens: dict[str, _Tokens] = {}
-        shapes = [_token_shape(tensor.shape) for _, tensor in self._tensors]
-        first, end = torch.arange(max(map(prod, shapes), default=0)) * _FACTOR, 0
-        for (name, _), shape in zip(self._tensors, shapes, strict=True):
+        end = 0
+        for name, tensor in self._tensors:
             self._firsts.append(end)
-            self.tokens[name] = _Tokens(first, end, shape)
-            end += prod(shape) + 1  # a gap: no range goes over the end of a tensor
+            self.tokens[name] = _Tokens(end, _token_shape(tensor.shape))
+            end += prod(self.tokens[name].shape) + 1  # a gap: no range goes over the end of a tensor
 
     def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[Range, ...]:
         """What these tokens stand for in a tensor like `wanted`; nothing where that is not whole rows."""
@@ -150,14 +142,14 @@ class _Sources:
 
 
 class _Tokens:
-    """A tensor of tokens, made as transformers takes it: `first` are those of a tensor that begins at 0."""
+    """A tensor of tokens, made as transformers takes it."""
 
-    def __init__(self, first: torch.Tensor, begin: int, shape: torch.Size) -> None:
+    def __init__(self, first: int, shape: torch.Size) -> None:
         self.shape = shape
-        self._first, self._added = first[: prod(shape)], _signed(begin * _FACTOR)
+        self._first = first
 
     def __getitem__(self, _: Any) -> torch.Tensor:
-        return (self._first + self._added).view(self.shape)
+        return (torch.arange(self._first, self._first + prod(self.shape)) * _FACTOR).view(self.shape)
 
 
 def _row_size(shape: torch.Size) -> int:

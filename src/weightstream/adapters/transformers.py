@@ -92,7 +92,6 @@ def load_pretrained(
     may_write: bool = True,
     model_config: Any = None,
     allow_missing: bool = False,
-    on_files: Callable[[Checkpoint], None] = lambda checkpoint: None,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
@@ -100,8 +99,8 @@ def load_pretrained(
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
     quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. `on_files` is called
-    before the model is made of the files. Other keywords go to the hub, to the config or to transformers.
+    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. Other keywords go to the
+    hub, to the config or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -123,7 +122,7 @@ def load_pretrained(
         _refuse_unknown(cls, kwargs)
         options = {"config": config, "dtype": dtype, **kwargs}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing, on_files).run(decode, device)
+            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -182,9 +181,8 @@ class _Load:
         options: dict[str, Any],
         may_write: bool,
         allow_missing: bool,
-        on_files: Callable[[Checkpoint], None],
     ) -> None:
-        self._allow_missing, self._on_files = allow_missing, on_files
+        self._allow_missing = allow_missing
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
@@ -295,7 +293,6 @@ class _Load:
 
     def _build(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Has transformers make the model of these."""
-        self._on_files(self._checkpoint)  # not before: what gathers takes and frees memory, which pinning holds up
         allowed = self._options.get("ignore_mismatched_sizes", False)
         options = {**self._options, "ignore_mismatched_sizes": True, "output_loading_info": True}
         with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from bisect import bisect
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 
 import torch
 
@@ -33,10 +31,11 @@ Show = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Pages:
-    """One range of a file, on its way into memory or there."""
+    """One range of a file, on its way into memory or there; `ranges` are those that were asked for."""
 
     def __init__(self, mapping: FileMapping, begin: int, end: int) -> None:
         self.mapping, self.begin, self.end = mapping, begin, end
+        self.ranges: set[Range] = set()
         self.window: Window | None = None
         self.done = threading.Event()
         self._shown: torch.Tensor | None = None  # the window, as a device has it
@@ -74,23 +73,19 @@ class PageCache:
         """Bytes pinned so far."""
         return self._arena.nbytes
 
-    @property
-    def pins(self) -> bool:
-        """Whether ranges are pinned."""
-        return self._pins
-
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
 
-        Pages that are pinned, and of which most is wanted, stay where they are; the others are unpinned.
+        Pages that are pinned and still wanted as a whole stay where they are; what is not wanted is unpinned.
         `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
         """
         self._stop()
-        there = _within(self._pages, dict.fromkeys(ranges))
-        self._arena.keep(each.window.memory for each in there.values() if each.window is not None)
-        missing = _merged([each for each in ranges if each not in there])
-        pages = list(dict.fromkeys(missing.values()))
-        self._pages = [*dict.fromkeys(there.values()), *pages]
+        wanted = set(ranges)
+        kept = [each for each in self._pages if each.window is not None and each.ranges <= wanted]
+        self._arena.keep(each.window.memory for each in kept if each.window is not None)
+        held = set[Range]().union(*(each.ranges for each in kept))
+        pages = _merged([each for each in ranges if each not in held])
+        self._pages = [*kept, *pages]
         for each in () if self._pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
@@ -99,7 +94,7 @@ class PageCache:
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
         self._thread = threading.Thread(target=job, name="weightstream-pages", daemon=False)
         self._thread.start()
-        of_range = there | missing
+        of_range = {asked: each for each in self._pages for asked in each.ranges}
         return [of_range[asked] for asked in ranges]
 
     def close(self) -> None:
@@ -204,34 +199,16 @@ def _has_ended(closed: threading.Event) -> bool:
     return closed.is_set() or not threading.main_thread().is_alive()
 
 
-def _within(pages: Sequence[Pages], ranges: Iterable[Range]) -> dict[Range, Pages]:
-    """Those ranges that are in pinned pages, and in which: only in such of which the ranges take the larger part."""
-    by_file: dict[FileMapping, list[Pages]] = defaultdict(list)
-    for each in sorted((each for each in pages if each.window is not None), key=attrgetter("begin")):
-        by_file[each.mapping].append(each)
-    found: dict[Range, Pages] = {}
-    nbytes: Counter[Pages] = Counter()
-    for mapping, begin, end in ranges:
-        of_file = by_file[mapping]
-        at = bisect(of_file, begin, key=attrgetter("begin")) - 1
-        if at >= 0 and end <= of_file[at].end:
-            found[mapping, begin, end] = of_file[at]
-            nbytes[of_file[at]] += end - begin
-    return {asked: each for asked, each in found.items() if 2 * nbytes[each] > each.end - each.begin}
-
-
-def _merged(ranges: Sequence[Range]) -> dict[Range, Pages]:
-    """The pages that each range will be in: neighbours in one registration, in order of first need."""
+def _merged(ranges: Sequence[Range]) -> list[Pages]:
+    """Neighbours in one registration, in order of first need."""
     first_need = {each: index for index, each in reversed(list(enumerate(ranges)))}
-    found: dict[Range, Pages] = {}
-    needed: dict[Pages, int] = {}
-    last: Pages | None = None
+    found: list[Pages] = []
     for mapping, begin, end in sorted(first_need, key=lambda each: (str(each[0].path), each[1])):
+        last = found[-1] if found else None
         adjoins = last is not None and last.mapping is mapping and begin - last.end < mmap.PAGESIZE
         if last is None or not adjoins or end - last.begin > _PINNED_NBYTES:
             last = Pages(mapping, begin, end)
+            found.append(last)
         last.end = max(last.end, end)
-        asked = mapping, begin, end
-        found[asked] = last
-        needed[last] = min(needed.get(last, len(ranges)), first_need[asked])
-    return dict(sorted(found.items(), key=lambda item: needed[item[1]]))
+        last.ranges.add((mapping, begin, end))
+    return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))
