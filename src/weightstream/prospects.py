@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,8 +39,7 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role
 from weightstream.runtime.weights import Group, UnitModule, groups, manifest, merge_tied
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.header import TensorEntry
-from weightstream.store.limits import available_nbytes, nbytes_in_memory
+from weightstream.store.limits import available_nbytes
 from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
@@ -88,11 +87,8 @@ def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
 
 def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = None) -> Machine:
     """What there is to place in: memory that a model's weights take now counts as free where they would leave it."""
-    known = list(homes.homes.values()) if homes else []
-    there = [home for home in known if home.file is None]
+    there = [home for home in homes.homes.values() if home.file is None] if homes else []
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
-    extents = [extent for home in known if home.file is not None for extent in home.file.extents]
-    held_nbytes += nbytes_in_memory((file.path, end - begin) for file, begin, end in extents)
     machine = machine_elsewhere(profile_for(backend), held_nbytes)
     on_cpu, free, total = backend.device.type == "cpu", machine.host_free_nbytes, machine.host_total_nbytes
     if not on_cpu:
@@ -107,13 +103,6 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
         maps_host_memory=can_map and _reads_host(backend, config),
         can_decode=False,  # until it is asked for: kernels are compiled for that
     )
-
-
-def _holding(machine: Machine, entries: Iterable[TensorEntry]) -> Machine:
-    """The same, where those tensors of a checkpoint that take host memory wherever they are placed take no more."""
-    nbytes = nbytes_in_memory((entry.path, entry.nbytes) for entry in entries)
-    free_nbytes, total_nbytes = machine.host_free_nbytes + nbytes, machine.host_total_nbytes + nbytes
-    return replace(machine, host_free_nbytes=free_nbytes, host_total_nbytes=total_nbytes)
 
 
 def _reads_host(backend: Backend, config: OffloadConfig) -> bool:
@@ -301,7 +290,7 @@ def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadCo
     by_row, movable = tables_of(model, by_alias), frozenset(by_alias)
     codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
-    planner = Planner(config=config, machine=_holding(machine, entries.values()), weights=weights)
+    planner = Planner(config=config, machine=machine, weights=weights)
     grains = grains_of(model, by_alias)
     found = prospect_of(model, by_alias, grains, planner)
     found = replace(found, whole=why_whole(model))

@@ -16,7 +16,7 @@ import pytest
 import weightstream
 from models import MODELS
 from repeats import thinned
-from weightstream import ConfigError, prospects
+from weightstream import ConfigError
 from weightstream.errors import CheckpointError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Profile, Workload
@@ -119,20 +119,6 @@ def test_every_setting_counts(folders: Mapping[str, Path], settings: Mapping[str
     plan = assert_same_plan(folders["llama"], **settings)
     assert (len(plan.disk) > 0) == ("host_budget" in settings)
     assert (len(plan.mapped) > 0) == ("zero_copy_params" in settings)
-
-
-def test_files_in_memory_take_none_of_it(folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as in /dev/shm: the system counts them as used, and weights can stay there, whatever else is free."""
-    settings = {"device_budget": BUDGETS["llama"], "codec": "none"}
-    monkeypatch.setattr(prospects.cpu, "free_nbytes", lambda: BUDGETS["llama"])
-    monkeypatch.setattr(prospects, "nbytes_in_memory", lambda parts: 0)
-    assert planned(folders["llama"], **settings).disk
-    monkeypatch.setattr(prospects, "nbytes_in_memory", lambda parts: sum(nbytes for _, nbytes in parts))
-    plan = planned(folders["llama"], **settings)
-    assert not plan.disk
-    assert plan.offloaded_nbytes
-    with loaded(folders["llama"], **settings) as found:
-        assert found == plan
 
 
 def test_weights_are_not_needed(folders: Mapping[str, Path], tmp_path: Path) -> None:

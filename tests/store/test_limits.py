@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 
 from cgroups import limited
 from rig import KIB
-from weightstream.store.limits import available_nbytes, describe_limits, nbytes_in_memory
+from weightstream.store.limits import available_nbytes, describe_limits
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -246,7 +245,7 @@ def numbers(result: subprocess.CompletedProcess[str]) -> list[int]:
 BEGIN = """
     import mmap, os, resource, sys
     from pathlib import Path
-    from weightstream.store.limits import available_nbytes, describe_limits, nbytes_in_memory
+    from weightstream.store.limits import available_nbytes, describe_limits
 
     def take(nbytes):
         memory = mmap.mmap(-1, nbytes)
@@ -318,27 +317,6 @@ def test_the_kernel_agrees(tmp_path: Path, more: int, code: int) -> None:
     with limited(192 * MIB) as prefix:
         result = python(prefix, write)
     assert result.returncode == code, result.stderr
-
-
-@pytest.mark.parametrize(("kind", "found"), [("tmpfs", True), ("ramfs", True), ("hugetlbfs", True), ("ext4", False)])
-def test_files_of_a_file_system_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, found: bool
-) -> None:
-    mounts = [SimpleNamespace(mountpoint=str(tmp_path / "gone"), fstype="tmpfs")]
-    mounts.append(SimpleNamespace(mountpoint=str(tmp_path), fstype=kind))
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts if all else [])
-    file = tmp_path / "folder" / "file"
-    file.parent.mkdir()
-    file.write_bytes(b"x")
-    elsewhere, gone = Path("/proc/self/status"), tmp_path / "gone"
-    parts = [(file, 3), (elsewhere, 50), (gone, 700), (file, 4)]
-    assert nbytes_in_memory(iter(parts)) == (7 if found else 0)
-
-
-@pytest.mark.skipif("tmpfs /dev/shm tmpfs" not in Path("/proc/mounts").read_text(), reason="needs /dev/shm")
-def test_shared_memory_is_in_memory() -> None:
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        assert nbytes_in_memory([(Path(file.name), 5)]) == 5
 
 
 def test_groups_are_gone_afterwards() -> None:

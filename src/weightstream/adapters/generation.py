@@ -34,7 +34,6 @@ _OTHERWISE = frozenset(CACHES) | frozenset(  # settings that choose another cach
     "prompt_lookup_num_tokens assistant_early_exit penalty_alpha dola_layers constraints force_words_ids".split()
 )
 _TEXT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
-_TAUGHT = 2  # forwards: a weight that is read outside of its unit takes a second one
 _COUNT = hf_private.STATIC_WINDOW_COUNT
 _INDEXED = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 _COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
@@ -105,10 +104,12 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config = copy.deepcopy(config)
         config.update(**_STATIC)
         options = options | {"generation_config": config}
-    with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as held:
-        decoder = Decoder(recorder, device, getattr(model, guards.ATTRIBUTE, None), held)
-        with _standing_in(model, decoder):
-            result = model.generate(*given, **options)
+    with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
+        decoder = Decoder(recorder, device)
+        if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
+            decoder.reason = _enter_step(model, streamer, stack)
+        stack.enter_context(_standing_in(model, decoder))
+        result = model.generate(*given, **options)
     return result, decoder.decoding()
 
 
@@ -133,7 +134,7 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
         return f"{', '.join(chosen)} was given"
     if given("use_cache") is False or (given("num_beams") or 1) > 1:
         return "only greedy search and sampling, with a cache, are captured"
-    # what it leads to may not have been seen by the call that taught a streamer the order
+    # what it leads to was not seen by the call that teaches a streamer the order
     if others := [name for name, v in options.items() if isinstance(v, torch.Tensor) and name not in _TEXT]:
         return f"{', '.join(others)}: only text is decoded from a graph"
     if (reason := static_cache.unsuited(model)) is not None:
@@ -142,6 +143,18 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
         return "the model is spread over several devices"
     if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):
         return "generate() is running with this model already"
+    return None
+
+
+def _enter_step(model: Any, streamer: Any, stack: ExitStack) -> str | None:
+    """All of `generate` becomes one step of the streamer's; returns why it cannot."""
+    try:
+        for _ in range(2):  # a weight that is read outside of its unit takes a second call
+            if not streamer.learned:
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=streamer.device), use_cache=False)
+        stack.enter_context(streamer.step())
+    except Exception as error:  # a forward that wants other arguments, too
+        return str(error)
     return None
 
 
@@ -165,16 +178,11 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
 
 
 class Decoder:
-    """The forwards of one `generate`: of steps that are alike the first is watched, the second captured.
+    """The forwards of one `generate`: of steps that are alike the first is watched, the second captured."""
 
-    All are one step of the streamer's, if there is one, once it has learned the order of the weights: `held` is that.
-    """
-
-    def __init__(self, recorder: Recorder, device: torch.device, streamer: Any, held: ExitStack) -> None:
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder = recorder
         self._device = device
-        self._streamer, self._held = streamer, held
-        self._taught = 0
         self._num_steps = 0
         self._replays = 0
         self._watched: Any = None  # the signature of the step before
@@ -187,8 +195,6 @@ class Decoder:
         return Decoding(replays=self._replays, reason=self.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._teaches():
-            return forward(*args, **kwargs)
         cache, ids = cache_in(kwargs), kwargs.get("input_ids")
         if self.reason is not None or not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
             return forward(*args, **kwargs)
@@ -218,20 +224,6 @@ class Decoder:
             return forward(*args, **kwargs)
         self._replays += 1
         return self._graph.replay(leaves)
-
-    def _teaches(self) -> bool:
-        """Whether the streamer has yet to learn from this forward; else its step is begun."""
-        if self._streamer is None or self.reason is not None:
-            return False
-        if not self._streamer.learned and self._taught < _TAUGHT:
-            self._taught += 1
-            return True
-        streamer, self._streamer = self._streamer, None
-        try:
-            self._held.enter_context(streamer.step())
-        except Exception as error:
-            self.reason = str(error)
-        return False
 
 
 class _Graph:

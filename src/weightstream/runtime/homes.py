@@ -216,11 +216,11 @@ class Homes:
         for unit in units:  # first what leaves the device: it makes room there
             if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.hosted(unit)):
                 self._settle_unit(goal, unit)
-        self._hold_pages(plan)  # they are pinned while residents move
         self._settle_residents(goal)
         for tensor, _ in self._empty:
             tensor.data = tensor.data.to(self._backend.device)
         self._keep_blocks()
+        self._hold_pages(plan)
         self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
         for unit in units:
             self._settle_unit(goal, unit)
@@ -294,7 +294,7 @@ class Homes:
         streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.hosted(unit))
         in_order = dict.fromkeys([*plan.mapped, *streamed, *plan.manifest.aliases])
         kept: dict[str, Mapped] = {}
-        for alias in (alias for alias in in_order if alias not in plan.resident):
+        for alias in in_order:
             source = self.homes[alias].source
             in_place = self._moves.reads_in_place(source) or alias not in plan.mapped - self.by_row
             if isinstance(source, Mapped) and source.tier is Tier.HOST and self.homes[alias].file and in_place:

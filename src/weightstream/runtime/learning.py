@@ -84,7 +84,7 @@ class Learning:
 
     @property
     def read_outside(self) -> list[str]:
-        """Alias groups that the last watched step read outside of their units."""
+        """Alias groups, of those that stream, that watched steps read outside of their units."""
         return sorted({alias for aliases in self.outside.values() for alias in aliases})
 
     @contextmanager
@@ -108,7 +108,9 @@ class Learning:
             for unit in binding.open_units[-1:]:
                 modules.hide(unit.index)
 
-        self.outside = {}
+        # what an earlier step read may be read again: a prompt does not take the way of a token
+        left = ((name, {face.alias for face in streamed.values()} & read) for name, read in self.outside.items())
+        self.outside = {name: aliases for name, aliases in left if aliases}
         try:
             with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
                 yield

@@ -10,8 +10,7 @@ import contextlib
 import os
 import re
 import resource
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,28 +39,12 @@ class _Limit(NamedTuple):
 _V1_CACHE, _V2_CACHE = ("total_inactive_file", "total_active_file"), ("inactive_file", "active_file")
 _V1 = _Version("memory", "cgroup", ("memory.limit_in_bytes",), "memory.usage_in_bytes", _V1_CACHE)
 _V2 = _Version("", "cgroup2", ("memory.max", "memory.high"), "memory.current", _V2_CACHE)
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _RLIMITS = MappingProxyType({"vms": ("ulimit -v", resource.RLIMIT_AS), "data": ("ulimit -d", resource.RLIMIT_DATA)})
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
     """Returns the bytes of host memory that this process may still take; `root` holds proc and sys."""
     return max(0, min([_ram_nbytes(), *(limit.free_nbytes for limit in _limits(root))]))
-
-
-def nbytes_in_memory(parts: Iterable[tuple[Path, int]]) -> int:
-    """Returns how many of these bytes of files take memory whether they are read or not: as all of a file system is
-    there, such as /dev/shm, which the system counts as used."""
-    nbytes: Counter[Path] = Counter()
-    for path, size in parts:
-        nbytes[path] += size
-    return sum(nbytes[path] for path in _in_memory(nbytes))
-
-
-def _in_memory(paths: Iterable[Path]) -> set[Path]:
-    mounts = (Path(mount.mountpoint) for mount in psutil.disk_partitions(all=True) if mount.fstype in _IN_MEMORY)
-    devices = set(filter(None, map(_device, mounts)))
-    return {path for path in paths if _device(path) in devices}
 
 
 def describe_limits(root: Path = Path("/")) -> str:
@@ -72,12 +55,6 @@ def describe_limits(root: Path = Path("/")) -> str:
         free = human(max(0, tightest.free_nbytes))
         parts.append(f"{tightest.name} {human(tightest.limit_nbytes)} of which {free} are free")
     return ", ".join([*parts, f"{human(_ram_nbytes())} of RAM available"])
-
-
-def _device(path: Path) -> int | None:
-    with contextlib.suppress(OSError):  # gone, or not for this user
-        return path.stat().st_dev
-    return None
 
 
 def _ram_nbytes() -> int:
