@@ -460,6 +460,27 @@ def test_an_offloaded_model_that_cannot_enter_a_step_runs_eager_with_the_reason(
         assert not cuda.graphs
 
 
+class ReadsByToken(transformers.LlamaForCausalLM):
+    """Steps of one token read a weight that is another module's."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if input_ids.shape[1] == 1:
+            output.logits = output.logits + self.model.layers[2].mlp.down_proj.weight.float().sum()
+        return output
+
+
+def test_a_weight_that_only_steps_of_one_token_read_is_not_forgotten() -> None:
+    llama = randomise(ReadsByToken(build("llama").config).eval(), 11)
+    want = llama.generate(prompt(), **options(), **STATIC)
+    with weightstream.offload(llama, device="cpu", device_budget="60KiB"):
+        for _ in range(3):
+            got, decoding, _ = captured(llama, prompt(), FakeCuda(refused="aten"))
+            assert "are read outside of their module's forward" in str(decoding.reason)
+            assert torch.equal(got, want)
+            assert torch.equal(llama.generate(prompt(), **options(), **STATIC), want)
+
+
 def test_inputs_may_have_another_name() -> None:
     """Of Whisper they are `input_features`: what has no `inputs` is given none."""
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 64}
