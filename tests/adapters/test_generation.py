@@ -471,6 +471,7 @@ class ReadsByToken(transformers.LlamaForCausalLM):
 
 
 def test_a_weight_that_only_steps_of_one_token_read_is_not_forgotten() -> None:
+    """With so little memory that it cannot stay there."""
     llama = randomise(ReadsByToken(build("llama").config).eval(), 11)
     want = llama.generate(prompt(), **options(), **STATIC)
     with weightstream.offload(llama, device="cpu", device_budget="60KiB"):

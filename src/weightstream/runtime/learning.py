@@ -109,8 +109,8 @@ class Learning:
                 modules.hide(unit.index)
 
         # what an earlier step read may be read again: a prompt does not take the way of a token
-        left = ((name, {face.alias for face in streamed.values()} & read) for name, read in self.outside.items())
-        self.outside = {name: aliases for name, aliases in left if aliases}
+        streaming = {face.alias for face in binding.faces}
+        self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
             with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
                 yield
