@@ -228,7 +228,7 @@ class Streamer:
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
-        picks = self._modules.units[unit].picks if self._gate.mode is not Mode.LEARNING else None
+        picks = self._modules.units[unit].picks
         with self._gate.lock:
             forward = (picks and self._binding.picked(unit, (forward, args, kwargs), not fixed)) or forward
         self._wait(unit) if fixed else self._open(unit)
