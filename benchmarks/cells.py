@@ -166,7 +166,7 @@ class Cells:
             return
         with streamer:
             planned = streamer.plan
-            floor_ms = self.floor_ms(planned, streamer.read_in_place)
+            floor_ms = self.floor_ms(planned, streamer.stats().read_in_place)
             for name in WORKLOADS if workload.tokens == 1 else [first]:
                 seconds, peak = self.timed(name)
                 ms = rows.percentiles([1e3 * s for s in seconds])

@@ -86,6 +86,7 @@ def test_defaults() -> None:
         "device_budget": None,
         "host_budget": None,
         "max_memory": {},
+        "gpus": 1,
         "batch": 1,
         "context": None,
         "tokens": 1,
@@ -190,6 +191,20 @@ def test_cpu_alone_bounds_what_a_model_on_the_cpu_takes_in_all() -> None:
     assert (both.device_nbytes(GIB, on_cpu=True), both.host_nbytes(GIB, on_cpu=True)) == (7, 4 * GIB)
 
 
+def test_several_gpus_share_a_model() -> None:
+    assert OffloadConfig().stripes == {}
+    assert OffloadConfig(max_memory={1: "10GiB", "cpu": 5}).stripes == {}
+    assert OffloadConfig(gpus=3, device_budget="50%").stripes == {0: "50%", 1: "50%", 2: "50%"}
+    config = OffloadConfig(max_memory={10: 7, 2: 5, "cpu": "50%"})
+    assert list(config.stripes.items()) == [(2, 5), (10, 7)]
+    assert "one GPU" in refusal(config.device_for, None)
+    assert "remove gpus" in refusal(OffloadConfig, max_memory={0: 5, 1: 5}, gpus=3)
+    part = config.within(5, 0.25)
+    assert (part.stripes, part.device_budget, part.host_nbytes(1000)) == ({}, 5, 125)
+    assert OffloadConfig(gpus=2, host_budget=1000).within(None, 0.5).host_nbytes(9) == 500
+    assert OffloadConfig(gpus=2).within(None, 0.5).host_nbytes(9) is None
+
+
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize(
     ("values", "names"),
@@ -270,8 +285,8 @@ def test_configurations_are_frozen_hashable_and_survive_copies() -> None:
         ("offload_folder", 3, "path"),
         ("max_memory", "10GiB", '"cpu": "30GiB"'),
         ("max_memory", {"disk": "1GiB"}, "name an offload_folder"),
-        ("max_memory", {0: "1GiB", 1: "1GiB"}, "weightstream computes on one"),
-        ("max_memory", {0: "1GiB", "cuda:0": "1GiB"}, "more than one device"),
+        ("gpus", 0, ">= 1"),
+        ("max_memory", {0: "1GiB", "cuda:0": "1GiB"}, "two budgets for one memory"),
         ("max_memory", {"mps": "1GiB"}, "'mps' is no memory"),
         ("max_memory", {True: "1GiB"}, "True is no memory"),
         ("max_memory", {-1: "1GiB"}, "-1 is no memory"),
@@ -641,6 +656,7 @@ OTHER_VALUES: dict[str, Any] = {
     "device_budget": 5,
     "host_budget": 5,
     "max_memory": {0: 5},
+    "gpus": 2,
     "batch": 2,
     "context": 5,
     "tokens": 2,

@@ -12,28 +12,29 @@ import pytest
 import weightstream
 
 DEVICE = "device: torch.device | str | None = None, device_budget: int | str | None = None"
+DEVICES = DEVICE.replace("int | str | None", "int | str | Mapping[int, int | str] | None")
 CONFIG = "config: OffloadConfig | None = None"
 ANY_CONFIG = "config: OffloadConfig | Any | None = None"  # also a model's
 DTYPE = "dtype: str | torch.dtype | None = None, torch_dtype: str | torch.dtype | None = None"
 FUNCTIONS = {
     "create_offloader": "(config: OffloadConfig) -> BaseOffloader",
-    "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICE}, {DTYPE}, {ANY_CONFIG}, "
+    "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, {ANY_CONFIG}, "
     "offload_folder: str | Path | None = None, host_budget: int | str | None = None, progress: bool | None = None, "
     "allow_missing: bool = False, **kwargs: Any) -> Any",
     "generate": "(model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, "
     "**kwargs: Any) -> Any",
     "get_offloader": "() -> BaseOffloader",
-    "offload": f"(model: nn.Module | Any, *, {DEVICE}, example_inputs: Any = None, {CONFIG}, **settings: Any) -> Any",
+    "offload": f"(model: nn.Module | Any, *, {DEVICES}, example_inputs: Any = None, {CONFIG}, **settings: Any) -> Any",
     "offload_pipeline": f"(pipe: Any, *, {DEVICE}, example_inputs: Mapping[str, Any] | None = None, {CONFIG}, "
     "**settings: Any) -> Any",
     "pipeline_from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICE}, {DTYPE}, "
     "variant: str | None = None, base: str | Path | None = None, "
     f"example_inputs: Mapping[str, Any] | None = None, {CONFIG}, offload_folder: str | Path | None = None, "
     "progress: bool | None = None, **kwargs: Any) -> Any",
-    "plan_model": f"(path_or_repo_id: str | Path, *, {DEVICE}, {DTYPE}, "
+    "plan_model": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, "
     f"profile: Profile | str | Path | None = None, {ANY_CONFIG}, trust_remote_code: bool = False, "
     "variant: str | None = None, example_inputs: Mapping[str, Any] | None = None, **settings: Any) "
-    "-> Plan | PipelinePlan",
+    "-> Plan | PipelinePlan | StripedPlan",
     "set_offloader": "(instance: BaseOffloader | None) -> None",
 }
 METHODS = {
@@ -54,11 +55,14 @@ METHODS = {
     "Streamer.step": "(self) -> Iterator[None]",
     "Streamer.switch": "(self, plan: Plan) -> None",
     "Streamer.trace": "(self) -> Iterator[Trace]",
+    "Stripes.remove": "(self) -> None",
+    "Stripes.stats": "(self) -> Stats",
+    "Stripes.trace": "(self) -> Iterator[Trace]",
     "UVAOffloader.__init__": "(self, cpu_offload_max_bytes: int, cpu_offload_params: Iterable[str] | None = None) "
     "-> None",
 }
 SETTINGS = {
-    "OffloadConfig": "offload_backend uva prefetch device_budget host_budget max_memory batch context tokens "
+    "OffloadConfig": "offload_backend uva prefetch device_budget host_budget max_memory gpus batch context tokens "
     "offload_folder pin_memory use_uva zero_copy_params codec verify_checksums",
     "PrefetchOffloadConfig": "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
     "UVAOffloadConfig": "cpu_offload_gb cpu_offload_params",
@@ -73,7 +77,16 @@ ERRORS = {  # and what a caller may catch them as, who knows Python's alone
     "UnsupportedError": weightstream.OffloadError,
     "WeightstreamError": Exception,
 }
-CLASSES = {"BaseOffloader", "ConfigWarning", "NoopOffloader", "Plan", "PrefetchOffloader", "Stats", "Streamer"}
+CLASSES = {
+    "BaseOffloader",
+    "ConfigWarning",
+    "NoopOffloader",
+    "Plan",
+    "PrefetchOffloader",
+    "Stats",
+    "Streamer",
+    "Stripes",
+}
 CLASSES |= {"UVAOffloader", *SETTINGS, *ERRORS}
 
 

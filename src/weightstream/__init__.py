@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from weightstream.pipelines import offload_pipeline, pipeline_from_pretrained
     from weightstream.runtime.stats import Stats
     from weightstream.runtime.streamer import Streamer
+    from weightstream.striping import Stripes
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "Stats",
     "StoreError",
     "Streamer",
+    "Stripes",
     "UVAOffloadConfig",
     "UVAOffloader",
     "UnsupportedError",
@@ -69,6 +71,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
     if name in ("Stats", "Streamer"):
         return getattr(import_module(f"weightstream.runtime.{name.lower()}"), name)
+    if name == "Stripes":
+        return import_module("weightstream.striping").Stripes
     if name == "generate":
         return import_module("weightstream.adapters.generation").generate
     if name in ("offload_pipeline", "pipeline_from_pretrained"):

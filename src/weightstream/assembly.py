@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from weightstream import prospects
@@ -42,13 +43,26 @@ _NAMED = 8  # tensors in a warning
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
     """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
-    call; or layers whose steps an engine runs, and what it wants of them."""
+    call; or what is wanted of layers that are not a model of their own."""
 
     memories: Sequence[Memory] = ()
     folder: OffloadFolder | None = None
     example: prospects.Example | None = None
-    layers: tuple[nn.Module, ...] = ()
     hosted: prospects.Hosted | None = None
+
+
+def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
+    """A module of these alone, under their names."""
+    root = nn.Module()
+    for name, layer in layers.items():
+        *outer, last = name.split(".")
+        parent = root
+        for part in outer:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, layer)
+    return root
 
 
 @contextmanager
@@ -97,13 +111,23 @@ class Assembly:
             by_row=prospects.tables_of(model, self._by_alias),
         )
         hosted = given.hosted
-        self._blocks = list(given.layers) if hosted else find_blocks(model)
+        self._blocks = list(hosted.blocks) if hosted else find_blocks(model)
         self._grains = prospects.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
         about = given.memories, self._grains, given.example, hosted
         self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, *about)
         for owned in (given.folder, spill):
             if owned is not None:
                 closing.callback(owned.close)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is to compute."""
+        return self._backend.device
+
+    def in_blocks(self) -> None:
+        """Plan for whole blocks alone, where such a plan fits."""
+        self.prospect = self.prospect.coarse()
+        self._grains = self._grains[: len(self.prospect.grains)]
 
     def knowing(self, work: Footprint, entry: str) -> Prospect:
         """The prospect for the work of a call that was followed."""
@@ -130,7 +154,9 @@ class Assembly:
         return streamer
 
     def _foresee(self, known: Prospect, entry: str, args: Any, kwargs: Any) -> Prospect | None:
-        about = self._by_alias, self._grains, self.model, self._backend
+        hosted = self._given.hosted
+        whole = (hosted and hosted.model) or self.model  # whose calls these are
+        about = self._by_alias, self._grains, whole, self._backend
         found = prospects.foreseen(known, *about, args, kwargs, entry)
         return found and self.with_facts(found)
 

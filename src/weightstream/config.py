@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import json
-import math
 import os
-import re
 import sys
 import tomllib
 import warnings
@@ -17,75 +14,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from weightstream.budgets import checked, checked_map, nbytes_of
 from weightstream.errors import ConfigError
-
-# Strict: else pydantic reads `true` as 1, one byte.
-_BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
-_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")  # all of it: pydantic takes 6 bytes out of "6,5GiB"
-_SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
-_MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
 
 class ConfigWarning(UserWarning):
     """A setting that is given but ignored."""
 
 
-def nbytes_of(budget: int | str | None, total_nbytes: int) -> int | None:
-    """The bytes of a budget in a memory of `total_nbytes`."""
-    if not isinstance(budget, str):
-        return budget
-    return math.floor(total_nbytes * float(budget.removesuffix("%")) / 100)
-
-
-def _checked(value: Any, least: int = 0) -> int | str:
-    if isinstance(value, str) and (share := _SHARE.fullmatch(value)):
-        if not 0 < float(share[1]) <= 100:
-            raise ValueError("not a share over 0 and up to 100 %")
-        return f"{float(share[1]):g}%"
-    is_size = not isinstance(value, str) or _SIZE.fullmatch(value)
-    with contextlib.suppress(ValidationError):  # whose words are of pydantic's types
-        if is_size and (nbytes := _BYTE_SIZE.validate_python(value)) >= least:
-            return nbytes
-    raise ValueError(f"not a number of bytes >= {least}")
-
-
-def _checked_map(value: Any) -> tuple[tuple[str, int | str], ...]:
-    """Pairs of "0", the index of the device, and "cpu", sorted, with their budgets."""
-    if not isinstance(value, Mapping | None):
-        raise ValueError("not a map of memories")
-    budgets: dict[str, int | str] = {}
-    for key, given in (value or {}).items():
-        name = _memory(key)
-        if name in budgets or (name != "cpu" and budgets.keys() - {"cpu"}):
-            raise ValueError("more than one device: weightstream computes on one, with the whole model")
-        try:
-            budgets[name] = _checked(given, least=int(name != "cpu"))
-        except ValueError as error:
-            raise ValueError(f"{key!r}: {given!r}: {error}") from None
-    return tuple(sorted(budgets.items()))
-
-
-def _memory(key: Any) -> str:
-    if key == "disk":
-        raise ValueError("the disk takes what the others leave, without a bound: leave it out, name an offload_folder")
-    match = _MEMORY.fullmatch(str(key))
-    if match is None:
-        raise ValueError(f"{key!r} is no memory that weightstream uses")
-    return str(int(match[1])) if match[1] else "cpu"
-
-
 # The text beside a type is what an error tells the user to give; a field's description is the help of its flag.
 _SIZE_TEXT = 'bytes, a size such as "12GiB", or a share such as "80%"'
-_Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v)), _SIZE_TEXT]
-_OverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else _checked(v, 1)), _SIZE_TEXT]
+_Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v)), _SIZE_TEXT]
+_OverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v, 1)), _SIZE_TEXT]
 _MaxMemory = Annotated[
     tuple[tuple[str, int | str], ...],  # hashable
-    BeforeValidator(_checked_map),
+    BeforeValidator(checked_map),
     PlainSerializer(dict, return_type=dict[str, int | str]),
-    'the budget of one device and of the host, such as {0: "10GiB", "cpu": "30GiB"}',
+    'the budgets of GPUs and of the host, such as {0: "10GiB", 1: "10GiB", "cpu": "30GiB"}',
 ]
 _Gib = Annotated[float, Field(strict=True, ge=0), "GiB (2**30 bytes) as a finite number >= 0"]
 _Count = Annotated[int, Field(strict=True, ge=0), "a whole number >= 0"]
@@ -181,6 +129,7 @@ class OffloadConfig(_Settings):
     device_budget: _OverZero = _setting(None, "Device memory for weights, such as 8GiB or 80%. Default: what is free.")
     host_budget: _Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
     max_memory: _MaxMemory = ()
+    gpus: _Positive = _setting(1, "GPUs that share the model, each with --device-budget. Default: 1.")
     batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
     context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
@@ -227,10 +176,15 @@ class OffloadConfig(_Settings):
         over = _nested(overrides)
         return type(self)(**_laid_over(self.model_dump(), over)) if over else self
 
-    def within(self, device_budget: int) -> Self:
-        """The same with another budget of the device, in bytes, in place of any."""
-        of_host = tuple(entry for entry in self.max_memory if entry[0] == "cpu")
-        return self.model_copy(update={"device_budget": device_budget, "max_memory": of_host})
+    def within(self, device_budget: int | str | None, host_share: float = 1.0) -> Self:
+        """The same on one device, with another budget of it in place of any, and such a share of the host's bytes."""
+        host = dict(self.max_memory).get("cpu", self.host_budget)
+        if host_share < 1.0 and host is not None:
+            host = f"{host_share * float(host[:-1])}%" if isinstance(host, str) else int(host_share * host)
+            own: dict[str, Any] = {"host_budget": host, "max_memory": ()}
+        else:
+            own = {"max_memory": tuple(entry for entry in self.max_memory if entry[0] == "cpu")}
+        return self.model_copy(update={"device_budget": device_budget, "gpus": 1, **own})
 
     @property
     def backend(self) -> Literal["none", "uva", "prefetch"]:
@@ -253,6 +207,8 @@ class OffloadConfig(_Settings):
     def device_for(self, device: object | None) -> str | None:
         """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
         given = None if device is None else str(device)
+        if self.stripes:
+            raise ConfigError("this computes on one GPU: several are for the models of offload() and from_pretrained()")
         if self._of_map is None:
             return given
         named = f"cuda:{self._of_map[0]}"
@@ -274,6 +230,13 @@ class OffloadConfig(_Settings):
         if on_cpu and budget is not None and self.device_budget is None and self._of_map is None:
             return 0
         return nbytes_of(self.host_budget if budget is None else budget, total_nbytes)
+
+    @property
+    def stripes(self) -> dict[int, int | str | None]:
+        """The GPUs that share a model, by index, with their budgets; none where it computes on one."""
+        found: dict[int, int | str | None] = {int(key): budget for key, budget in self.max_memory if key != "cpu"}
+        found = found or dict.fromkeys(range(self.gpus), self.device_budget)
+        return found if len(found) > 1 else {}
 
     @property
     def _of_map(self) -> tuple[str, int | str] | None:
@@ -304,6 +267,8 @@ class OffloadConfig(_Settings):
                     f"max_memory = {{{key}: {given!r}}} and {name} = {getattr(self, name)!r} are budgets for the same "
                     f"memory: remove {name}, or {key} from max_memory"
                 )
+        if self._of_map is not None and self.gpus not in (1, len(self.stripes) or 1):
+            raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets of another number: remove gpus")
         for text in self._ignored():
             warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,12 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters.module import Grain
-from weightstream.assembly import Given, assembled
+from weightstream.assembly import Given, assembled, rooted
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.given import dtype_given, settled
 from weightstream.measure.profile import prepare, read_profile
+from weightstream.plan.lanes import StripedPlan
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
@@ -31,6 +32,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.devices import backend_of, opened
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
+from weightstream.striping import sketched, stripe
 
 if TYPE_CHECKING:
     from weightstream.pipeline_plans import PipelineSketch
@@ -44,7 +46,7 @@ def offload(
     model: nn.Module | Any,
     *,
     device: torch.device | str | None = None,
-    device_budget: int | str | None = None,
+    device_budget: int | str | Mapping[int, int | str] | None = None,
     example_inputs: Any = None,
     config: OffloadConfig | None = None,
     **settings: Any,
@@ -55,14 +57,14 @@ def offload(
         model: any module whose weights are loaded, or a pipeline of diffusers. It stays the same object.
         device: where it computes; default: the current CUDA GPU, else the CPU.
         device_budget: bytes of device memory for weights, as an int or such as `"6GiB"`; activations come on top.
-            Default: what is free, less headroom.
+            Default: what is free, less headroom. `{0: "6GiB", 1: "6GiB"}`, or `gpus=2`: several GPUs share the model.
         example_inputs: arguments of a call as it will be: a tensor, a tuple of positional ones, or a dict of keywords.
             Only their shapes are looked at. Without them the first call tells what a call takes.
         config: every setting; keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …) go over it.
 
     Returns:
         The streamer, also at `model.weightstream`; `remove()`, or the end of a `with` block, undoes everything. Of a
-        pipeline what `offload_pipeline` puts there.
+        pipeline what `offload_pipeline` puts there; on several GPUs `Stripes`.
 
     Raises:
         PlanError: the budget cannot work; the message holds the arithmetic.
@@ -82,8 +84,28 @@ def offload(
         from weightstream.pipelines import offload_pipeline
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
-    with opened(config.device_for(device), config) as backend, torch.no_grad():
-        return _offload(model, backend, config, Given(example=_example(model, example_inputs)))
+    with _opened(device, config) as backends, torch.no_grad():
+        return _offload(model, backends, config, Given(example=_example(model, example_inputs)))
+
+
+@contextmanager
+def _opened(
+    device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False
+) -> Iterator[list[Backend]]:
+    """The backends of all devices that a model is to be on."""
+    if not config.stripes:
+        with opened(config.device_for(device), config, loads=loads) as backend:
+            yield [backend]
+        return
+    kind = torch.device(device or ("cuda" if cuda.available() else "cpu"))
+    if kind.index is not None:
+        raise ConfigError(
+            f"device = {device!r}, and the model is to be on {len(config.stripes)} GPUs: leave out device"
+        )
+    with ExitStack() as stack:
+        names = [kind.type if kind.type == "cpu" else f"{kind.type}:{index}" for index in config.stripes]
+        found = [stack.enter_context(opened(name, config, loads=loads)) for name in reversed(names)]
+        yield found[::-1]  # so the first device is the current one
 
 
 def _example(model: nn.Module, inputs: Any) -> prospects.Example | None:
@@ -108,7 +130,7 @@ def from_pretrained(
     path_or_repo_id: str | Path,
     *,
     device: torch.device | str | None = None,
-    device_budget: int | str | None = None,
+    device_budget: int | str | Mapping[int, int | str] | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
     config: OffloadConfig | Any | None = None,
@@ -130,7 +152,8 @@ def from_pretrained(
         progress: show (True) or hide (False) the loading bar; None leaves it as it is.
         allow_missing: give weights that the checkpoint lacks random values; else it is refused.
         kwargs: what the model's config has, such as `use_cache`, is set there; the hub and transformers take
-            `revision`, `subfolder`, `trust_remote_code`, `attn_implementation` and the like.
+            `revision`, `subfolder`, `trust_remote_code`, `attn_implementation` and the like. `device_map="auto"`: on
+            all GPUs.
 
     Returns:
         The transformers model, in eval mode; its streamer is at `model.weightstream`.
@@ -146,12 +169,13 @@ def from_pretrained(
         raise UnsupportedError(
             f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
-    settings = OffloadConfig.take_from(kwargs)
+    settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = _of_model(config)
     config = settled(config, **settings)
     # the device first: a wrong one is told before gigabytes are read
-    with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
+    with _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
+        backend = backends[0]
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
             loaded = load_pretrained(
@@ -172,16 +196,24 @@ def from_pretrained(
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
             memories = (*loaded.mappings, *loaded.lazy)
-            _offload(loaded.model, backend, config, Given(memories=memories, folder=loaded.folder))
+            _offload(loaded.model, backends, config, Given(memories=memories, folder=loaded.folder))
         on_failure.pop_all()
     return loaded.model
+
+
+def _spread(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Removes `device_map="auto"` from keywords, and returns the settings that it stands for: all GPUs."""
+    if kwargs.get("device_map") != "auto":
+        return {}
+    del kwargs["device_map"]
+    return {} if kwargs.get("max_memory") else {"gpus": max(1, torch.accelerator.device_count())}
 
 
 def plan_model(
     path_or_repo_id: str | Path,
     *,
     device: torch.device | str | None = None,
-    device_budget: int | str | None = None,
+    device_budget: int | str | Mapping[int, int | str] | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
     profile: Profile | str | Path | None = None,
@@ -190,7 +222,7 @@ def plan_model(
     variant: str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Plan | PipelinePlan:
+) -> Plan | PipelinePlan | StripedPlan:
     """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
 
     Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread. Of a
@@ -205,7 +237,7 @@ def plan_model(
         trust_remote_code: as for transformers: run Python code that comes with the model.
 
     Returns:
-        The plan, which prints; of a pipeline a `PipelinePlan`.
+        The plan, which prints; of a pipeline a `PipelinePlan`, of several GPUs a `StripedPlan`.
 
     Raises:
         CheckpointError, UnsupportedError, PlanError, ConfigError: as for `from_pretrained`.
@@ -223,6 +255,8 @@ def plan_model(
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
     about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
+    if config.stripes:
+        return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
     return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
 
 
@@ -251,6 +285,23 @@ def sketch_pipeline(
     from weightstream.pipeline_plans import sketch_of_files
 
     return sketch_of_files(path_or_repo_id, config, _machine(config, device, profile), **options)
+
+
+def plan_stripes(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Any,
+) -> StripedPlan:
+    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `prospect`."""
+    from weightstream.adapters.hub import DESCRIBING, local_path
+    from weightstream.adapters.transformers import described
+
+    local_path(path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING)
+    machine = _machine(config.within(next(iter(config.stripes.values()))), device, profile)
+    return sketched(*described(path_or_repo_id, **options), [machine] * len(config.stripes), config)
 
 
 def prospect(
@@ -304,23 +355,21 @@ def offload_layers(
     restored then.
     """
     config = config.resolved()
-    root = nn.Module()
-    for name, layer in layers.items():
-        *outer, last = name.split(".")
-        parent = root
-        for part in outer:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, layer)
+    if config.stripes:
+        raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and all but one of max_memory")
+    root = rooted(layers)
     kept = _shared_or_buffers(list(layers.values()), root)
-    hosted = prospects.Hosted(kept=kept, grains=tuple(grains), in_graphs=in_graphs)
+    hosted = prospects.Hosted(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
     with opened(device, config) as backend, torch.no_grad():
-        return _offload(root, backend, config, Given(hosted=hosted, layers=tuple(layers.values())))
+        streamer: Streamer = _offload(root, [backend], config, Given(hosted=hosted))
+        return streamer
 
 
-def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Streamer:
+def _offload(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Any:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
+    if len(backends) > 1:
+        return stripe(model, backends, config, given)
+    (backend,) = backends
     with assembled(model, backend, config, given) as assembly:
         return assembly.attach(assembly.prospect.plan()[1])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from weightstream.config import OffloadConfig
@@ -38,10 +38,15 @@ def dtype_given(dtype: Any, torch_dtype: Any) -> Any:
 
 
 def settled(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
-    """The settings with these laid over them. Raises `ConfigError`, also where `config` is a model's."""
+    """The settings with these laid over them; a `device_budget` of several devices is their `max_memory`.
+
+    Raises `ConfigError`, also where `config` is a model's.
+    """
     if config is not None and not isinstance(config, OffloadConfig):
         raise ConfigError(
             f"config is a {type(config).__name__}: an OffloadConfig is taken here; the config of a model goes to "
             "from_pretrained() or plan_model()"
         )
+    if isinstance(budgets := settings.get("device_budget"), Mapping):
+        settings |= {"device_budget": None, "max_memory": {**(settings.get("max_memory") or {}), **budgets}}
     return (config or OffloadConfig()).merged(**settings).resolved()

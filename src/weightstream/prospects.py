@@ -54,15 +54,19 @@ _RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosted:
-    """Layers whose steps an engine runs.
+    """Layers (`blocks`) whose steps an engine runs, or a `model` over several devices of which these are those of one.
 
     `kept` are names of tensors that are to stay on the device. `grains` are those that units may have: parts of layers
     only where a step is watched before addresses are fixed. `in_graphs`: the host launches no kernel of a step.
+    `share`: of the model's cache is theirs.
     """
 
-    kept: frozenset[str]
+    blocks: tuple[nn.Module, ...]
+    kept: frozenset[str] = frozenset()
     grains: tuple[Grain, ...] = ("block",)
     in_graphs: bool = False
+    model: nn.Module | None = None
+    share: float = 1.0
 
 
 def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
@@ -137,10 +141,12 @@ def prospect_of_model(
         kept=hosted.kept if hosted else frozenset(),
     )
     planner = Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
+    if hosted is not None and hosted.model is not None:
+        model = hosted.model
     found = prospect_of(model if _generates(model) else None, by_alias, grains, planner)
     found = replace(found, whole=why_whole(model))
     if hosted is not None:
-        found = _hosted(found, hosted)
+        found = _hosted(found, hosted) if hosted.model is None else _with_share(found, hosted.share)
     if example is not None:
         known = foreseen(found, by_alias, grains, model, backend, *example)
         if known is None:
@@ -162,6 +168,13 @@ def _hosted(prospect: Prospect, hosted: Hosted) -> Prospect:
         grains=tuple(grain.keeping(kept) for grain in prospect.grains),
         planners=tuple(replace(planner, demand=demand) for demand in demands),
     )
+
+
+def _with_share(prospect: Prospect, share: float) -> Prospect:
+    """The same with so much of the cache."""
+    every = [(planner, int(share * planner.demand.cache_nbytes)) for planner in prospect.planners]
+    planners = (replace(planner, demand=replace(planner.demand, cache_nbytes=nbytes)) for planner, nbytes in every)
+    return replace(prospect, planners=tuple(planners))
 
 
 def _products(manifest: Manifest, rows: int) -> dict[str, tuple[Op, ...]]:
@@ -280,9 +293,15 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
     return sketch_of(*described(path, **options), config, machine).prospect
 
 
-def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadConfig, machine: Machine) -> Sketch:
-    """What is planned with for a model on meta, or one whose tensors nobody has read; `checkpoint`: the files of its
-    weights, where these are here."""
+def sketch_of(
+    model: nn.Module,
+    checkpoint: Checkpoint | None,
+    config: OffloadConfig,
+    machine: Machine,
+    hosted: Hosted | None = None,
+) -> Sketch:
+    """What is planned with for a model on meta, or one whose tensors nobody has read, or for what is one device's of a
+    model over several; `checkpoint`: the files of its weights, where these are here."""
     by_alias = groups(model, allow_meta=True)
     entries = checkpoint.entries if checkpoint is not None else {}
     layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
@@ -291,9 +310,9 @@ def sketch_of(model: nn.Module, checkpoint: Checkpoint | None, config: OffloadCo
     codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
     planner = Planner(config=config, machine=machine, weights=weights)
-    grains = grains_of(model, by_alias)
-    found = prospect_of(model, by_alias, grains, planner)
-    found = replace(found, whole=why_whole(model))
+    grains = grains_of(model, by_alias, None, list(hosted.blocks) if hosted else None)
+    found = prospect_of((hosted and hosted.model) or model, by_alias, grains, planner)
+    found = _with_share(replace(found, whole=why_whole(model)), hosted.share if hosted else 1.0)
     return Sketch(model=model, by_alias=by_alias, grains=grains, prospect=found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,7 +15,10 @@ SpanKind = Literal["step", "wait", "unit", "fill"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that took time on a row; `step` counts from 1 in the trace, 0 is between two. A fill is of `nbytes`."""
+    """Something that took time on a row; `step` counts from 1 in the trace, 0 is between two. A fill is of `nbytes`.
+
+    `device`: whose row, where there are several.
+    """
 
     row: Row
     kind: SpanKind
@@ -24,6 +28,7 @@ class Span:
     step: int
     nbytes: int = 0
     planned: bool = True
+    device: str = ""
 
     @property
     def seconds(self) -> float:
@@ -60,11 +65,13 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write the Trace Event Format, to be opened at https://ui.perfetto.dev or chrome://tracing."""
-        rows = {row: number for number, row in enumerate(get_args(Row), 1)}
+        devices = sorted({span.device for span in self.spans}) or [""]
+        rows = {key: number for number, key in enumerate(product(devices, get_args(Row)), 1)}
         events = [_meta("process_name", 0, name=self.name)]
-        for row, number in rows.items():
-            events += [_meta("thread_name", number, name=row), _meta("thread_sort_index", number, sort_index=number)]
-        events += [_event(span, rows[span.row]) for span in self.spans]
+        for (device, row), number in rows.items():
+            name = f"{device} {row}".lstrip()
+            events += [_meta("thread_name", number, name=name), _meta("thread_sort_index", number, sort_index=number)]
+        events += [_event(span, rows[span.device, span.row]) for span in self.spans]
         if self.experts:
             events += [_meta("thread_name", len(rows) + 1, name="experts"), self._of_experts(len(rows) + 1)]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

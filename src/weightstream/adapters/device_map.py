@@ -41,14 +41,23 @@ class Placement:
 Recast = Callable[[Callable[[], object]], None]  # runs what casts a model, while that does not stream
 
 
-def attach(model: nn.Module, device: torch.device, recast: Recast | None = None) -> Callable[[], None]:
+def attach(
+    model: nn.Module,
+    device: torch.device,
+    recast: Recast | None = None,
+    devices: Mapping[str, torch.device] | None = None,
+) -> Callable[[], None]:
     """Give them to every transformers or diffusers model in `model`; returns what takes them away.
 
-    `recast`: by which `model` itself may be cast; without it that is refused.
+    `recast`: by which `model` itself may be cast; without it that is refused. `devices`: of its modules, by name, where
+    it computes on several.
     """
     placed = [(module, type(module)) for module in model.modules() if _is_pretrained(module)]
     for module, kind in placed:
-        module.__class__ = _placed(kind, device, recast if module is model else None)
+        found = _placed(kind, device, recast if module is model else None)
+        if devices is not None and module is model:
+            found.hf_device_map = {name: _told(where) for name, where in devices.items()}  # type: ignore[attr-defined]
+        module.__class__ = found
 
     def detach() -> None:
         for module, kind in placed:
@@ -116,12 +125,16 @@ def _placed(base: Any, device: torch.device, recast: Recast | None) -> type[nn.M
         "half": casting(torch.float16),
         "bfloat16": casting(torch.bfloat16),
         "device": property(lambda self: device),
-        # a number for a GPU, as accelerate has it; "cpu" would mean offloaded, and an equal torch.device does not
-        "hf_device_map": {"": device if device.index is None else device.index},
+        "hf_device_map": {"": _told(device)},
         "_hf_hook": Placement(device),
     }
     placed: type[nn.Module] = derived(base, members)
     return placed
+
+
+def _told(device: torch.device) -> Any:
+    """A number for a GPU, as accelerate has it; "cpu" would mean offloaded, and an equal torch.device does not."""
+    return device if device.index is None else device.index
 
 
 def derived(base: Any, members: Mapping[str, Any]) -> Any:

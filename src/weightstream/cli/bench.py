@@ -36,7 +36,7 @@ from weightstream.cli.terminal import (
     write,
 )
 from weightstream.plan.amounts import human, milliseconds, per_second, scale
-from weightstream.plan.plan import Plan
+from weightstream.plan.lanes import AnyPlan
 
 _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"
@@ -101,7 +101,7 @@ def bench(
     raise typer.Exit(1 if row["equal"] is False else 0)
 
 
-def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: bool) -> tuple[Plan, dict[str, Any]]:
+def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
     """A comparison of a language model; a terminal shows what it is at."""
     from weightstream.measure.progress import told
 
@@ -135,7 +135,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def show(plan: Plan, row: dict[str, Any]) -> None:
+def show(plan: AnyPlan, row: dict[str, Any]) -> None:
     print_labelled({"model": f"{row['model']} on {_machine(row)}", "step": str(plan.workload), "plan": row["plan"]})
     print_systems(row["systems"])
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")

@@ -36,6 +36,7 @@ from weightstream.cli.terminal import (
     takes_model,
     write,
 )
+from weightstream.errors import ConfigError
 from weightstream.plan.amounts import human, milliseconds, rate, scale
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
@@ -78,6 +79,11 @@ def plan(
         pipelines.plan(model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json)
         return
     pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
+    if loading["config"].stripes:
+        _on_several(
+            model, loading, profile, refused={"--sweep": sweep, "--plot": plot, "--save": save}, as_json=as_json
+        )
+        return
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
     atexit.register(_leave)
     try:
@@ -98,6 +104,30 @@ def plan(
     show(model, planned, whole | advice(ahead, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "code", ""))
+
+
+def _on_several(
+    model: str, loading: dict[str, Any], profile: Path | None, refused: dict[str, Any], *, as_json: bool
+) -> None:
+    """The plan over several GPUs."""
+    from weightstream.front import plan_stripes
+
+    if given := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"{', '.join(given)}: for one GPU; leave out --gpus")
+    planned = plan_stripes(model, profile=profile, **loading)
+    if as_json:
+        typer.echo(json.dumps({"model": model, **planned.numbers()}))
+        return
+    shown = grid("device", "resident", "ring", "streams", "link ms", align_left=("device",))
+    for name, part in planned.plans.items():
+        cells = map(human, (part.resident_nbytes, part.ring_nbytes + part.buffer_nbytes, part.step_nbytes))
+        shown.add_row(name, *cells, f"{1e3 * part.copy_s:,.2f}")
+    size = f"{human(planned.decoded_nbytes)} of weights over {len(planned.plans)} GPUs"
+    print_labelled(
+        {"model": f"{model}: {size}", "step": str(planned.workload), "machine": str(planned.every[0].machine)}
+    )
+    print_table(shown, "a step streams", drop=("ring",))
+    print_labelled(planned.predictions())
 
 
 def _leave() -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from weightstream.codec import reference
+from weightstream.codec.device import on
 from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout
 from weightstream.codec.reference import Part
 from weightstream.errors import StoreError
@@ -86,7 +87,7 @@ def _tried(device: torch.device) -> str | None:
             return right
 
         def on_device(work: Callable[[], _T]) -> _T:
-            with torch.accelerator.device_index(device.index):  # Triton launches on the current one
+            with on(device):
                 return work()
 
         def are_counts() -> bool:

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from weightstream.codec import kernels, reference
+from weightstream.codec.device import on
 from weightstream.codec.format import ELEMENTS, TILE, Layout
 from weightstream.codec.reference import Part
 
@@ -30,7 +31,9 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     count = data.numel() // element.nbytes
     num_tiles = -(-count // TILE)
     counts = torch.empty(num_tiles, 2**element.exponent_bits, dtype=torch.int32, device=data.device)
-    kernels.histogram[(num_tiles,)](data, counts, count, EXPONENT=element.exponent_bits, MANTISSA=element.mantissa_bits)
+    facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
+    with on(data.device):
+        kernels.histogram[(num_tiles,)](data, counts, count, **facts)
     return counts
 
 
@@ -48,7 +51,8 @@ def encode(
         counts = histograms(data[: count * element.nbytes], dtype)
     layout, coded = reference.prepared(counts, dtype, bits, count)
     facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits, "BITS": bits}
-    kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
+    with on(data.device):
+        kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
     return layout, coded
 
 
@@ -77,11 +81,12 @@ class Decoding:
     def __call__(self) -> None:
         # Triton looks a kernel up by all of its arguments, which takes the host four times as long as the launch. Its
         # interpreter has none to give.
-        if self._compiled:
-            for launch in self._compiled:
-                launch()
-            return
-        found = [(kernels.decode[grid](*args, num_warps=WARPS), grid, args) for grid, args in self._launches]
+        with on(self._parts[0][0].device):
+            if self._compiled:
+                for launch in self._compiled:
+                    launch()
+                return
+            found = [(kernels.decode[grid](*args, num_warps=WARPS), grid, args) for grid, args in self._launches]
         # an address in place of a tensor, as it is looked up too
         self._compiled = [
             partial(k[grid], table.data_ptr(), *facts) for k, grid, (table, *facts) in found if k is not None
@@ -129,10 +134,11 @@ class Picking:
     ) -> None:
         grid = self._tiles, ids.numel(), 1
         given = self._table, ids, ids if slots is None else slots, self._in_order if places is None else places
-        if self._compiled is not None:
-            self._compiled[grid](*(tensor.data_ptr() for tensor in given), *self._facts)
-            return
-        self._compiled = kernels.pick[grid](*given, *self._facts, num_warps=WARPS)
+        with on(self._table.device):
+            if self._compiled is not None:
+                self._compiled[grid](*(tensor.data_ptr() for tensor in given), *self._facts)
+                return
+            self._compiled = kernels.pick[grid](*given, *self._facts, num_warps=WARPS)
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:

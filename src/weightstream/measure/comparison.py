@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from operator import eq, sub
+from operator import eq, itemgetter, sub
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.measure import bench
 from weightstream.plan.amounts import human
+from weightstream.plan.lanes import AnyPlan
 from weightstream.plan.plan import Plan
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
@@ -30,7 +31,7 @@ NUM_COMPARED = 4  # steps without a pause between them, so that the ring wraps
 
 def compare(
     model: Any, steps_of: Callable[..., Step], seconds: float, on_phase: Callable[[str], object] = lambda _: None
-) -> tuple[Plan, dict[str, Any]]:
+) -> tuple[AnyPlan, dict[str, Any]]:
     """Time an offloaded model, which is plain and on the device in the end; `steps_of(model, workload, device)`.
 
     `on_phase` is told the name of each system before it is timed.
@@ -48,14 +49,14 @@ def compare(
             on_phase("offloaded")
             step, begun = steps(), streamer.stats()
             offloaded, ours = _timed("offloaded", step, backend, seconds)
-            plan, read, ended = streamer.plan, streamer.read_in_place, streamer.stats()
+            plan, ended = streamer.plan, streamer.stats()
             offloaded["weights_nbytes"] = ended.held_nbytes["device"]
             num_tokens = (ended.steps - begun.steps) * workload.batch * workload.tokens
             experts = of_cache(plan, Experts(*map(sub, ended.experts, begun.experts)), num_tokens)
             del step
             streamer.remove()
             on_phase("raw link floor")
-            floor, bytes_per_s = _floor(plan, read, backend, seconds)
+            floor, bytes_per_s = _floor_of(plan, ended.read_in_place, backend, seconds)
             on_phase("resident")
             resident, theirs, skipped = _resident(model, steps, plan, backend, seconds)
             verdict = {"reproducible": True, "equal": None, "first_difference": None}
@@ -77,7 +78,7 @@ def compare(
         **plan.numbers(),
         "predicted_s": planned.step_s,
         "link_bytes_per_s": bytes_per_s,
-        "whole_floor_s": plan.manifest.decoded_nbytes / bytes_per_s,
+        "whole_floor_s": plan.decoded_nbytes / bytes_per_s,
         "experts": experts,
         "systems": systems,
         "skipped": skipped or None,
@@ -134,6 +135,18 @@ def _outputs(step: Step) -> list[torch.Tensor]:
     return [output.cpu() for output in [step().clone() for _ in range(NUM_COMPARED)]]
 
 
+def _floor_of(plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
+    """As `_floor`; of several devices the longest of what each link takes alone, and the bytes per second of all."""
+    if isinstance(plan, Plan):
+        return _floor(plan, read, backend, seconds)
+    found: list[tuple[System | None, float]] = []
+    for name, part in plan.plans.items():
+        with closing(bench.backend_of(torch.device(name))) as own:
+            found.append(_floor(part, () if found else read, own, seconds / len(plan.plans)))
+    floors = [floor for floor, _ in found if floor is not None]
+    return max(floors, key=itemgetter("p50_s"), default=None), sum(rate for _, rate in found)
+
+
 def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
     """The link alone with all that a step moves (None: nothing), in plain form, and its bytes per second.
 
@@ -148,10 +161,10 @@ def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) ->
 
 
 def _resident(
-    model: Any, steps: Callable[[], Step], plan: Plan, backend: Backend, seconds: float
+    model: Any, steps: Callable[[], Step], plan: AnyPlan, backend: Backend, seconds: float
 ) -> tuple[System | None, list[torch.Tensor], str]:
     """The plain model with all weights on the device, and its outputs; or why it cannot be."""
-    device, nbytes, beside = backend.device, plan.manifest.decoded_nbytes, plan.activation_nbytes + plan.cache_nbytes
+    device, nbytes, beside = backend.device, plan.decoded_nbytes, plan.beside_nbytes
     free = limits.available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
     if nbytes + beside > free:
         return None, [], f"{human(nbytes)} of weights + {human(beside)} beside them > {human(free)} free on {device}"

@@ -206,6 +206,16 @@ class Plan:
         return "link" if self.copy_s > self.compute_s else "compute"
 
     @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of all weights in plain form."""
+        return self.manifest.decoded_nbytes
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of activations and cache."""
+        return self.activation_nbytes + self.cache_nbytes
+
+    @property
     def tokens_per_s(self) -> float | None:
         """New tokens per second of all sequences together."""
         at = self.workload

@@ -147,7 +147,7 @@ class Planner:
         self, manifest: Manifest, way: Way, profile: Profile, rank: int, refusals: list[Refusal]
     ) -> Iterator[Candidate]:
         """The plans of one way."""
-        read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
+        read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         as_coded = manifest.coded(way.codes | way.aside.codes)  # once: there are hundreds of candidates
         profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
@@ -265,7 +265,7 @@ class Planner:
 
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
-        read_s = self._read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
+        read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
@@ -283,8 +283,8 @@ class Planner:
 
     def may_use_disk(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest may need the disk."""
-        room = self.machine.host_free_nbytes if self._host_budget is None else self._host_budget
-        return manifest.nbytes - (self.budget or 0) > room
+        room = self._host_budget
+        return manifest.nbytes - (self.budget or 0) > (self.machine.host_free_nbytes if room is None else room)
 
     @property
     def _host_budget(self) -> int | None:
@@ -329,8 +329,7 @@ class Planner:
         if workload is None or workload.batch > _READ_ROWS or len(manifest.units) < 2:
             return {}
         second, largest = sorted(manifest.units, key=lambda unit: unit.nbytes)[-2:]
-        rows = workload.batch * workload.tokens
-        if (largest.layer is not None and rows > _READ_ROWS) or largest.enclosing:
+        if largest.enclosing or (largest.layer is not None and workload.batch * workload.tokens > _READ_ROWS):
             return {}
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
@@ -356,20 +355,22 @@ class Planner:
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
-        manifest = plan.manifest.plain()
-        profile, cached = self.profile(manifest), caching.of_plan(plan)
-        way = Way(plan.mapped, plan.manifest.without(plan.mapped | plan.cached), {}, cached)
-        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts).decoding(way.aside)
-        alone = replace(plan, manifest=way.aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
-        times = self._with_cache(cost.predicted(alone, profile), plan.manifest.without(plan.mapped), cached)
-        told = self._for_demand(self._reading(times, plan.manifest, plan.mapped, profile))
-        return replace(told, budget=plan.budget)
+        (alone, profile), whole, mapped = self.alone(plan), plan.manifest, plan.mapped
+        times = self._with_cache(cost.predicted(alone, profile), whole.without(mapped), caching.of_plan(plan))
+        return replace(self._for_demand(self._reading(times, whole, mapped, profile)), budget=plan.budget)
+
+    def alone(self, plan: Plan) -> tuple[Plan, Profile]:
+        """A plan without what kernels read from host memory and what is cached, and the seconds of its units."""
+        manifest, aside = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
+        facts = caching.of_plan(plan), self.profile(manifest), self.demand.workload, self.counts
+        profile = caching.profiled(manifest, *facts).decoding(aside)
+        return replace(plan, manifest=aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0), profile
 
     def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
         """The plan of a manifest without those that kernels read from host memory, as one of the whole."""
-        return placement.map_to_host(plan, whole, self._read_nbytes(whole, mapped), profile) if mapped else plan
+        return placement.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
-    def _read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
+    def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
         """Bytes of copies that take as long as what kernels read of these in a step."""
         read = mapped - self.weights.by_row - self.measured_reads
         return round(sum(manifest.aliases.get(alias, 0) for alias in read) / _READ_RATE)
@@ -386,9 +387,8 @@ class Planner:
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
         machine, coded, in_files = self.machine, plan.manifest.codes.keys(), self.weights.coded_in_files
-        budget = self._host_budget
         default = folder = pack = ""
-        if budget is None:
+        if (budget := self._host_budget) is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))
             default = " (the default, 80 % of what this process may still take)"
         if coded - in_files:

@@ -46,6 +46,11 @@ class Prospect:
         index = self.grain_of(plan.manifest)
         return index, self.planners[index].priced(plan)
 
+    def coarse(self) -> Prospect:
+        """The same in the first grain alone, where that has a plan."""
+        first = replace(self, grains=self.grains[:1], planners=self.planners[:1])
+        return first if first.has_plan() else self
+
     def has_plan(self) -> bool:
         """Whether any plan fits, which takes less time than to find the best."""
         for manifest, planner in zip(self.grains, self.planners, strict=True):

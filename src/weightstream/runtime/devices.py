@@ -33,7 +33,8 @@ def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: b
         backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
         on_failure.callback(backend.close)
-        yield backend
+        with torch.accelerator.device_index(backend.device.index):  # kernels of Triton run on the current device
+            yield backend
         on_failure.pop_all()
 
 

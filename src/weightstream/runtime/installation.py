@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -37,6 +38,7 @@ from weightstream.runtime.stacks import unread
 from weightstream.runtime.tally import Cache, Tally
 from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.weights import Picks, UnitModule, manifest
+from weightstream.trace import Trace
 
 logger = logging.getLogger("weightstream")
 
@@ -184,6 +186,21 @@ class Installation:
         except BaseException:
             self.remove()
             raise
+
+    @contextmanager
+    def traced(self, trace: Trace) -> Iterator[None]:
+        """Inside, all goes into the trace; both ends wait for the device."""
+        if self.gate.mode is Mode.REMOVED:
+            raise OffloadError("trace() after remove(): nothing streams any more")
+        with self.gate.turn:
+            self.backend.synchronize()
+            self.timeline.begin_trace(trace)
+        try:
+            yield
+        finally:
+            with self.gate.turn:
+                self.backend.synchronize()
+                self.timeline.end_trace()
 
     def _detach(self) -> None:
         """The modules are plain again and the ring is let go; weights stay where they are."""

@@ -10,6 +10,7 @@ from typing import Any
 from weightstream.errors import PlanError
 from weightstream.plan.caching import Counts
 from weightstream.plan.check import prove
+from weightstream.plan.lanes import Lane
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
@@ -85,6 +86,15 @@ class Refinement:
         prove(plan)
         self.prospect, self._left = found, None
         return plan
+
+    def read_whole(self, plan: Plan) -> tuple[int, ...]:
+        """Bytes of each weight that kernels read from host memory; of tables a step reads a few rows."""
+        whole = plan.mapped - self._planners[0].weights.by_row
+        return tuple(nbytes for alias, nbytes in plan.manifest.aliases.items() if alias in whole)
+
+    def lane(self, plan: Plan) -> Lane:
+        """A plan as that of one of several devices."""
+        return Lane.of(plan, self._planners[self.prospect.grain_of(plan.manifest)])
 
     def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
         """Take over what coded weights take, which was estimated before."""

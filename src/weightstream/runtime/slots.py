@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weightstream.codec.device import on
 from weightstream.plan.caching import MOST_AHEAD
 
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
@@ -217,14 +218,16 @@ class _OnDevice:
         tables = *self._held, self._first_at, self._by_age, self._state, found, self._missed, self._ahead
         sizes = self._sizes(ids)
         warps = min(_MOST_WARPS, max(_WARPS, max(sizes) // _PER_WARP))
-        self._kernels.resolve[(1,)](ids, ids.numel(), *tables, *sizes, num_warps=warps)
-        self._fetch(self._missed, self._state[1:])
+        with on(ids.device):
+            self._kernels.resolve[(1,)](ids, ids.numel(), *tables, *sizes, num_warps=warps)
+            self._fetch(self._missed, self._state[1:])
         return found
 
     def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
         tables, most = (*self._held, self._guarded, self._state, self._ahead), min(most, MOST_AHEAD)
-        self._kernels.guess[(1,)](ids, ids.numel(), *tables, most, *self._sizes(ids), num_warps=_GUESS_WARPS)
-        self._fetch(self._ahead, self._state[4:])
+        with on(ids.device):
+            self._kernels.guess[(1,)](ids, ids.numel(), *tables, most, *self._sizes(ids), num_warps=_GUESS_WARPS)
+            self._fetch(self._ahead, self._state[4:])
 
     def _sizes(self, ids: torch.Tensor) -> tuple[int, int, int, int]:
         num_rows, num_slots = self._num
@@ -258,7 +261,8 @@ def put_rows(
     from weightstream.runtime import slot_kernels
 
     grid = len(found), -(-nbytes // _PUT)
-    slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS)
+    with on(slots.device):
+        slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS)
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weightstream.plan.plan import Plan
+from weightstream.plan.lanes import AnyPlan
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.timeline import UnitTimes
 from weightstream.trace import Experts, total
@@ -28,6 +28,9 @@ class Stats:
     Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not;
     `experts_ahead` were fetched before anybody asked, of which `experts_ahead_used` are among those that were there.
     All that was fetched are `experts_fetched_nbytes` bytes. To tell these waits for the device.
+
+    `read_in_place` are the bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few
+    rows.
     """
 
     steps: int
@@ -45,6 +48,7 @@ class Stats:
     experts_fetched_nbytes: int = 0
     experts_ahead: int = 0
     experts_ahead_used: int = 0
+    read_in_place: tuple[int, ...] = ()
 
     @property
     def experts(self) -> Experts:
@@ -52,7 +56,7 @@ class Stats:
         return Experts(*(getattr(self, f"experts_{name}") for name in Experts._fields))
 
 
-def of_cache(plan: Plan, experts: Experts, num_tokens: int) -> dict[str, Any] | None:
+def of_cache(plan: AnyPlan, experts: Experts, num_tokens: int) -> dict[str, Any] | None:
     """What the cache of a plan did for so many tokens; None where there is none."""
     if not plan.cached:
         return None
@@ -78,5 +82,6 @@ def stats_of(installed: Installation) -> Stats:
         predicted_step_s=plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
+        read_in_place=installed.refinement.read_whole(plan),
         **{f"experts_{name}": number for name, number in experts._asdict().items()},
     )

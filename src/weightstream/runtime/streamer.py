@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from weightstream.errors import OffloadError
+from weightstream.plan.lanes import Lane
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards
 from weightstream.runtime.attachment import Attachment
@@ -29,7 +31,7 @@ from weightstream.runtime.learning import Learning
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stats import Stats, stats_of
-from weightstream.runtime.timeline import is_profiled, kind_of, profiled
+from weightstream.runtime.timeline import Kind, is_profiled, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
 from weightstream.trace import Trace
@@ -52,13 +54,12 @@ class Streamer:
         entries: Sequence[str] = (),
     ) -> None:
         units = grains[refinement.prospect.grain_of(plan.manifest)]
-        self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries)
+        self._modules, self._backend = Attachment(model, units, self, self._run_step, self._run_unit, entries), backend
         self._compiled = Compiled(model, blocks)
         made = self._compiled, homes, backend, refinement, grains, on_close, block
         self._installed = Installation(self._modules, *made)
         self._learning = Learning(self._installed)
-        self._gate, self._graphs = self._installed.gate, self._installed.graphs
-        self._homes, self._backend = homes, backend
+        self._gate, self._graphs, self._homes = self._installed.gate, self._installed.graphs, homes
         self._installed.start(plan)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
@@ -67,6 +68,11 @@ class Streamer:
     def plan(self) -> Plan:
         """The plan in force; learning the order replaces it."""
         return self._binding.plan
+
+    @property
+    def lane(self) -> Lane:
+        """The plan in force, and the seconds of its units as one of several devices has them."""
+        return self._installed.refinement.lane(self.plan)
 
     @property
     def _binding(self) -> Binding:
@@ -81,12 +87,6 @@ class Streamer:
     def learned(self) -> bool:
         """Whether a step has taught the order of the weights."""
         return not self._learning.watches
-
-    @property
-    def read_in_place(self) -> tuple[int, ...]:
-        """Bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few rows."""
-        whole = self.plan.mapped - self._homes.by_row
-        return tuple(nbytes for alias, nbytes in self.plan.manifest.aliases.items() if alias in whole)
 
     def stats(self) -> Stats:
         """Counters and bytes held, as of now. Waits for the device where experts are cached there."""
@@ -104,20 +104,10 @@ class Streamer:
             ...         y = model(torch.randn(1, 64))
             >>> [span.name for span in trace.spans if span.kind == "step"]
             ['forward 1', 'forward 1']
-            >>> trace.save("trace.json")  # for https://ui.perfetto.dev
         """
-        if self._gate.mode is Mode.REMOVED:
-            raise OffloadError("trace() after remove(): nothing streams any more")
         trace = Trace(f"{type(self._modules.model).__name__} on {self.device}")
-        with self._gate.turn:
-            self._backend.synchronize()
-            self._installed.timeline.begin_trace(trace)
-        try:
+        with self._installed.traced(trace):
             yield trace
-        finally:
-            with self._gate.turn:
-                self._backend.synchronize()
-                self._installed.timeline.end_trace()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -172,23 +162,33 @@ class Streamer:
                     raise OffloadError(CAPTURED)
                 return forward(*args, **kwargs)
             guards.refuse_transforms()
+            self.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
+            return self.run(partial(forward, *args, **kwargs), kind)
+
+    def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """Before a call that runs these units: what it is to take, and what was added, is seen to."""
+        with self._gate.turn:
             self._modules.refuse_foreign()
             self._modules.adopt(self.device)
-            self._learning.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
+            self._learning.foresee(kind, args, kwargs)
+
+    def run(self, step: Callable[[], Any], kind: Kind) -> Any:
+        """An eager step that runs these units; what of it is not known is learned."""
+        with self._gate.turn:
             mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
             with self._installed.timeline.step(kind), self._gate.entered(mode):
-                output = self._run_eager(forward, args, kwargs)
+                output = self._run_eager(step)
             with torch.inference_mode(False), torch.no_grad():
                 self._learning.learn(watched=mode is Mode.LEARNING)
             return output
 
-    def _run_eager(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_eager(self, step: Callable[[], Any]) -> Any:
         self._learning.sequence.clear()
         try:
             with self._awake(), self._learning.watched() if self._gate.mode is Mode.LEARNING else nullcontext():
                 self._binding.engine.begin_step()
                 self._installed.counters.steps += 1
-                return forward(*args, **kwargs)
+                return step()
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
                 self._learning.watching = True  # a weight may have been read outside of its unit: the next step sees it
@@ -286,7 +286,7 @@ class Streamer:
         with self._gate.turn:
             for _ in self._learning.steps():
                 with self._gate.entered(Mode.LEARNING):
-                    self._run_eager(step, (), {})
+                    self._run_eager(step)
                 with torch.inference_mode(False), torch.no_grad():
                     self._learning.learn(watched=True, is_whole=False)
             return not self._learning.watches

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,3 +38,48 @@ def moved(value: Any, device: torch.device) -> Any:
         return all(tensor.device == device or tensor.device.type != "cpu" for tensor in tensors_in(part))
 
     return tree_map_only(torch.Tensor, lambda tensor: tensor if stays(tensor) else tensor.to(device), value, stays)
+
+
+def with_tensors(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], copied: Callable[[Any, Any], object] = lambda *_: None
+) -> Any:
+    """The same with other tensors, found as by `tensors_in`; what holds none that changes stays the same object.
+
+    Else it is a copy, and `copied(original, copy)` is told of each that can be written to.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    items = items_of(value)
+    new = {key: with_tensors(item, change, copied) for key, item in items.items()}
+    if all(new[key] is item for key, item in items.items()):
+        return value
+    if isinstance(value, tuple):
+        return value._make(new.values()) if hasattr(value, "_make") else type(value)(new.values())
+    found = copy.copy(value)
+    put(found, new)
+    copied(value, found)
+    return found
+
+
+def put(value: Any, items: dict[Any, Any]) -> None:
+    """Make these the items of a list, a dict or a dataclass; of a list all."""
+    if isinstance(value, list):
+        value[:] = items.values()
+    elif isinstance(value, dict):
+        for key in value.keys() - items.keys():
+            del value[key]
+        for key, item in items.items():
+            value[key] = item
+    else:
+        for name, item in items.items():
+            object.__setattr__(value, name, item)
+
+
+def items_of(value: Any) -> dict[Any, Any]:
+    """The items of a tuple, list, dict or dataclass, by place, key or name; none of anything else."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    names = getattr(type(value), "__dataclass_fields__", ())
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}

@@ -1,0 +1,266 @@
+"""One model over several GPUs: links alone and together, an 8B and a 70B shape, FLUX's transformer.
+
+    python benchmarks/gpus.py [--only links,8b,alone,flux,70b] [--gpus 2] [--device cpu --tiny] [--out FILE]
+
+Every output is compared with the plain model's on the first GPU, bit for bit. Inputs are new in every step.
+
+ms            of a step, from its end to the next one's
+predicted_ms  before any measured time: once the first call told the work
+link_nbytes   that each link moves in a step; link_gbps: over ms
+floor_ms      the longest of these over what that link reached when all copied at once, in the same run
+layout        striped: as `offload` has it; contiguous: neighbours together, for comparison
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import kinds
+import model as models
+import rows
+import timing
+import torch
+
+import weightstream
+from weightstream.plan import lanes
+
+GIB, MIB = 2**30, 2**20
+LARGE = models.Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
+STEPS, SETTLED, INPUTS = 12, 6, 3
+COPY_NBYTES, COPIES = 256 * MIB, 12
+Step = Callable[[int, torch.device], torch.Tensor]  # of the inputs of this number, which are on a device
+
+
+class Gpus:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.common = args, rows.environment()
+        self.devices = [
+            torch.device(args.device, k) if args.device == "cuda" else torch.device("cpu") for k in range(args.gpus)
+        ]
+        self.home = self.devices[0]
+        self.together: list[float] = []  # GB/s of each link while all copy
+        self.random = torch.Generator(self.home).manual_seed(11)
+
+    def write(self, **row: Any) -> None:
+        row = {"bench": "gpus", "gpus": len(self.devices)} | row
+        rows.append(self.args.out, [row], self.common)
+        print({key: value for key, value in row.items() if key not in ("plan", "bench")}, flush=True)
+
+    # -- links -------------------------------------------------------------------------------------------------------
+
+    def links(self) -> None:
+        """Copies of pinned memory to each GPU: one after the other, and all at once."""
+        nbytes = 1 * MIB if self.args.tiny else COPY_NBYTES
+        alone = [self.copied([device], nbytes)[0] for device in self.devices]
+        self.together = self.copied(self.devices, nbytes)
+        self.write(system="links", alone_gbps=alone, together_gbps=self.together, sum_gbps=round(sum(self.together), 1))
+        if self.home.type == "cuda" and len(self.devices) > 1:
+            here, there = torch.zeros(1, device=self.home), torch.cuda.can_device_access_peer(0, 1)
+            self.write(system="hop", peers=there, hop_ms=rows.percentiles(list(self.hops(here))))
+
+    def copied(self, devices: list[torch.device], nbytes: int) -> list[float]:
+        if self.home.type == "cpu":
+            return [1.0] * len(devices)
+        sources = [torch.empty(nbytes, dtype=torch.uint8).random_(0, 256).pin_memory() for _ in devices]
+        found = [0.0] * len(devices)
+        gate = threading.Barrier(len(devices))
+
+        def run(lane: int) -> None:
+            device, stream = devices[lane], torch.cuda.Stream(devices[lane])
+            target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+            gate.wait()
+            with torch.cuda.stream(stream):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                target.copy_(sources[lane], non_blocking=True)
+                begin.record()
+                for _ in range(COPIES):
+                    target.copy_(sources[lane], non_blocking=True)
+                end.record()
+            end.synchronize()
+            found[lane] = round(COPIES * nbytes / begin.elapsed_time(end) / 1e6, 2)
+
+        threads = [threading.Thread(target=run, args=(lane,)) for lane in range(len(devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def hops(self, here: torch.Tensor) -> Iterator[float]:
+        """Milliseconds to another GPU and back, of a token's states, in a row of them."""
+        states = torch.randn(1, 1, 4096, device=self.home, dtype=torch.bfloat16)
+        for _ in range(12):
+            begin = timing.mark(self.home)
+            for _ in range(64):
+                states = states.to(self.devices[1], non_blocking=True).to(self.home, non_blocking=True)
+            end = timing.mark(self.home)
+            timing.synchronize(self.home)
+            yield timing.between_ms(begin, end) / 128
+
+    # -- models ------------------------------------------------------------------------------------------------------
+
+    def decoder(self, shape: models.Shape) -> tuple[Any, Step]:
+        made = models.build(shape, self.home, seed=3)
+        inputs = [torch.randn(1, 1, shape.hidden, device=self.home, dtype=torch.bfloat16) for _ in range(INPUTS)]
+        return made, lambda k, device: made(inputs[k % INPUTS].to(device))
+
+    def flux(self) -> tuple[Any, Step]:
+        kind = kinds.KINDS["flux"]
+        made, draw = kind.made(self.args.tiny, self.home, self.random), kinds.draw_with(self.random)
+        inputs = [kind.inputs(made, 1, draw) for _ in range(INPUTS)]
+        return made, lambda k, _: made(**inputs[k % INPUTS])[0]
+
+    @torch.no_grad()
+    def measure(self, name: str, made: Any, run: Step, cells: list[dict[str, Any]]) -> None:
+        """The resident model, and each cell: its layout, budgets of the GPUs, and settings."""
+        want = [run(k, self.home) for k in range(INPUTS)]
+        if not all(torch.equal(run(k, self.home), want[k]) for k in range(INPUTS)) or not all(
+            y.isfinite().all() for y in want
+        ):
+            raise ValueError(f"{name}: its outputs are not finite, or not the same from call to call")
+        ms, _ = self.timed(run, want)
+        self.write(system=f"{name}, resident", ms=rows.percentiles(ms))
+        made.to("cpu")
+        timing.clear(self.home)
+        for cell in cells:
+            settings = {key: value for key, value in cell.items() if key not in ("layout", "budgets")}
+            system = f"{name}, {cell['layout']}, {'+'.join(f'{b / GIB:.2f}' for b in cell['budgets'].values())} GiB, "
+            system += ", ".join(f"{key} {value}" for key, value in settings.items())
+            with rows.guarded(self.write, system), laid_out(cell["layout"]):
+                self.cell(system, made, run, want, cell["budgets"], settings)
+            gc.collect()
+            timing.clear(self.home)
+
+    def cell(
+        self, system: str, made: Any, run: Step, want: list[torch.Tensor], budgets: dict[int, int], settings: Any
+    ) -> None:
+        (index, budget), *others = budgets.items()
+        where = (
+            {"device_budget": budgets} if others else {"device": f"{self.home.type}:{index}", "device_budget": budget}
+        )
+        if self.home.type == "cpu":
+            where["device"] = "cpu"
+        inputs = want if index == 0 or self.home.type == "cpu" else [y.to(f"cuda:{index}") for y in want]
+        with weightstream.offload(made, **where, **settings) as streamer:
+            run(0, inputs[0].device)
+            planned = streamer.plan
+            predicted_ms = 1e3 * planned.step_s
+            ms, is_equal = self.timed(run, inputs)
+            now = streamer.plan
+            plans = list(now.plans.values()) if others else [now]
+            nbytes = [plan.step_nbytes for plan in plans]
+            p50 = rows.percentiles(ms)["p50"]
+            gbps = self.together if others else self.together[index : index + 1]
+            floors = [n / rate / 1e6 for n, rate in zip(nbytes, gbps or [1.0] * len(nbytes), strict=False)]
+            self.write(
+                system=system,
+                ms=rows.percentiles(ms),
+                predicted_ms=round(predicted_ms, 2),
+                x_predicted=round(predicted_ms / p50, 3),
+                link_nbytes=nbytes,
+                link_gbps=[round(n / p50 / 1e6, 1) for n in nbytes],
+                floor_ms=round(max(floors), 2),
+                x_floor=round(p50 / max(floors), 3) if max(floors) else None,
+                equal=is_equal,
+                unplanned_fills=streamer.stats().unplanned_fills,
+                moved=[
+                    a.summary() != b.summary()
+                    for a, b in zip(plans, getattr(planned, "plans", {0: planned}).values(), strict=True)
+                ],
+                plan=now.summary(),
+            )
+        made.to("cpu")
+
+    def timed(self, run: Step, want: list[torch.Tensor]) -> tuple[list[float], bool]:
+        device, is_equal, marks = want[0].device, True, []
+        for step in range(STEPS + SETTLED + 1):
+            y = run(step, device)
+            marks.append(timing.mark(device))
+            if step < SETTLED or step >= STEPS + SETTLED - INPUTS:  # kept out of what is timed
+                is_equal &= torch.equal(y.to(device), want[step % INPUTS])
+        timing.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return [timing.between_ms(a, b) for a, b in itertools.pairwise(marks)][SETTLED:-INPUTS], is_equal
+
+    # -- cells -------------------------------------------------------------------------------------------------------
+
+    def share(self, gib: float, made: Any, of_gib: float) -> int:
+        """So many GiB of a model that has `of_gib`; of a tiny one as much less."""
+        nbytes = sum(p.nbytes for p in made.parameters())
+        return int(gib * nbytes / of_gib) if self.args.tiny else int(gib * GIB)
+
+    def run_8b(self) -> None:
+        made, run = self.decoder(models.TINY if self.args.tiny else models.Shape())
+        ring = self.share(0.9, made, 13.0)
+        each = dict.fromkeys(range(len(self.devices)), ring)
+        cells = [{"layout": "striped", "budgets": {0: ring}, "codec": codec} for codec in ("none", "auto")]
+        cells += [{"layout": "striped", "budgets": each, "codec": codec} for codec in ("none", "auto")]
+        cells += [{"layout": "contiguous", "budgets": each, "codec": "none"}]
+        half = dict.fromkeys(each, self.share(5.0, made, 13.0))
+        whole = dict.fromkeys(each, self.share(10.0, made, 13.0))
+        cells += [{"layout": "striped", "budgets": b, "codec": "none"} for b in (half, whole)]
+        self.measure("8b", made, run, cells)
+
+    def run_alone(self) -> None:
+        """The last GPU by itself, which is not the current one."""
+        made, run = self.decoder(models.TINY if self.args.tiny else models.Shape(layers=8))
+        index = len(self.devices) - 1
+        budget = self.share(0.9, made, 3.25)
+        cells = [{"layout": "alone", "budgets": {index: budget}, "codec": codec} for codec in ("none", "auto")]
+        self.measure("8 layers of 8b", made, run, cells)
+
+    def run_flux(self) -> None:
+        made, run = self.flux()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        each = dict.fromkeys(range(len(self.devices)), self.share(4.0, made, 22.2))
+        cells = [{"layout": "striped", "budgets": {0: each[0]}, "codec": codec} for codec in ("none", "auto")]
+        cells += [{"layout": "striped", "budgets": each, "codec": codec} for codec in ("none", "auto")]
+        self.measure("flux", made, run, cells)
+
+    def run_70b(self) -> None:
+        made, run = self.decoder(models.TINY if self.args.tiny else LARGE)
+        each = dict.fromkeys(range(len(self.devices)), self.share(40.0 - 1 / 8, made, 127.5))
+        self.measure("70b", made, run, [{"layout": "striped", "budgets": each, "codec": "auto"}])
+
+
+@contextmanager
+def laid_out(layout: str) -> Iterator[None]:
+    """Inside, blocks go to devices in this layout."""
+    if layout != "contiguous":
+        yield
+        return
+
+    def whose(nbytes: Any, budgets: Any, rates: Any, beside: int = 0) -> list[int]:
+        return [k * len(budgets) // len(nbytes) for k in range(len(nbytes))]
+
+    with patch.object(lanes, "whose", whose):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="links,8b,alone,flux,70b")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=rows.RESULTS / "gpus.jsonl")
+    gpus = Gpus(parser.parse_args())
+    for name in gpus.args.only.split(","):
+        with rows.guarded(gpus.write, name):
+            gpus.links() if name == "links" else getattr(gpus, f"run_{name}")()
+        gc.collect()
+        timing.clear(gpus.home)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Lanes: the devices that compute the blocks of one model in turn, each with a plan of its own. Pure values.
+
+[Note: whose block]
+With several links at work a step takes their share of the time only if all of them have copies to make all of the time.
+While one device computes, the others fill their rings, and a ring holds a few blocks: so neighbours go to different
+devices. Where all that a device has to hold fits, nothing streams, and neighbours stay together.
+
+A ring has to hold a whole block: what it has no room for is copied in the block's own turn, when the others wait. So
+the units of a lane are blocks, wherever such a plan fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from weightstream.plan.amounts import human, milliseconds
+from weightstream.plan.manifest import Profile, Workload
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Planner
+from weightstream.plan.schedule import Cursor
+
+HOP_S = 20e-6  # for what a block is given, or returns, to be on another device [H200, NVLink]
+_STEPS = 3  # the wrap-around fills settle in the second
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """A device's plan: `simulated` without what kernels read from host memory, which takes `read_s` of a step, and the
+    seconds of its units alone, without what others compute in between."""
+
+    plan: Plan
+    simulated: Plan
+    profile: Profile
+    read_s: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan, planner: Planner) -> Lane:
+        """That of a plan whose planner counts as `after` a unit what runs until the next one of its device."""
+        own = {name: tuple(op for op in ops if not op.after) for name, ops in planner.demand.work.items()}
+        planner = replace(planner, demand=replace(planner.demand, work=own, captured={}), unit_s={})
+        simulated, profile = planner.alone(plan)
+        read_s = planner.read_nbytes(plan.manifest, plan.mapped) / planner.machine.profile.link_bytes_per_s
+        return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s)
+
+
+def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[int]:
+    """Which device computes each block, by the blocks' bytes, [Note: whose block].
+
+    Args:
+        nbytes: of each block, in the order in which they run.
+        budgets: bytes that each device has for weights.
+        rates: bytes per second of the link of each device.
+        beside: bytes of the first device's weights that are in no block.
+    """
+    found = _together(nbytes, budgets, beside)
+    if found is not None:
+        return found
+    wanted = _quotas(sum(nbytes), [budgets[0] - beside, *budgets[1:]], rates)
+    held, found = [0] * len(budgets), []
+    for size in nbytes:  # to whom most of what it is to hold is missing
+        lane = min((lane for lane, quota in enumerate(wanted) if quota), key=lambda k: (held[k] + size) / wanted[k])
+        held[lane] += size
+        found.append(lane)
+    return found
+
+
+def _together(nbytes: Sequence[int], budgets: Sequence[int], beside: int) -> list[int] | None:
+    """Neighbours on one device as long as they fit; None where something has to stream."""
+    if beside > budgets[0]:
+        return None
+    held, found, lane = beside, [], 0
+    for size in nbytes:
+        while held + size > budgets[lane]:
+            lane, held = lane + 1, 0
+            if lane == len(budgets):
+                return None
+        held += size
+        found.append(lane)
+    return found
+
+
+def _quotas(total: int, budgets: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """Bytes that each device holds of `total` where the links of all are busy equally long: its budget, and what its
+    link moves in that time."""
+
+    def held(seconds: float) -> list[float]:
+        return [max(0.0, budget + seconds * rate) for budget, rate in zip(budgets, rates, strict=True)]
+
+    low, high = 0.0, (total + sum(abs(budget) for budget in budgets)) / min(rates)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(held(middle)) >= total else (middle, high)
+    return held(high)
+
+
+def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int]:
+    """The lanes in the order in which a step comes to their units, of which each lane has an order of its own.
+
+    `places`: of each unit's module in the model, whose blocks run in that order. Others may be anywhere: of these one
+    comes before what is behind it in the lane's order.
+    """
+    left = [list(accumulate((places[name] for name in reversed(order)), min)) for order in orders]
+    found = []
+    while any(left):
+        lane = min((lane for lane, coming in enumerate(left) if coming), key=lambda k: left[k][-1])
+        left[lane].pop()
+        found.append(lane)
+    return found
+
+
+def step_s(lanes: Sequence[Lane], turns: Sequence[int], hop_s: float = HOP_S) -> float:
+    """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulate_s` for one.
+
+    Each lane has a link. What a unit is given comes from the first lane, and goes back there. A unit is open, and what
+    it streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host launches all.
+    """
+    states = [_State(lane) for lane in lanes]
+    now = started = launched = disk_free = 0.0
+    for state in states:
+        disk_free = state.fill(state.plan.first, 0.0, disk_free)
+    for _ in range(_STEPS):
+        started = now
+        steps = [state.step() for state in states]
+        for lane in turns:
+            state, hop = states[lane], hop_s * (lane > 0)
+            unit, fills = next(steps[lane])
+            launched += state.hosts[unit]
+            ended = max(state.opened(unit), now + hop) + state.computes[unit]
+            state.free = max(ended, launched)
+            disk_free = state.fill(fills, state.free, disk_free)
+            now = state.free + hop
+    return max(now - started, launched / _STEPS) + sum(lane.read_s for lane in lanes)
+
+
+class _State:
+    """A lane while its steps are simulated: when it is free, its link is, and its units are filled."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.plan, self.profile = plan, profile = lane.simulated, lane.profile
+        units = list(enumerate(plan.manifest.units))
+        times = [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
+        self.decodes = [profile.decode_s(u, unit) for u, unit in units]
+        self.computes = [max(0.0, s - decode_s) for (s, _), decode_s in zip(times, self.decodes, strict=True)]
+        self.hosts = [host_s for _, host_s in times]
+        self.free = self._link_free = 0.0
+        self._filled = [0.0] * len(units)
+
+    def step(self) -> Iterator[tuple[int, Sequence[int]]]:
+        return Cursor(self.plan.manifest.order, self.plan.after).step()
+
+    def opened(self, unit: int) -> float:
+        """When its weights can be read."""
+        return max(self._filled[unit], self.free) + self.decodes[unit]
+
+    def fill(self, fills: Iterable[int], released: float, disk_free: float) -> float:
+        """Queue copies; returns when the disk, which all lanes have in turn, is free again."""
+        plan, profile = self.plan, self.profile
+        for unit in fills:
+            begun = max(self._link_free, released + profile.handover_s)
+            self._link_free = begun + profile.copy_s(plan.unit_nbytes[unit])
+            if plan.disk and plan.unit_disk_nbytes[unit]:
+                disk_free = max(disk_free, released) + plan.unit_disk_nbytes[unit] / profile.disk_bytes_per_s
+                self._link_free = max(self._link_free, disk_free)
+            self._filled[unit] = self._link_free
+        return disk_free
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripedPlan:
+    """The plans of one model over several devices, by name, and the seconds that a step is predicted to take."""
+
+    plans: Mapping[str, Plan]
+    step_s: float
+
+    @property
+    def every(self) -> tuple[Plan, ...]:
+        """The plans."""
+        return tuple(self.plans.values())
+
+    @property
+    def workload(self) -> Workload | None:
+        """What a language model's step is planned for."""
+        return self.every[0].workload
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes that all links move in a step."""
+        return sum(plan.step_nbytes for plan in self.every)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of all weights in plain form."""
+        return sum(plan.decoded_nbytes for plan in self.every)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Alias groups whose rows are cached on any device."""
+        return frozenset().union(*(plan.cached for plan in self.every))
+
+    @property
+    def num_slots(self) -> int:
+        """Of each layer that has a cache, the least."""
+        return min((plan.num_slots for plan in self.every if plan.cached), default=0)
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of activations and cache that one device would need for all."""
+        return max(plan.activation_nbytes for plan in self.every) + sum(plan.cache_nbytes for plan in self.every)
+
+    def summary(self) -> str:
+        """One line for each device."""
+        return "\n".join(f"{name}: {plan.summary()}" for name, plan in self.plans.items())
+
+    def predictions(self) -> dict[str, str]:
+        """What a step is predicted to take, as text by label."""
+        links_s = max(plan.copy_s for plan in self.every)
+        num = sum(plan.step_nbytes > 0 for plan in self.every)
+        told = f"{milliseconds(self.step_s)} per step; the links are busy {milliseconds(links_s)} of it"
+        return {"predicted": told, "streamed": f"{human(self.step_nbytes)} per step over {num} links"}
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary(), *(f"{label}: {value}" for label, value in self.predictions().items())])
+
+    def numbers(self) -> dict[str, Any]:
+        """For JSON."""
+        devices = {name: plan.numbers() for name, plan in self.plans.items()}
+        return {
+            "step_s": self.step_s,
+            "nbytes": self.decoded_nbytes,
+            "step_nbytes": self.step_nbytes,
+            "devices": devices,
+        }
+
+
+def predicted(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
+    """The plans with the seconds of a step; `places` as for `walk`."""
+    found = list(lanes.values())
+    orders = [[lane.plan.manifest.units[unit].name for unit in lane.plan.manifest.order] for lane in found]
+    plans = {name: lane.plan for name, lane in lanes.items()}
+    return StripedPlan(plans=plans, step_s=step_s(found, walk(orders, places)))
+
+
+AnyPlan = Plan | StripedPlan
