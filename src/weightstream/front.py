@@ -32,7 +32,7 @@ from weightstream.runtime.backend import Backend
 from weightstream.runtime.devices import backend_of, opened
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
-from weightstream.striping import sketched, stripe
+from weightstream.striping import Stripes, sketched, stripe
 
 if TYPE_CHECKING:
     from weightstream.pipeline_plans import PipelineSketch
@@ -85,7 +85,7 @@ def offload(
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
     with _opened(device, config) as backends, torch.no_grad():
-        return _offload(model, backends, config, Given(example=_example(model, example_inputs)))
+        return _placed(model, backends, config, Given(example=_example(model, example_inputs)))
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def from_pretrained(
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
             memories = (*loaded.mappings, *loaded.lazy)
-            _offload(loaded.model, backends, config, Given(memories=memories, folder=loaded.folder))
+            _placed(loaded.model, backends, config, Given(memories=memories, folder=loaded.folder))
         on_failure.pop_all()
     return loaded.model
 
@@ -361,15 +361,16 @@ def offload_layers(
     kept = _shared_or_buffers(list(layers.values()), root)
     hosted = prospects.Hosted(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
     with opened(device, config) as backend, torch.no_grad():
-        streamer: Streamer = _offload(root, [backend], config, Given(hosted=hosted))
-        return streamer
+        return _offload(root, backend, config, Given(hosted=hosted))
 
 
-def _offload(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Any:
+def _placed(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Streamer | Stripes:
+    """Offload a model to one device, or to several."""
+    return stripe(model, backends, config, given) if backends[1:] else _offload(model, backends[0], config, given)
+
+
+def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
-    if len(backends) > 1:
-        return stripe(model, backends, config, given)
-    (backend,) = backends
     with assembled(model, backend, config, given) as assembly:
         return assembly.attach(assembly.prospect.plan()[1])
 

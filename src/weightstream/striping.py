@@ -92,9 +92,10 @@ class Way:
             found = sources.get(id(tensor))
             return self.copied(tensor, self.home) if found is None else found
 
+        known = {id(made): original for original, made in sent.containers}
         for original, made in sent.containers:
-            put(original, {key: with_tensors(item, take) for key, item in items_of(made).items()})
-        return with_tensors(value, take)
+            put(original, {key: with_tensors(item, take, known=known) for key, item in items_of(made).items()})
+        return with_tensors(value, take, known=known)
 
     def goes(self, tensor: torch.Tensor) -> bool:
         """Whether it is to be copied to the device."""

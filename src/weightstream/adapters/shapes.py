@@ -75,7 +75,8 @@ class Footprint:
     def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
         """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
 
-        An op counts for the innermost unit around it; outside of all, for the one before (`after`), or the first.
+        An op counts for the innermost unit around it; outside of all, for the one before (`after`), which of what comes
+        before the first is the last one.
         """
         by_unit: list[list[list[Op]]] = [[] for _ in units]
         for unit, ops in self._positions(units):
@@ -112,7 +113,7 @@ class Footprint:
         for call, num_calls, op in self.ops if positions else ():
             position = around[call] if call >= 0 else -1
             if position < 0:
-                position, op = max(0, opened[num_calls] - 1), replace(op, after=opened[num_calls] > 0)
+                position, op = opened[num_calls] - 1, replace(op, after=True)
             positions[position][1].append(op)
         return positions
 

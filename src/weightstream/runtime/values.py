@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,16 +42,22 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def with_tensors(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], copied: Callable[[Any, Any], object] = lambda *_: None
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    copied: Callable[[Any, Any], object] = lambda *_: None,
+    known: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
     """The same with other tensors, found as by `tensors_in`; what holds none that changes stays the same object.
 
-    Else it is a copy, and `copied(original, copy)` is told of each that can be written to.
+    Else it is a copy, and `copied(original, copy)` is told of each that can be written to. `known` says by its id what
+    stands for a container.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if id(value) in known:
+        return known[id(value)]
     items = items_of(value)
-    new = {key: with_tensors(item, change, copied) for key, item in items.items()}
+    new = {key: with_tensors(item, change, copied, known) for key, item in items.items()}
     if all(new[key] is item for key, item in items.items()):
         return value
     if isinstance(value, tuple):

@@ -1,0 +1,137 @@
+"""Several devices for one model: whose block each is, the order of a step, and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_placement import LINK_BOUND, SMALL_MODELS, model, placed
+from test_schedule import GRAIN
+
+from weightstream.errors import PlanError
+from weightstream.plan import cost
+from weightstream.plan.lanes import Lane, predicted, step_s, walk, whose
+from weightstream.plan.manifest import Profile
+from weightstream.plan.placement import place
+
+BUSY = replace(LINK_BOUND, overhead_s=0.01)
+
+
+def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0) -> Lane:
+    """A device of so many blocks of four grains each."""
+    manifest = model(*[(GRAIN, GRAIN, GRAIN, GRAIN)] * num_blocks)
+    units = tuple(replace(unit, name=f"blocks.{first + i}") for i, unit in enumerate(manifest.units))
+    plan = place(replace(manifest, units=units), budget=budget, profile=profile)
+    return Lane(plan=plan, simulated=plan, profile=profile)
+
+
+@pytest.mark.parametrize("profile", [Profile(), LINK_BOUND, BUSY, replace(BUSY, overhead_s=2.0, handover_s=0.3)])
+def test_one_lane_takes_what_a_plan_takes(profile: Profile) -> None:
+    for manifest in SMALL_MODELS:
+        for plan in placed(manifest, profile):
+            one = Lane(plan=plan, simulated=plan, profile=profile)
+            assert step_s([one], [0] * len(manifest.order)) == pytest.approx(cost.simulate_s(plan, profile), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4])
+@pytest.mark.parametrize("budget", [4, 5, 7, 9, 14])
+def test_striped_lanes_add_up_their_links_and_neighbours_do_not(num_lanes: int, budget: int) -> None:
+    lanes = [lane(8, budget * GRAIN) for _ in range(num_lanes)]
+    order = [k for _ in range(8) for k in range(num_lanes)]
+    striped, contiguous = step_s(lanes, order, 0.0), step_s(lanes, sorted(order), 0.0)
+    link_s = max(each.plan.copy_s for each in lanes)
+    assert link_s <= striped <= 1.1 * link_s + 8 * num_lanes * 0.01
+    assert striped <= contiguous
+    if budget < 9:
+        assert contiguous > 1.4 * striped
+
+
+@given(st.integers(2, 4), st.lists(st.integers(4, 40), min_size=2, max_size=4), st.floats(1e-3, 0.5))
+def test_striped_is_never_slower_where_anything_streams(num: int, budgets: list[int], compute_s: float) -> None:
+    """Devices of equal links, each with as many blocks and a budget of its own."""
+    profile = replace(LINK_BOUND, overhead_s=compute_s)
+    lanes = [lane(6, budgets[k % len(budgets)] * GRAIN, profile) for k in range(num)]
+    order = [k for _ in range(6) for k in range(num)]
+    if any(each.plan.step_nbytes for each in lanes):
+        assert step_s(lanes, order, 0.0) <= step_s(lanes, sorted(order), 0.0) + 1e-9
+
+
+def test_what_moves_between_devices_takes_time() -> None:
+    lanes = [lane(3, 12 * GRAIN), lane(3, 12 * GRAIN)]
+    order = [0, 1, 0, 1, 0, 1]
+    assert step_s(lanes, order, 0.25) == pytest.approx(step_s(lanes, order, 0.0) + 6 * 0.25)
+
+
+def test_a_lane_decodes_while_others_compute() -> None:
+    """Two matrices that decode in 4 s each, and compute in 4 s: one after the other where one device has both."""
+    manifest = model((4 * GRAIN,), (4 * GRAIN,))
+    coded = manifest.coded(dict.fromkeys(manifest.aliases, (3, 2 * GRAIN)))
+    profile = replace(
+        LINK_BOUND, decode3_bytes_per_s=GRAIN, link_bytes_per_s=1e30, unit_s=(8.0, 8.0), device_bytes_per_s=1e30
+    )
+    plan = place(coded, budget=40 * GRAIN, profile=profile)
+    both = Lane(plan=plan, simulated=plan, profile=profile)
+    assert step_s([both], [0, 0]) == pytest.approx(16.0)
+    single = model((4 * GRAIN,))
+    one = place(single.coded(dict.fromkeys(single.aliases, (3, 2 * GRAIN))), budget=40 * GRAIN, profile=profile)
+    halves = [Lane(plan=one, simulated=one, profile=replace(profile, unit_s=(8.0,)))] * 2
+    assert step_s(halves, [0, 1], 0.0) == pytest.approx(8.0)
+
+
+def test_the_order_of_a_step() -> None:
+    places = {"embed": 1, "blocks.0": 2, "blocks.1": 3, "blocks.2": 4, "blocks.3": 5, "rotary": 6, "norm": 7}
+    orders = [["embed", "rotary", "blocks.0", "blocks.2", "norm"], ["blocks.1", "blocks.3"]]
+    assert walk(orders, places) == [0, 0, 0, 1, 0, 1, 0], "what is registered last runs early"
+    assert walk([[], ["blocks.1"]], places) == [1]
+
+
+def test_the_plan_of_all() -> None:
+    found = {"cuda:0": lane(2, 4 * GRAIN), "cuda:1": lane(2, 8 * GRAIN, first=2)}
+    plan = predicted(found, {f"blocks.{k}": k for k in range(4)})
+    assert plan.step_s == step_s(list(found.values()), [0, 0, 1, 1])
+    assert plan.step_nbytes == found["cuda:0"].plan.step_nbytes + found["cuda:1"].plan.step_nbytes
+    assert plan.decoded_nbytes == 16 * GRAIN
+    assert set(plan.numbers()["devices"]) == {"cuda:0", "cuda:1"}
+    for words in ("cuda:0: ", "cuda:1: everything fits", "per step over 1 links"):
+        assert words in str(plan)
+    assert (plan.cached, plan.num_slots, plan.workload) == (frozenset(), 0, None)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(0, 30),
+)
+def test_whose_block_each_is(nbytes: list[int], budgets: list[int], beside: int) -> None:
+    found = whose(nbytes, budgets, [1.0] * len(budgets), beside)
+    assert len(found) == len(nbytes)
+    held = [beside * (lane == 0) for lane in range(len(budgets))]
+    for size, lane in zip(nbytes, found, strict=True):
+        held[lane] += size
+    if all(h <= budget for h, budget in zip(held, budgets, strict=True)):
+        return
+    room = [budgets[0] - beside, *budgets[1:]]
+    ideal = next(more for more in range(sum(nbytes) + 60) if sum(max(0, r + more) for r in room) >= sum(nbytes))
+    for lane in set(found):  # with blocks that cannot be cut nobody streams much more than with some that can
+        assert held[lane] - budgets[lane] <= ideal + 2 * max(nbytes)
+
+
+def test_blocks_that_stream_take_turns_and_those_that_fit_stay_together() -> None:
+    assert whose([4] * 6, [4, 4], [1, 1]) == [0, 1, 0, 1, 0, 1]
+    assert whose([4] * 6, [8, 4], [1, 1]) == [0, 1, 0, 1, 0, 0]
+    assert whose([4] * 6, [12, 12], [1, 1]) == [0, 0, 0, 1, 1, 1]
+    assert whose([4] * 6, [16, 20], [1, 1], beside=8) == [0, 0, 1, 1, 1, 1]
+    assert whose([4] * 6, [4, 20], [1, 1], beside=8) == [1, 1, 1, 1, 1, 1], "the first has its hands full"
+
+
+def test_a_slower_link_has_fewer_blocks() -> None:
+    found = whose([4] * 12, [1, 1], [50e9, 25e9])
+    assert found.count(0) == 8
+    assert found[:3].count(1) == 1
+
+
+def test_no_budget_is_no_plan() -> None:
+    with pytest.raises(PlanError):
+        lane(4, 1)
