@@ -124,10 +124,9 @@ class Assembly:
         """Where it is to compute."""
         return self._backend.device
 
-    def in_blocks(self) -> None:
-        """Plan for whole blocks alone, where such a plan fits."""
-        self.prospect = self.prospect.coarse()
-        self._grains = self._grains[: len(self.prospect.grains)]
+    def narrow(self, prospect: Prospect) -> None:
+        """Plan with this one, which has as many grains or only the first."""
+        self.prospect, self._grains = prospect, self._grains[: len(prospect.grains)]
 
     def knowing(self, work: Footprint, entry: str) -> Prospect:
         """The prospect for the work of a call that was followed."""

@@ -12,13 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import partial, update_wrapper
-from types import MethodType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from weightstream import prospects
 from weightstream.adapters import device_map
@@ -32,103 +30,18 @@ from weightstream.plan.lanes import StripedPlan
 from weightstream.plan.planner import Machine
 from weightstream.runtime import guards, ops
 from weightstream.runtime.backend import Backend
+from weightstream.runtime.crossing import Way, crossing
 from weightstream.runtime.leaves import leaves, leaves_of
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import kind_of
-from weightstream.runtime.values import items_of, moved, put, with_tensors
+from weightstream.runtime.values import moved
 from weightstream.runtime.weights import Scope
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.trace import Trace
 
 _FREE = 0.9  # of what is free, where no budget is given: activations and caches take the rest
 _WHY = "the model is spread over several devices, whose steps run eager"
-
-
-class Sent:
-    """What a block was given on its device: copies of tensors, each with its source and its version; of containers."""
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.containers: list[tuple[Any, Any]] = []
-
-
-class Way:
-    """The way from the first device to another and back. What several blocks are given goes once."""
-
-    def __init__(self, home: torch.device, device: torch.device) -> None:
-        self.home, self.device = home, device
-        self._sent = WeakIdKeyDictionary()  # a tensor -> its version, and the copy there
-
-    def there(self, value: Any, sent: Sent) -> Any:
-        """The same arguments on the device."""
-        return with_tensors(value, partial(self._send, sent), lambda *both: sent.containers.append(both))
-
-    def _send(self, sent: Sent, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.goes(tensor):
-            return tensor
-        version: int
-        copy: torch.Tensor | None
-        version, copy = self._sent.get(tensor, (-1, None))
-        if copy is None or tensor.is_inference() or version != tensor._version:
-            with torch.inference_mode(False), torch.no_grad():  # whose copies count how often they are written to
-                copy = self.copied(tensor, self.device)
-            if not tensor.is_inference():
-                self._sent[tensor] = tensor._version, copy
-        sent.tensors.append((tensor, copy, copy._version))
-        return copy
-
-    def back(self, value: Any, sent: Sent) -> Any:
-        """The same output on the first device; what the block wrote into its arguments is written there, too."""
-        sources = {id(copy): source for source, copy, _ in sent.tensors}
-        for source, copy, version in sent.tensors:
-            if copy._version != version:
-                source.copy_(copy)
-                self._sent.pop(source, None)
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            if not self.comes(tensor):
-                return tensor
-            found = sources.get(id(tensor))
-            return self.copied(tensor, self.home) if found is None else found
-
-        known = {id(made): original for original, made in sent.containers}
-        for original, made in sent.containers:
-            put(original, {key: with_tensors(item, take, known=known) for key, item in items_of(made).items()})
-        return with_tensors(value, take, known=known)
-
-    def goes(self, tensor: torch.Tensor) -> bool:
-        """Whether it is to be copied to the device."""
-        return tensor.device == self.home != self.device
-
-    def comes(self, tensor: torch.Tensor) -> bool:
-        """Whether it is to be copied from there."""
-        return tensor.device == self.device != self.home
-
-    def clear(self) -> None:
-        """Keep nothing of a step that ended."""
-        self._sent.clear()
-
-    @staticmethod
-    def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-
-def crossing(block: nn.Module, way: Way) -> MethodType:
-    """A forward for a block that another device computes; a unit is open around it. A copy runs its own."""
-    plain = block.forward
-    of_class = getattr(plain, "__func__", plain)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not block:
-            return of_class(self, *args, **kwargs)
-        sent = Sent()
-        args, kwargs = way.there((args, kwargs), sent)
-        return way.back(plain(*args, **kwargs), sent)
-
-    update_wrapper(forward, plain)
-    forward.__name__ = "forward"  # by which a pickle finds the plain one
-    return MethodType(forward, block)
 
 
 class Stripes:
@@ -146,20 +59,22 @@ class Stripes:
 
     def attach(self, assemblies: Mapping[str, Assembly], lane_of: Mapping[nn.Module, int]) -> None:
         """Put a plan in force for each device, and stand around the model; `lane_of` tells whose each block is."""
-        plans = {name: assembly.prospect.plan()[1] for name, assembly in assemblies.items()}  # all, before one moves
-        for block, lane in lane_of.items():
-            if lane:
-                self._undo.callback(guards.put(block, "forward", crossing(block, self._ways[lane])))
+        planned = lanes.chosen({name: a.prospect for name, a in assemblies.items()}, self._places)  # before one moves
+        for block, index in lane_of.items():
+            if index:
+                self._undo.callback(guards.put(block, "forward", crossing(block, self._ways[index])))
         for name, assembly in assemblies.items():
+            prospect, lane = planned[name]
+            assembly.narrow(prospect)
             with on(assembly.device):
-                self.parts[name] = part = assembly.attach(plans[name])
+                self.parts[name] = part = assembly.attach(lane.plan)
             self._undo.callback(part.remove)
         session = ops.Session(self)
         self._undo.callback(session.close)
         self._undo.callback(guards.surround(self.model, self._run, session))
         self._undo.callback(guards.refuse_moves(self.model))
         names = {id(module): name for name, module in self.model.named_modules()}
-        map_of = {"": self.devices[0]} | {names[id(block)]: self.devices[lane] for block, lane in lane_of.items()}
+        map_of = {"": self.devices[0]} | {names[id(block)]: self.devices[index] for block, index in lane_of.items()}
         self._undo.callback(device_map.attach(self.model, self.devices[0], devices=map_of))
         setattr(self.model, guards.ATTRIBUTE, self)
         self._undo.callback(self.model.__dict__.pop, guards.ATTRIBUTE, None)
@@ -334,7 +249,6 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
 @contextmanager
 def _assembled(root: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Iterator[Assembly]:
     with on(backend.device), assembled(root, backend, config, given) as assembly:
-        assembly.in_blocks()
         yield assembly
 
 
@@ -347,10 +261,9 @@ def sketched(
     for lane in shares.used:
         hosted, own = shares.hosted(lane, model), shares.settings(lane, config)
         sketch = prospects.sketch_of(shares.roots[lane], checkpoint, own, machines[lane], hosted)
-        prospect = sketch.prospect.coarse()
-        index, plan = prospect.plan()
-        found[f"cuda:{lane}"] = lanes.Lane.of(plan, prospect.planners[index])
-    return lanes.predicted(found, {name: place for place, (name, _) in enumerate(model.named_modules())})
+        found[f"cuda:{lane}"] = sketch.prospect
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return lanes.predicted({name: lane for name, (_, lane) in lanes.chosen(found, places).items()}, places)
 
 
 def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> Shares:

@@ -105,6 +105,28 @@ def test_shows_text_then_summary(folder: Path) -> None:
     assert "\x1b" not in result.output
 
 
+def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
+    given = ("--gpus", 2, "--device-budget", "300KiB", "--prompt", PROMPT)
+    found = run_json(folder, *given, "--verify")
+    assert found["tokens"] == plain_tokens(folder, [5, 9, 23])
+    assert found["identical"] is True
+    assert found["plan"].startswith("cpu:0: ")
+    assert found["stats"]["held_nbytes"]["device"] <= 2 * 300 * 1024
+    assert "cpu:1: " in run(folder, *given).stdout
+    out = tmp_path / "trace.json"
+    result = CliRunner().invoke(app, ["trace", str(folder), "--device", "cpu", *map(str, given), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    names = {event["args"].get("name") for event in json.loads(out.read_text())["traceEvents"]}
+    assert {"cpu:0 compute", "cpu:1 copy"} <= names
+    arguments = ["bench", str(folder), "--device", "cpu", *map(str, given[:4]), "--seconds", "0.1"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "same bits" in shown.stdout
+    row = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert set(row["devices"]) == {"cpu:0", "cpu:1"}
+    assert row["equal"] is True
+
+
 def test_reports_a_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_tokens(folder, [5, 9, 23])
     other = [*plain[:4], plain[4] + 1, *plain[5:]]

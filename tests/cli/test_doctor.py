@@ -18,7 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.measure import findings, machine, nvml, profile
+from weightstream.measure import bench, findings, links, machine, nvml, profile
 from weightstream.measure.nvml import PciLink
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE
@@ -138,6 +138,31 @@ def test_what_is_said_of_nodes(node: int | None, near: set[int], allowed: set[in
     assert found.mark == mark
     assert said in found.text
     assert ("--cpunodebind=1" in found.remedy) == (mark == "better")
+
+
+def test_links_that_share_something_are_told() -> None:
+    good, bad = (findings.together_finding([50e9, 50e9], together) for together in ([49e9, 48e9], [30e9, 25e9]))
+    assert (good.mark, bad.mark) == ("ok", "better")
+    assert "49.0 GB/s + 48.0 GB/s at once, 97% of what they reach one by one" in good.text
+    assert "switch" in bad.remedy
+    assert bad.value == {"alone": [50e9, 50e9], "together": [30e9, 25e9]}
+
+
+def test_gpus_that_do_not_reach_each_other_are_told() -> None:
+    near, far = findings.hops_finding([20e-6, 25e-6], [True, True]), findings.hops_finding([9e-5], [False])
+    assert (near.mark, far.mark) == ("ok", "better")
+    assert "25 us" in near.text
+    assert "host memory" in far.remedy
+
+
+def test_links_are_measured_one_by_one_and_together() -> None:
+    backends = [bench.backend_of(torch.device("cpu")) for _ in range(2)]
+    try:
+        assert all(rate > 1e6 for rate in links.rates(backends[:1], 0.01) + links.rates(backends, 0.01))
+        assert links.hop_s(backends[0], torch.device("cpu"), 0.01) > 0
+    finally:
+        for backend in backends:
+            backend.close()
 
 
 @pytest.mark.parametrize(

@@ -347,3 +347,25 @@ def test_says_why_all_experts_are_read(kind: str, machine: Path, tmp_path: Path)
         assert (f"experts: {reason}" in shown) if reason and streams else ("reads all" not in shown)
         told = json.loads(CliRunner().invoke(app, [*flags, budget, "--json"]).stdout)["experts"]
         assert told == reason or told.startswith(reason)
+
+
+def test_over_several_gpus(folder: Path, machine: Path) -> None:
+    """Two links move the layers in half the time; the other GPUs are taken to be as the one of the profile."""
+
+    def planned(*flags: object) -> Result:
+        arguments = ["plan", str(folder), "--profile", str(machine), "--codec", "none", *map(str, flags)]
+        return CliRunner().invoke(app, arguments)
+
+    one = json.loads(planned("--device-budget", "5MiB", "--json").stdout)
+    two = json.loads(planned("--device-budget", "5MiB", "--gpus", 2, "--json").stdout)
+    assert set(two["devices"]) == {"cuda:0", "cuda:1"}
+    assert two["nbytes"] == NBYTES
+    assert two["step_s"] < 0.7 * one["step_s"]
+    shown = planned("--device-budget", "5MiB", "--gpus", 2)
+    assert shown.exit_code == 0, shown.output
+    for words in ("cuda:0", "cuda:1", "over 2 GPUs", "predicted: ", "per step over 2 links"):
+        assert words in shown.stdout
+    refused = planned("--device-budget", "5MiB", "--gpus", 2, "--sweep")
+    assert refused.exit_code == 2
+    assert "--sweep: for one GPU" in refused.stderr
+    assert planned("--device-budget", "1KiB", "--gpus", 2).exit_code == 2

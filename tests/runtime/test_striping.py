@@ -16,7 +16,8 @@ import weightstream
 from models import MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
 from weightstream import ConfigError, OffloadError, PlanError
-from weightstream.striping import Stripes, Way, crossing, sharing
+from weightstream.runtime.crossing import Way, crossing
+from weightstream.striping import Stripes, sharing
 
 BLOCKLESS = frozenset({"NoModuleList", "BareParameters", "LinearBatchNormLinear", "Recurrent"})
 

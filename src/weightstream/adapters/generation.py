@@ -139,7 +139,9 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
         return f"{', '.join(others)}: only text is decoded from a graph"
     if (reason := static_cache.unsuited(model)) is not None:
         return reason
-    if guards.ATTRIBUTE not in model.__dict__ and len({p.device for p in model.parameters()}) > 1:
+    streamer = model.__dict__.get(guards.ATTRIBUTE)
+    devices = {p.device for p in model.parameters()} if streamer is None else getattr(streamer, "devices", ())
+    if len(devices) > 1:
         return "the model is spread over several devices"
     if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):
         return "generate() is running with this model already"

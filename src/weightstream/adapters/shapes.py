@@ -110,11 +110,17 @@ class Footprint:
                 around[-1] = len(positions)
                 positions.append((index[id(module)], []))
         opened = list(accumulate((id(module) in index for module, _ in self.calls), initial=0))
+        early = []
         for call, num_calls, op in self.ops if positions else ():
             position = around[call] if call >= 0 else -1
-            if position < 0:
-                position, op = opened[num_calls] - 1, replace(op, after=True)
-            positions[position][1].append(op)
+            if position >= 0:
+                positions[position][1].append(op)
+            elif opened[num_calls]:
+                positions[opened[num_calls] - 1][1].append(replace(op, after=True))
+            else:
+                early.append(replace(op, after=True))
+        for _, ops in positions[-1:]:
+            ops += early
         return positions
 
 

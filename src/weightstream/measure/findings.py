@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from weightstream.codec import coding
 from weightstream.config import CODES
 from weightstream.errors import ConfigError
-from weightstream.measure import machine, nvml
+from weightstream.measure import links, machine, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
 from weightstream.measure.nvml import PciLink
 from weightstream.measure.profile import QUIET, profile_for
@@ -39,6 +39,8 @@ _REMEDIES = MappingProxyType(  # by label, where a finding could be better
         "PCIe": "Try another slot; look at the riser, and in the BIOS at generation and bifurcation.",
         "host to GPU": "85 to 90% are usual. Look at the NUMA node below, and at who else copies or shares a PCIe "
         "switch; then measure again: weightstream doctor --measure",
+        "links": "They share a PCIe switch, or host memory is too slow for all: several GPUs gain less.",
+        "hops": "Not directly, but through host memory: look at nvidia-smi topo -p2p r, and in the BIOS at ACS.",
         "NUMA": "numactl --cpunodebind={node} --membind={node} weightstream ...",
         "pinning": "Raise the memlock limit (ulimit -l), or the memory of the container.",
         "huge pages": "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
@@ -75,6 +77,7 @@ _GOOD_SHARE = 0.75  # of the link's rate
 _LAUNCH_S = 300e-6  # of a kernel from Python, at most; an idle machine takes 5 to 30 us
 _FEW_CORES = 4
 _FILE_NBYTES = 256 << 20
+_LINKS_S = 0.3
 
 
 class Finding(NamedTuple):
@@ -109,6 +112,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
         return {
             "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend)] if on_gpu else [],
+            "several": [*_several(backend)] if on_gpu and wanted == "cuda" else [],
             "host": [*_host()],
             "speed": [*_speed(profile, on_gpu=on_gpu), _codec(backend)],
             "disk": [_disk(path)],
@@ -192,6 +196,36 @@ def numa_finding(node: int | None, near: frozenset[int], allowed: frozenset[int]
     num = len(near & allowed)
     found = _judged("NUMA", f"the GPU is at node {node}, as are {num} of {len(allowed)} usable cores", num > 0)
     return found._replace(remedy=found.remedy.format(node=node))
+
+
+def _several(first: Backend) -> Iterator[Finding]:
+    """The other GPUs that this process sees, and how they work together."""
+    every = [torch.device("cuda", index) for index in range(torch.accelerator.device_count())]
+    if len(every) < 2:
+        return
+    with ExitStack() as stack:
+        backends = [stack.enter_context(closing(backend_of(device))) for device in every]
+        alone = [links.rates([backend], _LINKS_S)[0] for backend in backends]
+        together = links.rates(backends, _LINKS_S)
+    yield together_finding(alone, together)
+    others = [device for device in every if device != first.device]
+    yield hops_finding([links.hop_s(first, device, _LINKS_S) for device in others], cuda.peers(first.device, others))
+    nodes = [machine.numa_node(cuda.facts(device).pci) for device in every]
+    if len(set(nodes)) > 1:
+        yield Finding("NUMA nodes", f"the GPUs are at {', '.join(map(str, nodes))}", "note", value=nodes)
+
+
+def together_finding(alone: Sequence[float], together: Sequence[float]) -> Finding:
+    """What links reach when all copy, beside what each reaches by itself, in bytes per second."""
+    share = sum(together) / sum(alone)
+    text = f"{' + '.join(map(per_second, together))} at once, {share:.0%} of what they reach one by one"
+    return _judged("links", text, share >= _GOOD_SHARE, {"alone": list(alone), "together": list(together)})
+
+
+def hops_finding(seconds: Sequence[float], peers: Sequence[bool]) -> Finding:
+    """How long states take to the other GPUs, and whether these are reached directly."""
+    text = f"{milliseconds(max(seconds))} for a token's states to be on another GPU"
+    return _judged("hops", text, all(peers), list(seconds))
 
 
 def _host() -> Iterator[Finding]:

@@ -5,8 +5,9 @@ With several links at work a step takes their share of the time only if all of t
 While one device computes, the others fill their rings, and a ring holds a few blocks: so neighbours go to different
 devices. Where all that a device has to hold fits, nothing streams, and neighbours stay together.
 
-A ring has to hold a whole block: what it has no room for is copied in the block's own turn, when the others wait. So
-the units of a lane are blocks, wherever such a plan fits.
+A ring has to hold all of a block that streams: what it has no room for is copied in the block's own turn, when the
+others wait. Units that are whole blocks see to that, and are decoded before their turn. Finer ones need a smaller ring
+and buffer. So each lane has a plan in blocks and one in any grain to choose from, and the step of all is held against.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weightstream.plan.amounts import human, milliseconds
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
+from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import Cursor
 
 HOP_S = 20e-6  # for what a block is given, or returns, to be on another device [H200, NVLink]
@@ -227,21 +229,46 @@ class StripedPlan:
 
     def numbers(self) -> dict[str, Any]:
         """For JSON."""
+        whole = {"machine": self.every[0].machine or None, "step_s": self.step_s, "nbytes": self.decoded_nbytes}
         devices = {name: plan.numbers() for name, plan in self.plans.items()}
-        return {
-            "step_s": self.step_s,
-            "nbytes": self.decoded_nbytes,
-            "step_nbytes": self.step_nbytes,
-            "devices": devices,
-        }
+        return {**whole, "step_nbytes": self.step_nbytes, "devices": devices}
 
 
 def predicted(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
     """The plans with the seconds of a step; `places` as for `walk`."""
+    plans = {name: lane.plan for name, lane in lanes.items()}
+    return StripedPlan(plans=plans, step_s=_step_s(lanes, places))
+
+
+def _step_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> float:
     found = list(lanes.values())
     orders = [[lane.plan.manifest.units[unit].name for unit in lane.plan.manifest.order] for lane in found]
-    plans = {name: lane.plan for name, lane in lanes.items()}
-    return StripedPlan(plans=plans, step_s=step_s(found, walk(orders, places)))
+    return step_s(found, walk(orders, places))
+
+
+def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> dict[str, tuple[Prospect, Lane]]:
+    """A plan for each device, by name, with which the step of all is fastest, and what it is planned with:
+    [Note: whose block].
+
+    Raises `PlanError` where one has none.
+    """
+    ways = {name: _ways(prospect) for name, prospect in prospects.items()}
+    best = {name: found[0] for name, found in ways.items()}
+    least_s = _step_s({name: lane for name, (_, lane) in best.items()}, places)
+    every = {name: found[-1] for name, found in ways.items()}
+    for tried in (every, *({name: found[-1]} for name, found in ways.items()), *({n: f[0]} for n, f in ways.items())):
+        merged = best | tried
+        if (taken_s := _step_s({name: lane for name, (_, lane) in merged.items()}, places)) < least_s:
+            best, least_s = merged, taken_s
+    return best
+
+
+def _ways(whole: Prospect) -> list[tuple[Prospect, Lane]]:
+    coarse, found = whole.coarse(), []
+    for prospect in (coarse,) if coarse is whole else (coarse, whole):
+        index, plan = prospect.plan()
+        found.append((prospect, Lane.of(plan, prospect.planners[index])))
+    return found
 
 
 AnyPlan = Plan | StripedPlan

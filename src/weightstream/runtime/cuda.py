@@ -246,8 +246,7 @@ class CudaBackend:
 
     def _current(self) -> AbstractContextManager[object]:
         """Inside, this device is the current one. It nearly always is, and to ask takes a tenth."""
-        is_current = torch.cuda.current_device() == self.device.index
-        return nullcontext() if is_current else torch.cuda.device(self.device)
+        return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
 
     def record(self, side: Side, event: Event) -> None:
         if side is not Side.COPY or self._feeder is None:
@@ -317,8 +316,7 @@ class CudaBackend:
             return Arena().take(nbytes)
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        with self._current():
-            kernel()
+        kernel()
 
     def aside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._asides)
@@ -381,6 +379,11 @@ def allocatable_nbytes(device: torch.device) -> int:
     """What a tensor can be made of now: free memory, and what the allocator keeps for reuse."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def peers(device: torch.device, others: Sequence[torch.device]) -> list[bool]:
+    """Whether each of the others is reached directly, not through host memory."""
+    return [torch.cuda.can_device_access_peer(device, other) for other in others]
 
 
 def allocated_nbytes(device: torch.device) -> int:
