@@ -15,9 +15,12 @@ from torch import nn
 import weightstream
 from models import MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
-from weightstream import ConfigError, OffloadError, PlanError
+from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError
+from weightstream.assembly import Assembly, Given
+from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.crossing import Way, crossing
-from weightstream.striping import Stripes, sharing
+from weightstream.striping import Stripes, sharing, stripe
+from wrapped import Delay, Fault, Poison
 
 BLOCKLESS = frozenset({"NoModuleList", "BareParameters", "LinearBatchNormLinear", "Recurrent"})
 
@@ -290,3 +293,62 @@ def test_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(model(ids).logits, reference(ids).logits)
     with pytest.raises(Exception, match="device_map"):
         weightstream.from_pretrained(tmp_path, device="cpu", device_map={"": 0})
+
+
+def test_late_copies_and_poisoned_rings() -> None:
+    """One device's copies come late, then the other's; what is read too early is no number."""
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    nbytes = model_nbytes(model.module)
+    config = OffloadConfig(max_memory={0: nbytes // 4, 1: nbytes // 5}, codec="none")
+    backends = [Poison(Delay(CpuBackend(), seed, most_s)) for seed, most_s in ((1, 0.002), (2, 0.0005))]
+    with stripe(model.module, backends, config, Given()) as stripes:
+        assert all(part.plan.step_nbytes for part in stripes.parts.values())
+        for seed in range(200):
+            assert_same(run(model, "cpu", seed % 5), run(reference, "cpu", seed % 5))
+
+
+def test_a_copy_that_fails_on_one_device() -> None:
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    nbytes = model_nbytes(model.module)
+    failing: list[int] = []
+    backends = [CpuBackend(), Fault(CpuBackend(), lambda _: bool(failing and failing.pop()))]
+    config = OffloadConfig(max_memory={0: nbytes // 4, 1: nbytes // 4}, codec="none")
+    with stripe(model.module, backends, config, Given()) as stripes:
+        assert_same(run(model, "cpu", 0), run(reference, "cpu", 0))
+        for _ in range(3):
+            failing.append(1)
+            with pytest.raises(StoreError):
+                [run(model, "cpu", seed) for seed in range(3)]
+            for seed in range(3):
+                assert_same(run(model, "cpu", seed), run(reference, "cpu", seed))
+        assert stripes.parts["cpu:1"].stats().fills > 0
+    assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
+
+
+def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second device cannot do with its budget, or fails while its weights move."""
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    nbytes = model_nbytes(model.module)
+    before = {name: tensor.data_ptr() for name, tensor in weights(model.module).items()}
+
+    def assert_plain() -> None:
+        assert {name: tensor.data_ptr() for name, tensor in weights(model.module).items()} == before
+        assert not any({"forward", "_apply", "weightstream"} & vars(module).keys() for module in model.module.modules())
+
+    with pytest.raises(PlanError):
+        weightstream.offload(model.module, device="cpu", device_budget={0: nbytes // 3, 1: 64})
+    assert_plain()
+    attach, calls = Assembly.attach, []
+
+    def failing(self: Assembly, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 2:
+            raise StoreError("no more")
+        return attach(self, *args, **kwargs)
+
+    monkeypatch.setattr(Assembly, "attach", failing)
+    with pytest.raises(StoreError, match="no more"):
+        striped(model, 2)
+    assert_plain()
+    with striped(model, 2):
+        assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
