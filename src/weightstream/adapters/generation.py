@@ -143,6 +143,12 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
     devices = {p.device for p in model.parameters()} if streamer is None else getattr(streamer, "devices", ())
     if len(devices) > 1:
         return "the model is spread over several devices"
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        return "it runs in several processes, which would have to agree on each graph"
     if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):
         return "generate() is running with this model already"
     return None
