@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +49,7 @@ _CONTEXT = 4096  # positions to plan for when nobody says, where a model has so 
 _FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
 Grains = list[list[UnitModule]]
 Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
+Observe = Callable[[nn.Module, Workload], Footprint]
 _RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "half", "float32": "single"})
 
 
@@ -58,7 +59,7 @@ class Hosted:
 
     `kept` are names of tensors that are to stay on the device. `grains` are those that units may have: parts of layers
     only where a step is watched before addresses are fixed. `in_graphs`: the host launches no kernel of a step.
-    `share`: of the model's cache is theirs.
+    `share`: of the model's cache is theirs. `observe` tells the work of the model, once for all devices.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -67,6 +68,7 @@ class Hosted:
     in_graphs: bool = False
     model: nn.Module | None = None
     share: float = 1.0
+    observe: Observe = observe
 
 
 def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
@@ -132,21 +134,19 @@ def prospect_of_model(
     `example` are arguments of a forward, of which the work is told; else it is that of a language model's step, or of
     one product with every matrix where an engine runs the steps.
     """
-    by_alias = _groups(homes)
+    by_alias, told = _groups(homes), hosted or Hosted(blocks=())
     weights = weights_of(
         by_alias,
         by_row=homes.by_row,
         coded_in_files=frozenset(homes.layouts),
         movable=homes.movable,
-        kept=hosted.kept if hosted else frozenset(),
+        kept=told.kept,
     )
     planner = Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
-    if hosted is not None and hosted.model is not None:
-        model = hosted.model
-    found = prospect_of(model if _generates(model) else None, by_alias, grains, planner)
+    model = told.model or model
+    found = prospect_of(model if _generates(model) else None, by_alias, grains, planner, told.observe)
     found = replace(found, whole=why_whole(model))
-    if hosted is not None:
-        found = _hosted(found, hosted) if hosted.model is None else _with_share(found, hosted.share)
+    found = _hosted(found, hosted) if hosted and hosted.model is None else _with_share(found, told.share)
     if example is not None:
         known = foreseen(found, by_alias, grains, model, backend, *example)
         if known is None:
@@ -294,11 +294,7 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
 
 
 def sketch_of(
-    model: nn.Module,
-    checkpoint: Checkpoint | None,
-    config: OffloadConfig,
-    machine: Machine,
-    hosted: Hosted | None = None,
+    model: nn.Module, checkpoint: Checkpoint | None, config: OffloadConfig, machine: Machine, told: Hosted | None = None
 ) -> Sketch:
     """What is planned with for a model on meta, or one whose tensors nobody has read, or for what is one device's of a
     model over several; `checkpoint`: the files of its weights, where these are here."""
@@ -310,9 +306,10 @@ def sketch_of(
     codes = sizes_of(by_alias, coded, {}, by_row) if config.uses_codes else {}
     weights = weights_of(by_alias, by_row=by_row, movable=movable, coded_in_files=frozenset(coded), codes=codes)
     planner = Planner(config=config, machine=machine, weights=weights)
-    grains = grains_of(model, by_alias, None, list(hosted.blocks) if hosted else None)
-    found = prospect_of((hosted and hosted.model) or model, by_alias, grains, planner)
-    found = _with_share(replace(found, whole=why_whole(model)), hosted.share if hosted else 1.0)
+    grains = grains_of(model, by_alias, None, list(told.blocks) if told else None)
+    told = told or Hosted(blocks=())
+    found = prospect_of(told.model or model, by_alias, grains, planner, told.observe)
+    found = _with_share(replace(found, whole=why_whole(model)), told.share)
     return Sketch(model=model, by_alias=by_alias, grains=grains, prospect=found)
 
 
@@ -337,7 +334,9 @@ def grains_of(
     return [merge_tied(find_units(model, grain, blocks), by_alias) for grain in grains or GRAINS]
 
 
-def prospect_of(model: nn.Module | None, by_alias: dict[str, Group], grains: Grains, planner: Planner) -> Prospect:
+def prospect_of(
+    model: nn.Module | None, by_alias: dict[str, Group], grains: Grains, planner: Planner, observes: Observe = observe
+) -> Prospect:
     """What is planned with a model in these grains: the step of a language model, or one of which nothing is known."""
     manifests = tuple(manifest(units, by_alias) for units in grains)
     found = Prospect(grains=manifests, planners=(planner,) * len(grains))
@@ -350,7 +349,7 @@ def prospect_of(model: nn.Module | None, by_alias: dict[str, Group], grains: Gra
     tokens = config.tokens if _generates(model) else context  # what does not generate is given all at once
     workload = Workload(batch=config.batch, tokens=tokens, context=context)
     try:
-        return with_work(found, by_alias, grains, observe(model, workload), workload)
+        return with_work(found, by_alias, grains, observes(model, workload), workload)
     except UnsupportedError as error:
         logger.info("activations and compute times are not known before the first step: %s", error)
         return found

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters import device_map
 from weightstream.adapters.module import GRAINS, find_blocks, find_units
+from weightstream.adapters.shapes import observe
 from weightstream.assembly import Assembly, Given, assembled, rooted
 from weightstream.codec.device import on
 from weightstream.config import OffloadConfig
@@ -205,6 +206,7 @@ class Shares(NamedTuple):
     budgets: list[int | None]
     lane_of: dict[nn.Module, int]
     around: list[nn.Module]
+    observe: prospects.Observe
 
     def settings(self, lane: int, config: OffloadConfig) -> OffloadConfig:
         """Those of one device, with a share of the host's budget."""
@@ -213,7 +215,8 @@ class Shares(NamedTuple):
     def hosted(self, lane: int, model: nn.Module) -> prospects.Hosted:
         """What is planned for one device."""
         own = tuple(block for block, of in self.lane_of.items() if of == lane)
-        return prospects.Hosted(blocks=own, grains=GRAINS, model=model, share=len(own) / len(self.lane_of))
+        share = len(own) / len(self.lane_of)
+        return prospects.Hosted(blocks=own, grains=GRAINS, model=model, share=share, observe=self.observe)
 
     @property
     def used(self) -> list[int]:
@@ -288,7 +291,7 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
             around.append(unit.module)
     if known[0] is not None:
         known[0] = max(1, known[0] - sum(leaf.tensor.nbytes for module in around for leaf in leaves(module)))
-    return Shares([rooted(named) for named in layers], known, lane_of, around)
+    return Shares([rooted(named) for named in layers], known, lane_of, around, cache(observe))
 
 
 def _nbytes(module: nn.Module) -> int:
