@@ -1,6 +1,6 @@
 """One model over several GPUs: links alone and together, an 8B and a 70B shape, FLUX's transformer.
 
-    python benchmarks/gpus.py [--only links,8b,alone,lent,flux,70b] [--gpus 2] [--device cpu --tiny] [--out FILE]
+    python benchmarks/gpus.py [--only links,8b,alone,lent,flux,70b] [--gpus 2] [--brief] [--device cpu --tiny]
 
 Every output is compared with the plain model's on the first GPU, bit for bit. Inputs are new in every step.
 
@@ -132,6 +132,8 @@ class Gpus:
         made.to("cpu")
         timing.clear(self.home)
         for cell in cells:
+            if self.args.brief and (len(cell["budgets"]) == 1 or cell["layout"] == "contiguous"):
+                continue
             settings = {key: value for key, value in cell.items() if key not in ("layout", "budgets")}
             system = f"{name}, {cell['layout']}, {'+'.join(f'{b / GIB:.2f}' for b in cell['budgets'].values())} GiB, "
             system += ", ".join(f"{key} {value}" for key, value in settings.items())
@@ -238,7 +240,7 @@ class Gpus:
 
     def run_70b(self) -> None:
         made, run = self.decoder(models.TINY if self.args.tiny else LARGE)
-        each = dict.fromkeys(range(len(self.devices)), self.share(40.0 - 1 / 8, made, 127.5))
+        each = dict.fromkeys(range(len(self.devices)), self.share(80.0 / len(self.devices) - 1 / 8, made, 127.5))
         self.measure("70b", made, run, [{"layout": "striped", "budgets": each, "codec": "auto"}])
 
 
@@ -262,6 +264,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--brief", action="store_true", help="leave out one GPU, and neighbours together")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "gpus.jsonl")
     gpus = Gpus(parser.parse_args())
     for name in gpus.args.only.split(","):
