@@ -33,6 +33,7 @@ from weightstream.runtime import guards, ops
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.crossing import Way, crossing
 from weightstream.runtime.leaves import leaves, leaves_of
+from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import kind_of
@@ -51,15 +52,26 @@ class Stripes:
     `parts` are the streamers, by device. A context manager that ends with `remove()`.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.model, self.devices = model, tuple(devices)
+    def __init__(self, model: nn.Module, backends: Sequence[Backend]) -> None:
+        self.model, self.devices = model, tuple(backend.device for backend in backends)
         self.parts: dict[str, Streamer] = {}
+        self._gate, self._capturing = Gate(), backends[0].capturing
         self._places = {name: place for place, (name, _) in enumerate(model.named_modules())}
         self._ways = [Way(self.devices[0], device) for device in self.devices]
         self._undo = ExitStack()
 
     def attach(self, assemblies: Mapping[str, Assembly], lane_of: Mapping[nn.Module, int]) -> None:
-        """Put a plan in force for each device, and stand around the model; `lane_of` tells whose each block is."""
+        """Put a plan in force for each device, and stand around the model; `lane_of` tells whose each block is.
+
+        On an error nothing is in force, while what the assemblies hold is still there.
+        """
+        try:
+            self._attach(assemblies, lane_of)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, assemblies: Mapping[str, Assembly], lane_of: Mapping[nn.Module, int]) -> None:
         planned = lanes.chosen({name: a.prospect for name, a in assemblies.items()}, self._places)  # before one moves
         for block, index in lane_of.items():
             if index:
@@ -93,17 +105,25 @@ class Stripes:
         self._undo.callback(callback)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = moved((args, kwargs), self.devices[0])
-        step, kind = partial(forward, *args, **kwargs), kind_of(args, kwargs)
-        for part in self.parts.values():
-            part.foresee(kind, args, kwargs)
-        for part in reversed(self.parts.values()):
-            step = partial(part.run, step, kind)
-        try:
-            return step()
-        finally:
-            for way in self._ways:
-                way.clear()
+        self._gate.refuse_forked()
+        with self._gate.turn:
+            if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
+                return forward(*args, **kwargs)
+            if self._capturing():
+                raise OffloadError(f"a capture is under way, and {_WHY}")
+            guards.refuse_transforms()
+            args, kwargs = moved((args, kwargs), self.devices[0])
+            step, kind = partial(forward, *args, **kwargs), kind_of(args, kwargs)
+            for part in self.parts.values():
+                part.foresee(kind, args, kwargs)
+            for part in reversed(self.parts.values()):
+                step = partial(part.run, step, kind)
+            try:
+                with self._gate.entered(Mode.EAGER):
+                    return step()
+            finally:
+                for way in self._ways:
+                    way.clear()
 
     # -- what it tells ---------------------------------------------------------------------------------------------
 
@@ -154,9 +174,14 @@ class Stripes:
 
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice."""
-        for part in self.parts.values():
-            part.refuse_inside()
-        self._undo.close()
+        self._gate.refuse_inside()
+        with self._gate.turn:
+            for part in self.parts.values():
+                part.refuse_inside()
+            self._gate.change(Mode.REMOVED)
+            for way in self._ways:
+                way.close()
+            self._undo.close()
 
     def __enter__(self) -> Stripes:
         return self
@@ -230,22 +255,24 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
     Raises as `offload` does, and `ConfigError` for a model without repeated blocks.
     """
     guards.refuse_twice(model)
-    stripes = Stripes(model, [backend.device for backend in backends])
-    with ExitStack() as stack:
-        stack.callback(stripes.remove)
+    stripes = Stripes(model, backends)
+    try:
         if given.folder is not None:
             stripes.on_removal(given.folder.close)
         shares = shared_out(model, [prospects.machine_of(backend, config) for backend in backends], config)
         for module in shares.around:
             stripes.keep(module)
-        assemblies: dict[str, Assembly] = {}
-        for lane in shares.used:
-            about = replace(given, folder=None, hosted=shares.hosted(lane, model))
-            part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
-            name = str(stripes.devices[lane]) if stripes.device.type != "cpu" else f"cpu:{lane}"
-            assemblies[name] = stack.enter_context(part)
-        stripes.attach(assemblies, shares.lane_of)
-        stack.pop_all()
+        with ExitStack() as assembling:
+            assemblies: dict[str, Assembly] = {}
+            for lane in shares.used:
+                about = replace(given, folder=None, hosted=shares.hosted(lane, model))
+                part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
+                name = str(stripes.devices[lane]) if stripes.device.type != "cpu" else f"cpu:{lane}"
+                assemblies[name] = assembling.enter_context(part)
+            stripes.attach(assemblies, shares.lane_of)
+    except BaseException:
+        stripes.remove()
+        raise
     return stripes
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, St
 from weightstream.assembly import Assembly, Given
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.crossing import Way, crossing
+from weightstream.runtime.values import tensors_in
 from weightstream.striping import Stripes, sharing, stripe
 from wrapped import Delay, Fault, Poison
 
@@ -67,21 +70,21 @@ def test_blocks_that_share_a_tensor_are_found() -> None:
 
 
 class Elsewhere(Way):
-    """A way whose copies are on the same device, told by a mark."""
+    """A way whose copies are on the same device, told by their memory."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.device("cpu"))
         self.num_copied: list[int] = []
-        self.made: dict[int, torch.Tensor] = {}
+        self.memories: dict[int, torch.Tensor] = {}
 
     def goes(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) not in self.made
+        return not self.comes(tensor)
 
     def comes(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.made
+        return tensor.untyped_storage()._cdata in self.memories
 
     def there_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.made[id(tensor)] = tensor
+        self.memories[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     def copied(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -94,6 +97,108 @@ def crossed(way: Way, forward: Any) -> Any:
     module = nn.Identity()
     module.forward = forward
     return crossing(module, way)
+
+
+def as_there(way: Elsewhere, forward: Any) -> Any:
+    """A block on the other device: whatever it gives or leaves in its arguments is there."""
+
+    def block(*args: Any, **kwargs: Any) -> Any:
+        assert all(way.comes(tensor) for tensor in tensors_in((args, kwargs)))
+        output = forward(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs, output)):
+            way.there_now(tensor)
+        return output
+
+    return crossed(way, block)
+
+
+class Noted(dict[str, torch.Tensor]):
+    """A dict that counts."""
+
+    seen = 0
+
+
+def twice_written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    b.mul_(3)
+    return a + b
+
+
+def appended(a: list[torch.Tensor], m: Any) -> Any:
+    a.append(a[0] + 1)
+    return m
+
+
+def noted(kv: Noted) -> Noted:
+    kv.seen += 3
+    kv["a"] = kv.pop("a") + 1
+    kv["c"] = kv["b"] * 2
+    return kv
+
+
+def writes_and_raises(a: torch.Tensor) -> None:
+    a.add_(5)
+    raise KeyError("in the block")
+
+
+X = torch.arange(6.0)
+CALLS: dict[str, tuple[Any, Any]] = {  # what a block does, and arguments for it that are new in every call
+    "one tensor twice": (twice_written, lambda: [(x := X.clone()), x]),
+    "views that overlap": (twice_written, lambda: [(x := X.clone())[:4], x[2:]]),
+    "a view of all": (lambda a, b: (a.add_(1), b)[1], lambda: [(x := X.clone()), x[:2]]),
+    "rows and columns": (
+        lambda a, b: (a.zero_(), b * 1)[1],
+        lambda: [(x := X.clone().view(2, 3)).t()[1:], x[:, 1:]],
+    ),
+    "views that do not": (lambda a, b: (a.add_(1), b)[1], lambda: [(x := X.clone())[:2], x[2:]]),
+    "one list twice": (appended, lambda: [(x := [X.clone()]), x]),
+    "a list inside of a dict": (lambda a, m: appended(a, m)["l"], lambda: [(x := [X.clone()]), {"l": x}]),
+    "attributes beside items": (noted, lambda: [Noted(a=X.clone(), b=X.clone() + 1)]),
+    "an output twice": (lambda a: ((y := a + 1), y, [y]), lambda: [X.clone()]),
+    "a view of an argument": (lambda a: a[1:3], lambda: [X.clone()]),
+    "an argument": (lambda a: a, lambda: [X.clone()]),
+    "a named tuple": (lambda a: a.values * 2, lambda: [torch.sort(X.clone())]),
+    "an error": (writes_and_raises, lambda: [X.clone()]),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_are_shared_as_on_one_device(name: str, inference: bool) -> None:
+    """Twice, as copies are kept; afterwards what came back is written to, which arguments that share it see."""
+    block, arguments = CALLS[name]
+    way = Elsewhere()
+    call = as_there(way, block)
+    with torch.no_grad(), torch.inference_mode(inference):
+        for _ in range(2):
+            ours, theirs = arguments(), arguments()
+            found, wanted = _outcome(call, ours), _outcome(block, theirs)
+            for value in (found, wanted):
+                for tensor in tensors_in(value):
+                    tensor.add_(7)
+            _assert_alike((found, ours), (wanted, theirs))
+            assert all(way.goes(tensor) for tensor in tensors_in((found, ours)))
+
+
+def _outcome(call: Any, args: list[Any]) -> Any:
+    try:
+        return call(*args)
+    except KeyError as error:
+        return str(error)
+
+
+def _assert_alike(found: Any, wanted: Any) -> None:
+    ours, theirs = list(tensors_in(found)), list(tensors_in(wanted))
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+    same = [[a is b for b in ours] for a in ours]
+    assert same == [[a is b for b in theirs] for a in theirs]
+    if isinstance(wanted, Noted):
+        assert (list(found), found.seen) == (list(wanted), wanted.seen)
+    elif isinstance(wanted, tuple | list):
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            _assert_alike(a, b)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -352,3 +457,113 @@ def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatc
     assert_plain()
     with striped(model, 2):
         assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
+
+
+class Deeper(nn.Module):
+    """Calls itself, on half of what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.cat([x, self(x[:1], depth - 1)]) if depth else x
+
+
+@torch.no_grad()
+def test_a_model_that_calls_itself() -> None:
+    torch.manual_seed(2)
+    model, x = Deeper(), torch.randn(3, 16)
+    want = model(x, 2)
+    with striped(Model(module=model, inputs=lambda _: {"x": x}), 2):
+        for _ in range(3):
+            assert torch.equal(model(x, 2), want)
+
+
+@torch.no_grad()
+def test_a_process_that_was_forked_is_told() -> None:
+    model = MODELS["Stack"]()
+    with striped(model, 2):
+        run(model, "cpu", 0)
+        if not (child := os.fork()):
+            try:
+                run(model, "cpu", 0)
+            except OffloadError as error:
+                os._exit(7 if "forked" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@torch.no_grad()
+def test_it_is_removed_while_others_compute() -> None:
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    wanted = run(reference, "cpu", 1)
+    stripes = striped(model, 2)
+    run(model, "cpu", 1)
+    with ThreadPoolExecutor(4) as pool:
+        steps = [pool.submit(run, model, "cpu", 1) for _ in range(30)]
+        stripes.remove()
+        for step in steps:
+            assert_same(step.result(), wanted)
+    assert_same(run(model, "cpu", 1), wanted)
+
+
+def test_weights_in_a_folder_outlive_what_made_them(tmp_path: Path) -> None:
+    """Both devices keep most of their weights on disk."""
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    nbytes = model_nbytes(model.module)
+    settings = {
+        "offload_folder": tmp_path,
+        "host_budget": nbytes // 8,
+        "device_budget": {0: nbytes // 4, 1: nbytes // 4},
+    }
+    with weightstream.offload(model.module, device="cpu", **settings) as stripes:
+        assert all(part.plan.disk for part in stripes.parts.values())
+        for seed in range(4):
+            assert_same(run(model, "cpu", seed), run(reference, "cpu", seed))
+    assert_same(run(model, "cpu", 5), run(reference, "cpu", 5))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_fails_does_not_take_the_folder_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    nbytes = model_nbytes(model.module)
+    attach, calls = Assembly.attach, []
+
+    def failing(self: Assembly, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError("no more")
+        return attach(self, *args, **kwargs)
+
+    monkeypatch.setattr(Assembly, "attach", failing)
+    settings = {
+        "offload_folder": tmp_path,
+        "host_budget": nbytes // 8,
+        "device_budget": {0: nbytes // 4, 1: nbytes // 4},
+    }
+    with pytest.raises(MemoryError, match="no more"):
+        weightstream.offload(model.module, device="cpu", **settings)
+    assert_same(run(model, "cpu", 5), run(reference, "cpu", 5))
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_a_forward_of_ones_own_is_kept() -> None:
+    """A function on a block, and a wrapper that comes later and stays."""
+    torch.manual_seed(3)
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), torch.randn(2, 16)
+    for block in model:
+        block.forward = lambda y, weight=block.weight: torch.tanh(y @ weight.t())
+    want = model(x)
+    with striped(Model(module=model, inputs=lambda _: {"input": x}), 2) as stripes:
+        assert torch.equal(model(x), want)
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(x), want)
+        ways = stripes._ways
+    assert torch.equal(model(x), want)
+    assert not any(way.is_open for way in ways)

@@ -38,7 +38,8 @@ def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None =
     profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own.
     """
     found = _profile_for(backend, anew=anew, progress=progress)
-    return replace(found, link_bytes_per_s=found.link_bytes_per_s * getattr(backend, "num_links", 1))
+    num_links = getattr(backend, "num_links", 1)
+    return found if num_links == 1 else replace(found, link_bytes_per_s=num_links * found.link_bytes_per_s)
 
 
 def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Profile:

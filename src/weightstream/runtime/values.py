@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,37 +43,39 @@ def moved(value: Any, device: torch.device) -> Any:
 def with_tensors(
     value: Any,
     change: Callable[[torch.Tensor], torch.Tensor],
+    memo: dict[int, Any],
     copied: Callable[[Any, Any], object] = lambda *_: None,
-    known: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
     """The same with other tensors, found as by `tensors_in`; what holds none that changes stays the same object.
 
-    Else it is a copy, and `copied(original, copy)` is told of each that can be written to. `known` says by its id what
-    stands for a container.
+    Else it is a copy, one of each container however often that is there, and `copied(original, copy)` is told of those
+    that can be written to. `memo` says by its id what stands for a container, which has to live as long.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if id(value) in known:
-        return known[id(value)]
+    if id(value) in memo:
+        return memo[id(value)]
     items = items_of(value)
-    new = {key: with_tensors(item, change, copied, known) for key, item in items.items()}
+    new = {key: with_tensors(item, change, memo, copied) for key, item in items.items()}
     if all(new[key] is item for key, item in items.items()):
         return value
     if isinstance(value, tuple):
-        return value._make(new.values()) if hasattr(value, "_make") else type(value)(new.values())
-    found = copy.copy(value)
-    put(found, new)
-    copied(value, found)
+        found = value._make(new.values()) if hasattr(value, "_make") else type(value)(new.values())
+    else:
+        put(found := copy.copy(value), new)
+        copied(value, found)
+    memo[id(value)] = found
     return found
 
 
 def put(value: Any, items: dict[Any, Any]) -> None:
-    """Make these the items of a list, a dict or a dataclass; of a list all."""
+    """Make these the items of a list, a dict or a dataclass, in this order."""
     if isinstance(value, list):
         value[:] = items.values()
     elif isinstance(value, dict):
-        for key in value.keys() - items.keys():
-            del value[key]
+        if list(value) != list(items):
+            for key in list(value):
+                del value[key]
         for key, item in items.items():
             value[key] = item
     else:
@@ -90,3 +91,9 @@ def items_of(value: Any) -> dict[Any, Any]:
         return dict(enumerate(value))
     names = getattr(type(value), "__dataclass_fields__", ())
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object of a derived class, or a dataclass, has beside its items."""
+    items = items_of(value)
+    return {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in items}
