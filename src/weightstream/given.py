@@ -48,5 +48,7 @@ def settled(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
             "from_pretrained() or plan_model()"
         )
     if isinstance(budgets := settings.get("device_budget"), Mapping):
+        if not budgets:
+            raise ConfigError("device_budget = {}: give a budget for each GPU, such as {0: '6GiB', 1: '6GiB'}")
         settings |= {"device_budget": None, "max_memory": {**(settings.get("max_memory") or {}), **budgets}}
     return (config or OffloadConfig()).merged(**settings).resolved()

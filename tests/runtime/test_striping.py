@@ -371,6 +371,8 @@ def test_settings_that_are_for_one_device() -> None:
         weightstream.offload(model, device="cuda:1", device_budget=budgets)
     with pytest.raises(ConfigError, match="for one GPU"):
         weightstream.offload(model, device="cpu", gpus=2, offload_group_size=2)
+    with pytest.raises(ConfigError, match="a budget for each"):
+        weightstream.offload(model, device="cpu", device_budget={})
     with pytest.raises(ConfigError, match="same memory"):
         weightstream.offload(model, device="cpu", max_memory=budgets, device_budget=5)
     assert not hasattr(model, "weightstream")
