@@ -333,7 +333,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 def test_a_copy_that_the_driver_refuses_is_made_by_torch(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """201: a thread without a context."""
     asked, entered = [], []
-    driver = SimpleNamespace(cuMemcpyAsync=lambda *args: asked.append(args) or code)
+    driver = SimpleNamespace(cuMemcpyHtoDAsync_v2=lambda *args: asked.append(args) or code)
     monkeypatch.setattr("weightstream.runtime.cuda._driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
     backend, copies = object.__new__(CudaBackend), SimpleNamespace(cuda_stream=7)

@@ -51,7 +51,7 @@ _FED = (
 @cache
 def _driver() -> Any:
     found = ctypes.CDLL("libcuda.so.1")
-    found.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    found.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     return found
 
 
@@ -289,7 +289,7 @@ class CudaBackend:
 
         Memory of PyTorch's own pinned allocator may not be freed before it is made, as nothing tells that of the copy.
         """
-        if _driver().cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), self._copies.cuda_stream):
+        if _driver().cuMemcpyHtoDAsync_v2(dst.data_ptr(), src.data_ptr(), src.numel(), self._copies.cuda_stream):
             with torch.cuda.stream(self._copies):  # which says what is wrong
                 dst.copy_(src, non_blocking=True)
 
