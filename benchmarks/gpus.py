@@ -161,8 +161,9 @@ class Gpus:
             plans = list(now.plans.values()) if others else [now]
             nbytes = [plan.step_nbytes for plan in plans]
             p50 = rows.percentiles(ms)["p50"]
-            gbps = self.together if others else self.together[index : index + 1]
-            floors = [n / rate / 1e6 for n, rate in zip(nbytes, gbps or [1.0] * len(nbytes), strict=False)]
+            rates = self.together if others else self.together[index : index + 1]
+            floors = [n / rate / 1e6 for n, rate in zip(nbytes, rates, strict=False)]
+            floor = {"floor_ms": round(max(floors), 2), "x_floor": round(p50 / max(floors), 3)} if any(floors) else {}
             self.write(
                 system=system,
                 ms=rows.percentiles(ms),
@@ -170,8 +171,7 @@ class Gpus:
                 x_predicted=round(predicted_ms / p50, 3),
                 link_nbytes=nbytes,
                 link_gbps=[round(n / p50 / 1e6, 1) for n in nbytes],
-                floor_ms=round(max(floors), 2),
-                x_floor=round(p50 / max(floors), 3) if max(floors) else None,
+                **floor,
                 equal=is_equal,
                 unplanned_fills=streamer.stats().unplanned_fills,
                 moved=[
