@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,12 +29,14 @@ import timing
 import torch
 
 import weightstream
+from weightstream.measure import links
+from weightstream.measure.bench import backend_of
 from weightstream.plan import lanes
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 LARGE = models.Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
 STEPS, SETTLED, INPUTS = 12, 6, 3
-COPY_NBYTES, COPIES = 256 * MIB, 12
+LINKS_S = 0.5
 Step = Callable[[int, torch.device], torch.Tensor]  # of the inputs of this number, which are on a device
 
 
@@ -57,54 +58,18 @@ class Gpus:
     # -- links -------------------------------------------------------------------------------------------------------
 
     def links(self) -> None:
-        """Copies of pinned memory to each GPU: one after the other, and all at once."""
-        nbytes = 1 * MIB if self.args.tiny else COPY_NBYTES
-        alone = [self.copied([device], nbytes)[0] for device in self.devices]
-        self.together = self.copied(self.devices, nbytes)
-        self.write(system="links", alone_gbps=alone, together_gbps=self.together, sum_gbps=round(sum(self.together), 1))
-        if self.home.type == "cuda" and len(self.devices) > 1:
-            here, there = torch.zeros(1, device=self.home), torch.cuda.can_device_access_peer(0, 1)
-            self.write(system="hop", peers=there, hop_ms=rows.percentiles(list(self.hops(here))))
-
-    def copied(self, devices: list[torch.device], nbytes: int) -> list[float]:
-        if self.home.type == "cpu":
-            return [1.0] * len(devices)
-        sources = [torch.empty(nbytes, dtype=torch.uint8).random_(0, 256).pin_memory() for _ in devices]
-        found = [0.0] * len(devices)
-        gate = threading.Barrier(len(devices))
-
-        def run(lane: int) -> None:
-            device, stream = devices[lane], torch.cuda.Stream(devices[lane])
-            target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            torch.cuda.synchronize(device)
-            gate.wait()
-            with torch.cuda.stream(stream):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                target.copy_(sources[lane], non_blocking=True)
-                begin.record()
-                for _ in range(COPIES):
-                    target.copy_(sources[lane], non_blocking=True)
-                end.record()
-            end.synchronize()
-            found[lane] = round(COPIES * nbytes / begin.elapsed_time(end) / 1e6, 2)
-
-        threads = [threading.Thread(target=run, args=(lane,)) for lane in range(len(devices))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    def hops(self, here: torch.Tensor) -> Iterator[float]:
-        """Milliseconds to another GPU and back, of a token's states, in a row of them."""
-        states = torch.randn(1, 1, 4096, device=self.home, dtype=torch.bfloat16)
-        for _ in range(12):
-            begin = timing.mark(self.home)
-            for _ in range(64):
-                states = states.to(self.devices[1], non_blocking=True).to(self.home, non_blocking=True)
-            end = timing.mark(self.home)
-            timing.synchronize(self.home)
-            yield timing.between_ms(begin, end) / 128
+        """Copies of pinned memory to each GPU, one after the other and all at once, and hops from one to another."""
+        seconds = 0.01 if self.args.tiny else LINKS_S
+        with ExitStack() as stack:
+            backends = [stack.enter_context(closing(backend_of(device))) for device in self.devices]
+            alone = [gbps(links.rates([backend], seconds)[0]) for backend in backends]
+            self.together = [gbps(rate) for rate in links.rates(backends, seconds)]
+            total = round(sum(self.together), 1)
+            self.write(system="links", alone_gbps=alone, together_gbps=self.together, sum_gbps=total)
+            if self.home.type == "cuda" and len(self.devices) > 1:
+                hops = [1e3 * taken_s for taken_s in links.hops_s(backends[0], self.devices[1], seconds)]
+                there = torch.cuda.can_device_access_peer(0, 1)
+                self.write(system="hop", peers=there, hop_ms=rows.percentiles(hops))
 
     # -- models ------------------------------------------------------------------------------------------------------
 
@@ -233,6 +198,10 @@ class Gpus:
         made, run = self.decoder(models.TINY if self.args.tiny else LARGE)
         each = dict.fromkeys(range(len(self.devices)), self.share(80.0 / len(self.devices) - 1 / 8, made, 127.5))
         self.measure("70b", made, run, [{"layout": "striped", "budgets": each, "codec": "auto"}])
+
+
+def gbps(bytes_per_s: float) -> float:
+    return round(bytes_per_s / 1e9, 2)
 
 
 @contextmanager

@@ -296,10 +296,9 @@ def plan_stripes(
     **options: Any,
 ) -> StripedPlan:
     """What `plan_model` plans for several GPUs, all as the one here; `options` as for `prospect`."""
-    from weightstream.adapters.hub import DESCRIBING, local_path
     from weightstream.adapters.transformers import described
 
-    local_path(path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING)
+    _find(path_or_repo_id, options)
     machine = _machine(config.within(next(iter(config.stripes.values()))), device, profile)
     return sketched(*described(path_or_repo_id, **options), [machine] * len(config.stripes), config)
 
@@ -313,12 +312,15 @@ def prospect(
     **options: Any,
 ) -> Prospect:
     """What `plan_model` plans with, for several budgets; `options` are `dtype` and `trust_remote_code`."""
+    _find(path_or_repo_id, options)
+    return prospects.prospect_of_checkpoint(path_or_repo_id, config, _machine(config, device, profile), **options)
+
+
+def _find(path_or_repo_id: str | Path, options: Mapping[str, Any]) -> None:
+    """See that what describes a model is here, before the machine is judged."""
     from weightstream.adapters.hub import DESCRIBING, local_path
 
-    local_path(
-        path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING
-    )  # before the machine is judged
-    return prospects.prospect_of_checkpoint(path_or_repo_id, config, _machine(config, device, profile), **options)
+    local_path(path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING)
 
 
 def _machine(config: OffloadConfig, device: torch.device | str | None, profile: Profile | str | Path | None) -> Machine:

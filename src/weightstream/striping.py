@@ -225,9 +225,10 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 class Shares(NamedTuple):
-    """What each device is given: modules under one root, and a budget; whose each block is; modules around blocks."""
+    """What each device is given: modules under one root, their bytes, a budget; whose each block is; what is around."""
 
     roots: list[nn.Module]
+    nbytes: list[int]
     budgets: list[int | None]
     lane_of: dict[nn.Module, int]
     around: list[nn.Module]
@@ -235,7 +236,7 @@ class Shares(NamedTuple):
 
     def settings(self, lane: int, config: OffloadConfig) -> OffloadConfig:
         """Those of one device, with a share of the host's budget."""
-        return config.within(self.budgets[lane], _nbytes(self.roots[lane]) / (sum(map(_nbytes, self.roots)) or 1))
+        return config.within(self.budgets[lane], self.nbytes[lane] / sum(self.nbytes))
 
     def hosted(self, lane: int, model: nn.Module) -> prospects.Hosted:
         """What is planned for one device."""
@@ -246,7 +247,7 @@ class Shares(NamedTuple):
     @property
     def used(self) -> list[int]:
         """The devices that have any weights."""
-        return [lane for lane, root in enumerate(self.roots) if _nbytes(root)]
+        return [lane for lane, nbytes in enumerate(self.nbytes) if nbytes]
 
 
 def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Stripes:
@@ -318,7 +319,8 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
             around.append(unit.module)
     if known[0] is not None:
         known[0] = max(1, known[0] - sum(leaf.tensor.nbytes for module in around for leaf in leaves(module)))
-    return Shares([rooted(named) for named in layers], known, lane_of, around, cache(observe))
+    roots = [rooted(named) for named in layers]
+    return Shares(roots, [_nbytes(root) for root in roots], known, lane_of, around, cache(observe))
 
 
 def _nbytes(module: nn.Module) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from models import TEXT
+
 transformers = pytest.importorskip("transformers")
 
 RANKS = 2
@@ -58,15 +60,7 @@ torch.distributed.destroy_process_group()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=256,
-        initializer_range=0.3,
-    )
+    config = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 6}, initializer_range=0.3)
     path = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import streaming
 import weightstream
 from coded_rig import random_model, rows
 from expert_rig import built, generated, held, prompt
-from models import MODELS, assert_same, model_nbytes
+from models import BLOCKLESS, MODELS, assert_same
 from streaming import plain, run
-from weightstream import PlanError
 from weightstream.striping import Stripes
 
 pytestmark = [
@@ -20,20 +20,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices"),
 ]
 
-BLOCKLESS = frozenset({"NoModuleList", "BareParameters", "LinearBatchNormLinear", "Recurrent"})
 BLOCKED = [name for name in MODELS if name not in BLOCKLESS]
 
 
 def striped(module: Any, **settings: Any) -> Stripes:
-    """At the smallest of some budgets that plans."""
-    nbytes = model_nbytes(module)
-    for sixteenths in (3, 4, 6, 8, 12, 20):
-        try:
-            budgets = dict.fromkeys(range(2), nbytes * sixteenths // 16)
-            return weightstream.offload(module, device_budget=budgets, **settings)  # type: ignore[no-any-return]
-        except PlanError:
-            continue
-    raise AssertionError("no budget plans")
+    return streaming.striped(module, 2, (3, 4, 6, 8, 12, 20), **settings)
 
 
 @pytest.mark.parametrize("name", BLOCKED)

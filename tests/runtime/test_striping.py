@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+import streaming
 import weightstream
-from models import MODELS, Model, assert_same, model_nbytes, weights
+from models import BLOCKLESS, MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
 from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError
 from weightstream.assembly import Assembly, Given
@@ -25,19 +26,22 @@ from weightstream.runtime.values import tensors_in
 from weightstream.striping import Stripes, sharing, stripe
 from wrapped import Delay, Fault, Poison
 
-BLOCKLESS = frozenset({"NoModuleList", "BareParameters", "LinearBatchNormLinear", "Recurrent"})
-
 
 def striped(model: Model, num: int, **settings: Any) -> Stripes:
-    """Over so many devices, at the smallest of some budgets that plans."""
-    nbytes = model_nbytes(model.module)
-    for sixteenths in (2, 3, 4, 5, 6, 8, 12, 20):
-        try:
-            budgets = dict.fromkeys(range(num), nbytes * sixteenths // 16)
-            return weightstream.offload(model.module, device="cpu", device_budget=budgets, **settings)  # type: ignore[no-any-return]
-        except PlanError:
-            continue
-    raise AssertionError("no budget plans")
+    return streaming.striped(model.module, num, (2, 3, 4, 5, 6, 8, 12, 20), device="cpu", **settings)
+
+
+def fail_at_the_second(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The weights of the second device cannot be moved."""
+    attach, calls = Assembly.attach, []
+
+    def failing(self: Assembly, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 2:
+            raise error
+        return attach(self, *args, **kwargs)
+
+    monkeypatch.setattr(Assembly, "attach", failing)
 
 
 @pytest.mark.parametrize(
@@ -445,15 +449,7 @@ def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PlanError):
         weightstream.offload(model.module, device="cpu", device_budget={0: nbytes // 3, 1: 64})
     assert_plain()
-    attach, calls = Assembly.attach, []
-
-    def failing(self: Assembly, *args: Any, **kwargs: Any) -> Any:
-        calls.append(self)
-        if len(calls) == 2:
-            raise StoreError("no more")
-        return attach(self, *args, **kwargs)
-
-    monkeypatch.setattr(Assembly, "attach", failing)
+    fail_at_the_second(monkeypatch, StoreError("no more"))
     with pytest.raises(StoreError, match="no more"):
         striped(model, 2)
     assert_plain()
@@ -534,15 +530,7 @@ def test_a_part_that_fails_does_not_take_the_folder_from_others(
 ) -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     nbytes = model_nbytes(model.module)
-    attach, calls = Assembly.attach, []
-
-    def failing(self: Assembly, *args: Any, **kwargs: Any) -> Any:
-        calls.append(self)
-        if len(calls) == 2:
-            raise MemoryError("no more")
-        return attach(self, *args, **kwargs)
-
-    monkeypatch.setattr(Assembly, "attach", failing)
+    fail_at_the_second(monkeypatch, MemoryError("no more"))
     settings = {
         "offload_folder": tmp_path,
         "host_budget": nbytes // 8,

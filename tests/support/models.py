@@ -77,6 +77,7 @@ def whisper_inputs(seed: int) -> dict[str, Any]:
     return {"input_features": floats(seed, 2, 20, 32), "decoder_input_ids": tokens(seed, length=4)}
 
 
+BLOCKLESS = frozenset({"NoModuleList", "BareParameters", "LinearBatchNormLinear", "Recurrent"})  # no repeated blocks
 TEXT = MappingProxyType(
     {
         "vocab_size": 128,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import weightstream
-from models import MODELS, Model, assert_same, step, to_device, weights
+from models import MODELS, Model, assert_same, model_nbytes, step, to_device, weights
 from weightstream import prospects
 from weightstream.errors import PlanError
 from weightstream.plan import planner
+from weightstream.striping import Stripes
 
 DEVICES = (
     "cpu",
@@ -103,6 +104,18 @@ def plain(name: str, device: str) -> Model:
     model = MODELS[name]()
     place(model.module, device)
     return model
+
+
+def striped(module: nn.Module, num: int, sixteenths: Sequence[int], **settings: Any) -> Stripes:
+    """A model over so many devices, at the smallest of some budgets that plans, in sixteenths of its bytes."""
+    nbytes = model_nbytes(module)
+    for share in sixteenths:
+        try:
+            budgets = dict.fromkeys(range(num), nbytes * share // 16)
+            return weightstream.offload(module, device_budget=budgets, **settings)  # type: ignore[no-any-return]
+        except PlanError:
+            continue
+    raise AssertionError("no budget plans")
 
 
 def run(model: Model, device: str, seed: int) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -209,7 +210,8 @@ def _several(first: Backend) -> Iterator[Finding]:
         together = links.rates(backends, _LINKS_S)
     yield together_finding(alone, together)
     others = [device for device in every if device != first.device]
-    yield hops_finding([links.hop_s(first, device, _LINKS_S) for device in others], cuda.peers(first.device, others))
+    hops = [statistics.median(links.hops_s(first, device, _LINKS_S)) for device in others]
+    yield hops_finding(hops, cuda.peers(first.device, others))
     nodes = [machine.numa_node(cuda.facts(device).pci) for device in every]
     if len(set(nodes)) > 1:
         yield Finding("NUMA nodes", f"the GPUs are at {', '.join(map(str, nodes))}", "note", value=nodes)

@@ -29,8 +29,8 @@ def rates(backends: Sequence[Backend], seconds: float) -> list[float]:
         return list(pool.map(measured, backends))
 
 
-def hop_s(backend: Backend, there: torch.device, seconds: float) -> float:
-    """Seconds until what is on the backend's device is on another, of a token's states."""
+def hops_s(backend: Backend, there: torch.device, seconds: float) -> list[float]:
+    """Seconds until what is on the backend's device is on another, of a token's states: of each round of many."""
     states = torch.ones(_STATES_NBYTES, dtype=torch.uint8, device=backend.device)
 
     def hops() -> None:
@@ -38,4 +38,4 @@ def hop_s(backend: Backend, there: torch.device, seconds: float) -> float:
         for _ in range(_HOPS // 2):
             moved = moved.to(there, non_blocking=True).to(backend.device, non_blocking=True)
 
-    return statistics.median(rounds_s(backend, hops, seconds)) / _HOPS
+    return [taken_s / _HOPS for taken_s in rounds_s(backend, hops, seconds)]

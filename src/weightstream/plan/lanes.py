@@ -252,14 +252,16 @@ def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> dict
 
     Raises `PlanError` where one has none.
     """
+
+    def taken_s(planned: Mapping[str, tuple[Prospect, Lane]]) -> float:
+        return _step_s({name: lane for name, (_, lane) in planned.items()}, places)
+
     ways = {name: _ways(prospect) for name, prospect in prospects.items()}
-    best = {name: found[0] for name, found in ways.items()}
-    least_s = _step_s({name: lane for name, (_, lane) in best.items()}, places)
-    every = {name: found[-1] for name, found in ways.items()}
-    for tried in (every, *({name: found[-1]} for name, found in ways.items()), *({n: f[0]} for n, f in ways.items())):
-        merged = best | tried
-        if (taken_s := _step_s({name: lane for name, (_, lane) in merged.items()}, places)) < least_s:
-            best, least_s = merged, taken_s
+    in_blocks, finer = ({name: found[way] for name, found in ways.items()} for way in (0, -1))
+    best, least_s = in_blocks, taken_s(in_blocks)
+    for tried in (finer, *({name: way[name]} for way in (finer, in_blocks) for name in ways)):
+        if (found_s := taken_s(merged := best | tried)) < least_s:
+            best, least_s = merged, found_s
     return best
 
 

@@ -132,8 +132,9 @@ class Call:
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same of an argument, where it shows memory of that one's copy."""
         memory = tensor.untyped_storage()._cdata
-        for source in (source for source, copy, _ in self._made.values() if copy is tensor):
-            return source
+        given = next((source for source, copy, _ in self._made.values() if copy is tensor), None)
+        if given is not None:
+            return given
         for source, copy, _ in self._made.values():
             is_alike = copy.stride() == source.stride() and copy.dtype is source.dtype is tensor.dtype
             if is_alike and copy.untyped_storage()._cdata == memory:

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from weightstream.codec.device import on
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime import cuda
@@ -33,7 +34,7 @@ def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: b
         backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
         on_failure.callback(backend.close)
-        with torch.accelerator.device_index(backend.device.index):  # kernels of Triton run on the current device
+        with on(backend.device):
             yield backend
         on_failure.pop_all()
 
