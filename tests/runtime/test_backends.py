@@ -334,7 +334,7 @@ def test_a_copy_that_the_driver_refuses_is_made_by_torch(code: int, monkeypatch:
     """201: a thread without a context."""
     asked, entered = [], []
     driver = SimpleNamespace(cuMemcpyHtoDAsync_v2=lambda *args: asked.append(args) or code)
-    monkeypatch.setattr("weightstream.runtime.cuda._driver", lambda: driver)
+    monkeypatch.setattr("weightstream.runtime.driver._driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
     backend, copies = object.__new__(CudaBackend), SimpleNamespace(cuda_stream=7)
     backend._copies = copies  # type: ignore[assignment]

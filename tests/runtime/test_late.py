@@ -87,7 +87,7 @@ def test_weights_on_disk_survive_a_regroup_and_leave_no_second_file(tmp_path: Pa
     )
     for _ in range(3):
         assert torch.equal(model(x), want)
-    held = {home.file.extents[0][0] for home in streamer._homes.homes.values() if home.tier is Tier.DISK}
+    held = {home.file.extents[0].mapping for home in streamer._homes.homes.values() if home.tier is Tier.DISK}
     assert len(held) == len(streamer.plan.disk) > 0
     gc.collect()
     deleted = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]

@@ -27,6 +27,7 @@ from weightstream.runtime.weights import groups, manifest
 from weightstream.store.arena import Arena
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import DecodedMemory, LazyMemory
+from weightstream.store.extent import Extent
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
@@ -35,7 +36,7 @@ from wrapped import Limit
 WIDTH = 96
 NBYTES = 2 * WIDTH * WIDTH
 NAMES = tuple(f"{unit}.weight" for unit in range(4))
-ORIGINS = ("ram", "file", "gathered", "coded file")
+ORIGINS = ("ram", "file", "gathered", "columns", "coded file")
 DEVICES = ("plain", "pinned", "pages")  # how the device copies from host memory
 PLACES = ("resident", "host", "disk", "mapped", "coded resident", "coded host")
 
@@ -69,8 +70,16 @@ def in_parts(tensor: torch.Tensor, path: Path) -> LazyMemory:
     for index, (begin, end) in enumerate(pairwise(cuts)):
         file = path.with_name(f"{path.name}.{index}")
         file.write_bytes(bytes(11) + flat[begin:end].tobytes())
-        extents.append((FileMapping(file), 11, 11 + end - begin))
+        extents.append(Extent(FileMapping(file), 11, 11 + end - begin))
     return LazyMemory.of_extents(path.name, extents)
+
+
+def columns_in(tensor: torch.Tensor, path: Path) -> LazyMemory:
+    """A tensor that is the last columns of one in a file."""
+    save_file({"w": torch.cat([torch.randn(WIDTH, 7).to(tensor), tensor.detach()], dim=1)}, path)
+    checkpoint = Checkpoint.open(path.rename(path.with_name(f"{path.name}.safetensors")))
+    assert checkpoint.columns(checkpoint.tensor("w")[:, 7:]) is not None
+    return next(iter(checkpoint.lazy.values()))
 
 
 def coded_in(tensor: torch.Tensor, path: Path) -> DecodedMemory:
@@ -82,7 +91,10 @@ def coded_in(tensor: torch.Tensor, path: Path) -> DecodedMemory:
         mapping.populate(64, end)
         return mapping.bytes(64, end)
 
-    return DecodedMemory(path.name, path, layout, source, extents=[(mapping, 64, end)])
+    return DecodedMemory(path.name, path, layout, source, extents=[Extent(mapping, 64, end)])
+
+
+FORMS = {"gathered": in_parts, "columns": columns_in, "coded file": coded_in}
 
 
 def of(origin: str, model: nn.Module, folder: Path) -> list[Any]:
@@ -98,10 +110,10 @@ def of(origin: str, model: nn.Module, folder: Path) -> list[Any]:
         return list(checkpoint.mappings)
     memories = []
     for name, parameter in model.named_parameters():
-        memory = (in_parts if origin == "gathered" else coded_in)(parameter, folder / name)
+        memory = FORMS[origin](parameter, folder / name)
         parameter.data = memory.bytes(0, NBYTES).view(torch.bfloat16).view(WIDTH, WIDTH)
         memories.append(memory)
-    return [*memories, *(mapping for memory in memories for mapping, _, _ in memory.extents)]
+    return [*memories, *(extent.mapping for memory in memories for extent in memory.extents)]
 
 
 def device(kind: str) -> dict[str, Any]:
@@ -205,7 +217,7 @@ def test_what_is_written_to_anywhere_stays_so(origin: str, kind: str, backend: C
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("origin", ["ram", "file", "gathered"])
+@pytest.mark.parametrize("origin", ["ram", "file", "gathered", "columns"])
 def test_what_has_its_place_is_left_alone(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
     rig = Rig(backend, origin, kind, tmp_path)
     for place in PLACES:
@@ -225,7 +237,7 @@ def test_what_has_its_place_is_left_alone(origin: str, kind: str, backend: CpuBa
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("origin", ["file", "gathered"])
+@pytest.mark.parametrize("origin", ["file", "gathered", "columns"])
 def test_what_left_its_file_goes_back_to_be_read_from_disk(
     origin: str, kind: str, backend: CpuBackend, tmp_path: Path
 ) -> None:

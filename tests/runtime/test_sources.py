@@ -24,20 +24,21 @@ from weightstream.runtime.sources import (
     ZeroCopy,
     in_file,
 )
-from weightstream.store.decoded import DecodedMemory, Extent, LazyMemory
+from weightstream.store.decoded import DecodedMemory, LazyMemory
+from weightstream.store.extent import Extent
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
 
 COUNT = 3 * 4096 + 40
 NBYTES = 2 * COUNT
 IN_MEMORY = {"resident": Resident, "pageable": Pageable, "pinned": Pinned}
-FORMS = ("plain", "coded", "gathered")
+FORMS = ("plain", "coded", "gathered", "columns")
 KINDS = (*IN_MEMORY, "mapped", "window", "no window", "disk", "zero-copy")
 CASES = [
     (kind, form)
     for kind in KINDS
     for form in FORMS
-    if not (form == "gathered" and kind in IN_MEMORY) and not (kind == "zero-copy" and form != "plain")
+    if not (form in ("gathered", "columns") and kind in IN_MEMORY) and not (kind == "zero-copy" and form != "plain")
 ]
 IN_FILE = [(kind, form) for kind, form in CASES if kind not in (*IN_MEMORY, "zero-copy")]
 
@@ -62,13 +63,14 @@ class Rig:
             return self.in_memory(kind, form)
         if kind == "zero-copy":
             return ZeroCopy(view=self.data, host=Pinned(view=self.data))
-        file = {"plain": self.plain_file, "coded": self.coded_file, "gathered": self.gathered_file}[form]()
+        made = {"plain": self.plain_file, "coded": self.coded_file, "gathered": self.gathered_file}
+        file = (made | {"columns": self.columns_file})[form]()
         if kind == "disk":
             return file
         if kind == "mapped":
             return file.mapped()
         cache = self.cache if kind == "window" else PageCache()
-        pages = cache.hold(file.extents, lambda error: None)
+        pages = cache.hold([extent.range for extent in file.extents], lambda error: None)
         for each in pages:
             each.done.wait()
         cache.close() if kind == "no window" else None
@@ -82,7 +84,7 @@ class Rig:
         view, place = lazy.bytes(0, NBYTES), (lazy, 0, NBYTES)
         return IN_MEMORY[kind](view=view, place=place, layout=self.layout, coded=memory)
 
-    def written(self, path: Path, data: torch.Tensor, before: int = 4096) -> Extent:
+    def written(self, path: Path, data: torch.Tensor, before: int = 4096) -> tuple[FileMapping, int, int]:
         path.write_bytes(bytes(before) + data.numpy().tobytes() + bytes(77))
         return FileMapping(path), before, before + data.numel()
 
@@ -97,7 +99,7 @@ class Rig:
             self.path,
             self.layout,
             lambda: (mapping.populate(begin, end), mapping.bytes(begin, end))[1],
-            extents=[(mapping, begin, end)],
+            extents=[Extent(mapping, begin, end)],
         )
         return self.found(lazy.bytes(0, NBYTES), lazy)
 
@@ -106,10 +108,18 @@ class Rig:
         paths = (self.path, self.folder / "other", self.path, self.folder / "other")
         whole = {path: self.written(path, torch.cat([self.data, self.data]), 33)[0] for path in set(paths)}
         extents = [
-            (whole[path], 33 + a + NBYTES * (i % 2), 33 + b + NBYTES * (i % 2))
+            Extent(whole[path], 33 + a + NBYTES * (i % 2), 33 + b + NBYTES * (i % 2))
             for i, (path, a, b) in enumerate(zip(paths, cuts[:-1], cuts[1:], strict=True))
         ]
         lazy = LazyMemory.of_extents("w", extents)
+        return self.found(lazy.bytes(0, NBYTES), lazy)
+
+    def columns_file(self) -> OnDisk:
+        width, before, after = NBYTES // 16, 5, 9  # of rows that lie apart by an odd number of bytes
+        rows = torch.full((16, before + width + after), 255, dtype=torch.uint8)
+        rows[:, before : before + width] = self.data.view(16, width)
+        mapping, begin, end = self.written(self.path, rows.view(-1), 33)
+        lazy = LazyMemory.of_extents("w", [Extent(mapping, begin + before, end - after, width, rows.shape[1])])
         return self.found(lazy.bytes(0, NBYTES), lazy)
 
     def found(self, view: torch.Tensor, memory: FileMapping | LazyMemory) -> OnDisk:
@@ -216,7 +226,7 @@ def test_a_file_that_changed_is_an_error(kind: str, form: str, change: object, r
 def test_a_part_of_a_file_that_is_outside_is_refused(rig: Rig) -> None:
     mapping, _, _ = rig.written(rig.path, rig.data)
     with pytest.raises(StoreError, match="are not inside"):
-        LazyMemory.of_extents("w", [(mapping, 0, 10), (mapping, mapping.nbytes - 1, mapping.nbytes + 1)])
+        LazyMemory.of_extents("w", [Extent(mapping, 0, 10), Extent(mapping, mapping.nbytes - 1, mapping.nbytes + 1)])
 
 
 def test_what_was_read_or_is_a_part_is_in_no_file(rig: Rig) -> None:

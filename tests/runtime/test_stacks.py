@@ -19,6 +19,7 @@ from weightstream.runtime.stacks import Stack, pieces_of_rows, unread
 from weightstream.runtime.weights import groups
 from weightstream.store import pages as pages_module
 from weightstream.store.decoded import LazyMemory
+from weightstream.store.extent import Extent
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
 
@@ -100,7 +101,7 @@ def cache() -> Iterator[PageCache]:
     made.close()
 
 
-def stack_in(extents: Sequence[tuple[FileMapping, int, int]], cache: PageCache) -> Stack:
+def stack_in(extents: Sequence[Extent], cache: PageCache) -> Stack:
     """A stack whose bytes are these, in windows that are pinned."""
     memory = LazyMemory.of_extents("w", extents)
     tensor = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(NUM_ROWS, 64, 64)
@@ -109,13 +110,13 @@ def stack_in(extents: Sequence[tuple[FileMapping, int, int]], cache: PageCache) 
     (group,) = groups(module).values()
     file = in_file(group.home, memory)
     assert file is not None
-    source = file.windowed(cache.hold(file.extents, lambda error: None))
+    source = file.windowed(cache.hold([extent.range for extent in file.extents], lambda error: None))
     stack = Stack.of(Home(group=group, origin=torch.device("cpu"), source=source), torch.empty(0, dtype=torch.uint8))
     assert stack is not None
     return stack
 
 
-def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[tuple[FileMapping, int, int]]:
+def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[Extent]:
     """Halves of rows in so many files, those of one file one after another with other bytes between."""
     halves, files = data.view(-1, ROW // 2), [bytearray(before) for _ in range(num)]
     places = []
@@ -126,7 +127,7 @@ def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> li
     for index, file in enumerate(files):
         (folder / f"{index}").write_bytes(file)
     mappings = [FileMapping(folder / f"{index}") for index in range(num)]
-    return [(mappings[file], begin, end) for file, begin, end in places]
+    return [Extent(mappings[file], begin, end) for file, begin, end in places]
 
 
 @pytest.mark.parametrize("num", [1, 3, 5, 12])
@@ -168,7 +169,7 @@ def test_of_a_row_that_is_cut_inside_of_a_word_it_is_told(tmp_path: Path, cache:
     path, data = tmp_path / "0", data_of()
     path.write_bytes(data[:-4].numpy().tobytes() + bytes(12) + data[-4:].numpy().tobytes())
     mapping, cut = FileMapping(path), len(data) - 4
-    stack = stack_in([(mapping, 0, cut), (mapping, cut + 12, cut + 16)], cache)
+    stack = stack_in([Extent(mapping, 0, cut), Extent(mapping, cut + 12, cut + 16)], cache)
     assert stack.pieces(Device()) == []
     assert "multiples of 8 bytes" in told(stack)
 

@@ -29,8 +29,9 @@ _MARGIN = 1000  # one in as many bytes, for what is not alike all over: rows tha
 def estimates(parts: Sequence[torch.Tensor], dtype: str) -> dict[int, int]:
     """Code -> at most how many bytes flat bytes on any device take in it: exact up to 64 tiles.
 
-    `parts` are the bytes, one after another. Above 64 tiles, from 64 that lie evenly apart: as weights differ within a
-    tensor by chance, not one in 1,000 takes more. An own place for large values can be missed.
+    `parts` are the bytes, one after another; a part may be rows that lie apart. Above 64 tiles, from 64 that lie evenly
+    apart: as weights differ within a tensor by chance, not one in 1,000 takes more. An own place for large values can
+    be missed.
     """
     count = sum(part.numel() for part in parts) // ELEMENTS[dtype].nbytes
     counts = histograms(_sample(parts, TILE * ELEMENTS[dtype].nbytes), dtype)
@@ -39,13 +40,15 @@ def estimates(parts: Sequence[torch.Tensor], dtype: str) -> dict[int, int]:
 
 def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
     """A copy of all, or of some of the whole tiles of each part: of mapped files, nothing else is read."""
-    firsts = list(accumulate((part.numel() // tile_nbytes for part in parts), initial=0))
+    rows = [-(-tile_nbytes // part[0].numel()) for part in parts]  # of a tile
+    firsts = list(accumulate((len(part) // num for part, num in zip(parts, rows, strict=True)), initial=0))
     if sum(part.numel() for part in parts) <= _SAMPLE_TILES * tile_nbytes or firsts[-1] < _SAMPLE_TILES:
-        return torch.cat(list(parts))
+        return torch.cat([part.reshape(-1) for part in parts])
     tiles = []
     for tile in (number * firsts[-1] // _SAMPLE_TILES for number in range(_SAMPLE_TILES)):
         index = bisect(firsts, tile) - 1
-        tiles.append(parts[index][(tile - firsts[index]) * tile_nbytes :][:tile_nbytes])
+        found = parts[index][(tile - firsts[index]) * rows[index] :][: rows[index]]
+        tiles.append(found.reshape(-1)[:tile_nbytes])
     return torch.cat(tiles)
 
 

@@ -37,7 +37,8 @@ class Side(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Bytes to move: `src` on the host into `dst` on the device, both flat uint8 of one size.
+    """Bytes to move: `src` on the host into `dst` on the device, both uint8 of one size and flat; but `src` may be rows
+    that lie apart, `[num_rows, width]`.
 
     `prepare` runs before the source is read, and raises `StoreError` if it cannot be. A source that is not `pinned`
     goes through a staging ring. With `read`, a source and a range in it, the bytes are read from there, and `src` only
@@ -53,6 +54,8 @@ class Copy:
     def joined(self, other: Copy) -> Copy | None:
         """One copy for two that are neighbours at both ends, the alignment gap between them included."""
         if not (self.pinned and other.pinned and self.prepare == other.prepare):
+            return None
+        if self.src.dim() > 1 or other.src.dim() > 1:
             return None
         if self.src.untyped_storage().data_ptr() != other.src.untyped_storage().data_ptr():
             return None

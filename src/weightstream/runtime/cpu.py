@@ -141,4 +141,7 @@ class CpuBackend:
 
 def _put(dst: torch.Tensor, src: torch.Tensor) -> None:
     """memmove, not `Tensor.copy_`: one thread, so that copying leaves the other cores to compute; drops the GIL."""
+    if src.dim() > 1:
+        dst.view(src.shape).copy_(src)
+        return
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.numel())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from weightstream.errors import ConfigError, OffloadError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
+from weightstream.runtime import driver
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.runtime.values import tensors_in
@@ -37,22 +37,13 @@ CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 M
     workspace_nbytes=33 << 20,
 )
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
-_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _ALLOCATED = "allocated_bytes.all.allocated"  # since the process began
 _PORTABLE = 1  # pinned for every device, not for the current one alone
-_put = partial(torch.Tensor.copy_, non_blocking=True)
 _FED = (
     "this model copies weights that are read from disk, that could not be pinned, or that were updated since they were "
     "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
     "save the updated model and load that"
 )
-
-
-@cache
-def _driver() -> Any:
-    found = ctypes.CDLL("libcuda.so.1")
-    found.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return found
 
 
 def available() -> bool:
@@ -151,9 +142,7 @@ def unregister(memory: torch.Tensor) -> None:
 
 def reads_pages(device: torch.device) -> bool:
     """Whether pages of a file can be pinned where they are: `cudaHostRegisterReadOnly`."""
-    found = ctypes.c_int()
-    code = _driver().cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, device.index)
-    return code == 0 and found.value == 1
+    return driver.pins_read_only(device.index)
 
 
 class _Addresses:
@@ -230,11 +219,10 @@ class CudaBackend:
             yield
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
-        pointer = ctypes.c_uint64()
-        if _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0):
+        if (pointer := driver.on_device(memory)) is None:
             return None
-        view = torch.as_tensor(_Addresses(memory, pointer.value, memory.numel()), device=self.device)
-        return view if view.data_ptr() == pointer.value else None
+        view = torch.as_tensor(_Addresses(memory, pointer, memory.numel()), device=self.device)
+        return view if view.data_ptr() == pointer else None
 
     def _stream(self, side: Side) -> torch.cuda.Stream:
         if side is not Side.COMPUTE:
@@ -282,16 +270,24 @@ class CudaBackend:
 
     def _move(self, moves: Sequence[Move]) -> None:
         with torch.cuda.stream(self._copies):
-            move(moves, _put, self._drained)
+            move(moves, self._put, self._drained)
+
+    def _put(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue a copy by PyTorch, which keeps memory until it is made; but rows that lie apart it would gather first.
+        What lies apart is pinned: all else comes from the staging ring."""
+        if src.dim() > 1:
+            self._queue(dst, src)
+        else:
+            dst.copy_(src, non_blocking=True)
 
     def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long.
 
         Memory of PyTorch's own pinned allocator may not be freed before it is made, as nothing tells that of the copy.
         """
-        if _driver().cuMemcpyHtoDAsync_v2(dst.data_ptr(), src.data_ptr(), src.numel(), self._copies.cuda_stream):
+        if not driver.copy(dst, src, self._copies.cuda_stream):
             with torch.cuda.stream(self._copies):  # which says what is wrong
-                dst.copy_(src, non_blocking=True)
+                dst.view(src.shape).copy_(src, non_blocking=True)
 
     def _drained(self) -> Callable[[], None]:
         event = torch.cuda.Event()
@@ -363,14 +359,12 @@ class Facts:
 
 def facts(device: torch.device) -> Facts:
     found: Any = torch.cuda.get_device_properties(device)
-    version = ctypes.c_int()
-    _driver().cuDriverGetVersion(ctypes.byref(version))
     return Facts(
         name=found.name,
         uuid=str(found.uuid),
         pci=f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0",
         capability=f"{found.major}.{found.minor}",
-        driver=f"{version.value // 1000}.{version.value % 1000 // 10}",
+        driver=driver.version(),
         total_nbytes=found.total_memory,
     )
 

@@ -90,7 +90,7 @@ class Homes:
         """Of the groups that nobody has read yet, and that are plain in several places of files: these."""
         sources = {a: h.source for a, h in self.homes.items() if h.is_undecoded and h.layout is None}
         files = ((alias, source.extents) for alias, source in sources.items() if isinstance(source, Mapped))
-        return {a: [mapping.bytes(begin, end) for mapping, begin, end in extents] for a, extents in files}
+        return {a: [extent.bytes() for extent in extents] for a, extents in files}
 
     @property
     def movable(self) -> frozenset[str]:
@@ -299,7 +299,7 @@ class Homes:
             in_place = self._moves.reads_in_place(source) or alias not in plan.mapped - self.by_row
             if isinstance(source, Mapped) and source.tier is Tier.HOST and self.homes[alias].file and in_place:
                 kept[alias] = source
-        held = iter(self._pages.hold([extent for s in kept.values() for extent in s.extents], self._moves.tell))
+        held = iter(self._pages.hold([extent.range for s in kept.values() for extent in s.extents], self._moves.tell))
         for alias, source in kept.items():
             self.homes[alias].source = source.windowed([next(held) for _ in source.extents])
 

@@ -108,8 +108,8 @@ class Home:
 
     def leave_pages(self) -> None:
         """The bytes are held elsewhere: those that were read from the file need not be in this process, too."""
-        for mapping, begin, end in () if self.file is None else self.file.extents:
-            mapping.leave(begin, end)
+        for extent in () if self.file is None else self.file.extents:
+            extent.mapping.leave(extent.begin, extent.end)
 
     def after_write(self) -> None:
         """The tensors were written to: no file holds their bytes any more."""

@@ -22,7 +22,8 @@ A source with a `layout` holds and copies a coded form, of a file or in memory t
 Its plain bytes may be nowhere: the view is then addresses without memory (`lazy`), filled by the first read. Reading
 changes nothing but the memory held. After a write the coded form is no longer true, the view is, and there is no way
 back: `after_write` gives the decoded memory as a plain source. Gathered tensors work alike: their true bytes lie in
-several places of files, copies read them there one after another, and the view is filled when it is first read.
+several places of files, or in some columns of a matrix. Copies read them there one after another, and the view is
+filled when it is first read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ import torch
 
 from weightstream.codec.format import Layout
 from weightstream.runtime.backend import Backend, Copy
-from weightstream.store.decoded import Extent, LazyMemory
+from weightstream.store.decoded import LazyMemory
+from weightstream.store.extent import Extent
 from weightstream.store.file import DirectFile
 from weightstream.store.mapping import FileMapping, Memory
 from weightstream.store.pages import Pages
@@ -128,7 +130,7 @@ class Source:
     def of_view(self) -> Source:
         """The view itself as the source, once `check` has returned."""
         if self.place is not None and isinstance(mapping := self.place[0], FileMapping):
-            return Mapped(view=self.view, place=self.place, extents=((mapping, *self.place[1:]),))
+            return Mapped(view=self.view, place=self.place, extents=(Extent(mapping, *self.place[1:]),))
         return Pageable(view=self.view)
 
 
@@ -186,9 +188,9 @@ class Mapped(Source):
 
     def copies(self, ring: torch.Tensor, backend: Backend) -> list[Copy]:
         found, at = [], 0
-        for index, (_, begin, end) in enumerate(self.extents):
-            found.append(self._copy(index, ring[at : at + end - begin], backend))
-            at += end - begin
+        for index, extent in enumerate(self.extents):
+            found.append(self._copy(index, ring[at : at + extent.nbytes], backend))
+            at += extent.nbytes
         return found
 
     def mapped(self) -> Mapped:
@@ -201,14 +203,13 @@ class Mapped(Source):
 
     def _bytes(self, index: int) -> torch.Tensor:
         """An extent in the private map; the view where it is that."""
-        mapping, begin, end = self.extents[index]
-        return self.view if self.lazy is None else mapping.bytes(begin, end)
+        return self.view if self.lazy is None else self.extents[index].bytes()
 
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
-        mapping, begin, end = self.extents[index]
+        extent = self.extents[index]
         if backend.device.type != "cpu":
-            return Copy(dst=dst, src=self._bytes(index), read=(mapping, begin, end))
-        return Copy(dst=dst, src=self._bytes(index), prepare=partial(mapping.populate, begin, end))
+            return Copy(dst=dst, src=self._bytes(index), read=extent.reading())
+        return Copy(dst=dst, src=self._bytes(index), prepare=partial(extent.mapping.populate, extent.begin, extent.end))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -228,22 +229,23 @@ class PageWindow(Mapped):
 
     def window(self, index: int = 0) -> torch.Tensor | None:
         """An extent in pinned memory; None where it could not be pinned. Waits for it."""
-        _, begin, end = self.extents[index]
-        return self.pages[index].source(begin, end)
+        extent = self.extents[index]
+        data = self.pages[index].source(extent.begin, extent.end)
+        return None if data is None else extent.within(data)
 
     def shown(self, index: int, backend: Backend) -> torch.Tensor | None:
-        """The same by addresses of the device, where kernels can read it."""
-        _, begin, end = self.extents[index]
-        return self.pages[index].shown(begin, end, backend.device_view)
+        """The same by addresses of the device, where kernels can read it in a row."""
+        extent = self.extents[index]
+        return None if extent.pitch else self.pages[index].shown(extent.begin, extent.end, backend.device_view)
 
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
         if (memory := self.window(index)) is None:
             return Mapped._copy(self, index, dst, backend)
-        return Copy(dst=dst, src=memory, pinned=True, prepare=self.extents[index][0].check)
+        return Copy(dst=dst, src=memory, pinned=True, prepare=self.extents[index].mapping.check)
 
 
 class OnDisk(Mapped):
-    """Direct reads, which leave nothing in the page cache."""
+    """Direct reads, which leave nothing in the page cache; but columns are read through that."""
 
     __slots__ = ()
     tier = Tier.DISK
@@ -253,8 +255,9 @@ class OnDisk(Mapped):
         return True
 
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
-        mapping, begin, end = self.extents[index]
-        return Copy(dst=dst, src=self._bytes(index), read=(DirectFile(mapping), begin, end))
+        extent = self.extents[index]
+        read = extent.reading() if extent.pitch else (DirectFile(extent.mapping), extent.begin, extent.end)
+        return Copy(dst=dst, src=self._bytes(index), read=read)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -283,8 +286,8 @@ def in_file(view: torch.Tensor, memory: Memory) -> OnDisk | None:
     """What views all of a tensor of files, which nobody has read yet where it is to be made; else None."""
     begin = memory.locate(view.data_ptr())
     if begin is not None and isinstance(memory, FileMapping):
-        extent = (memory, begin, begin + view.numel())
-        return OnDisk(view=view, place=extent, extents=(extent,))
+        end = begin + view.numel()
+        return OnDisk(view=view, place=(memory, begin, end), extents=(Extent(memory, begin, end),))
     if not isinstance(memory, LazyMemory) or memory.is_filled or memory.nbytes != view.numel() or not memory.extents:
         return None
     return OnDisk(view=view, place=(memory, 0, memory.nbytes), layout=memory.layout, extents=memory.extents)

@@ -110,7 +110,7 @@ class Stack:
         pages on their way, nobody knows yet."""
         source = self.home.source
         if isinstance(source, Mapped) and any(number % WORD for _, *span in source.extents for number in span):
-            return f"in {source.extents[0][0].path} it does not begin and end at multiples of {WORD} bytes"
+            return f"in {source.extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
         if not waits and isinstance(source, PageWindow) and source.is_coming:
             return None
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from weightstream.errors import CheckpointError, StoreError
-from weightstream.store.decoded import DecodedMemory, Extent, LazyMemory
+from weightstream.store.decoded import DecodedMemory, LazyMemory
+from weightstream.store.extent import Extent, columns
 from weightstream.store.header import REMEDY, TensorEntry, read_header, read_json, torch_dtype
 from weightstream.store.mapping import FileMapping
 
@@ -53,7 +54,7 @@ class Checkpoint:
         self, mappings: Sequence[FileMapping], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
     ) -> None:
         self.mappings, self.entries, self.metadata = tuple(mappings), entries, metadata
-        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, and what was gathered
+        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, what was gathered, columns
 
     @classmethod
     @_refusing()
@@ -95,7 +96,7 @@ class Checkpoint:
         if entry.layout is None:
             return entry.mapping.bytes(entry.begin, entry.end)
         if entry.name not in self.lazy:  # one for all that view it
-            extent = (entry.mapping, entry.begin, entry.end)
+            extent = Extent(entry.mapping, entry.begin, entry.end)
             self.lazy[entry.name] = DecodedMemory(entry.name, entry.path, entry.layout, extents=[extent])
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
@@ -106,14 +107,28 @@ class Checkpoint:
         for source, begin, end in parts:
             entry = self.entries[source]
             mapping, begin, end = entry.mapping, entry.begin + begin, entry.begin + end
-            if extents and extents[-1][0] is mapping and extents[-1][2] == begin:
-                begin = extents.pop()[1]
-            extents.append((mapping, begin, end))
-        (mapping, begin, end), *others = extents
-        if not others and begin % _ALIGN_NBYTES == 0:
-            return mapping.bytes(begin, end)
+            if extents and extents[-1].mapping is mapping and extents[-1].end == begin:
+                begin = extents.pop().begin
+            extents.append(Extent(mapping, begin, end))
+        if not extents[1:] and extents[0].begin % _ALIGN_NBYTES == 0:
+            return extents[0].bytes()
         memory = self.lazy[name] = LazyMemory.of_extents(name, extents)
         return memory.bytes(0, memory.nbytes)
+
+    def columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same in a row, where it views some columns of a tensor that is not coded: of a `LazyMemory`, which holds
+        nothing until it is populated."""
+        found, nbytes = columns(tensor), tensor.element_size()
+        places = ((mapping, mapping.locate(tensor.data_ptr())) for mapping in self.mappings)
+        mapping, begin = next(((m, begin) for m, begin in places if begin is not None), (None, None))
+        if found is None or mapping is None or begin is None or begin % nbytes:
+            return None
+        width, pitch = found
+        extent = Extent(mapping, begin, begin + (tensor.numel() * nbytes // width - 1) * pitch + width, width, pitch)
+        name = f"{mapping.path.name}[{begin}:{extent.end}:{pitch}, {width}]"
+        if name not in self.lazy:
+            self.lazy[name] = LazyMemory.of_extents(name, [extent])
+        return self.lazy[name].bytes(0, extent.nbytes).view(tensor.dtype).view(tensor.shape)
 
     @_refusing()
     def verify(self) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from weightstream.codec import coding
 from weightstream.codec.format import Layout
-from weightstream.store.mapping import FileMapping, Memory, give_back, reserve
+from weightstream.store.extent import Extent
+from weightstream.store.mapping import Memory, give_back, reserve
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
-Extent = tuple[FileMapping, int, int]  # bytes [begin, end) of a file
 
 
 class LazyMemory(Memory):
@@ -34,12 +34,12 @@ class LazyMemory(Memory):
     @classmethod
     def of_extents(cls, name: str, extents: Sequence[Extent]) -> LazyMemory:
         """A tensor whose bytes are those of the extents, one after another, just as they are in the files."""
-        for mapping, begin, end in extents:
-            mapping.check_range(begin, end)
-        return cls(name, extents[0][0].path, sum(end - begin for _, begin, end in extents), extents)
+        for extent in extents:
+            extent.mapping.check_range(extent.begin, extent.end)
+        return cls(name, extents[0].mapping.path, sum(extent.nbytes for extent in extents), extents)
 
     def check(self) -> None:
-        for mapping in {mapping for mapping, _, _ in self.extents}:
+        for mapping in {extent.mapping for extent in self.extents}:
             mapping.check()
 
     def write(self, out: torch.Tensor) -> None:
@@ -50,9 +50,10 @@ class LazyMemory(Memory):
 
     def _write(self, out: torch.Tensor) -> None:
         at = 0
-        for mapping, begin, end in self.extents:
-            out[at : at + end - begin].copy_(mapping.populated(begin, end))
-            at += end - begin
+        for extent in self.extents:
+            data = extent.populated()
+            out[at : at + extent.nbytes].view(data.shape).copy_(data)
+            at += extent.nbytes
 
     def populate(self, begin: int, end: int) -> None:
         """Makes sure that the bytes can be read: the first time, all are made; raises `StoreError`."""
@@ -91,12 +92,12 @@ class DecodedMemory(LazyMemory):
     ) -> None:
         super().__init__(name, path, layout.raw_nbytes, extents)
         self.layout: Layout = layout
-        self.source, self.decode = source or partial(_coded, *self.extents[0]), decode
+        self.source, self.decode = source or partial(_coded, self.extents[0]), decode
 
     def _write(self, out: torch.Tensor) -> None:
         self.decode(self.source(), self.layout, out)
 
 
-def _coded(mapping: FileMapping, begin: int, end: int) -> torch.Tensor:
-    data = mapping.populated(begin, end)
-    return data.clone() if begin % 4 else data  # decoders read words
+def _coded(extent: Extent) -> torch.Tensor:
+    data = extent.populated()
+    return data.clone() if extent.begin % 4 else data  # decoders read words
