@@ -15,6 +15,7 @@ from torch import nn
 from weightstream import prospects
 from weightstream.adapters import device_map, surroundings
 from weightstream.adapters.module import find_blocks
+from weightstream.adapters.ranks import Ranks
 from weightstream.adapters.shapes import Footprint
 from weightstream.adapters.unpacking import unpack_late
 from weightstream.config import OffloadConfig
@@ -43,11 +44,12 @@ _NAMED = 8  # tensors in a warning
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
     """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
-    call; or what is wanted of layers that are not a model of their own."""
+    call, who else has shards of it; or what is wanted of layers that are not a model of their own."""
 
     memories: Sequence[Memory] = ()
     folder: OffloadFolder | None = None
     example: prospects.Example | None = None
+    ranks: Ranks | None = None
     hosted: prospects.Hosted | None = None
 
 
@@ -113,8 +115,11 @@ class Assembly:
         hosted = given.hosted
         self._blocks = list(hosted.blocks) if hosted else find_blocks(model)
         self._grains = prospects.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
+        machine = prospects.machine_of(backend, config, self._homes)
+        if given.ranks is not None:
+            config, machine = given.ranks.agreed(config, machine)
         about = given.memories, self._grains, given.example, hosted
-        self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, *about)
+        self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, machine, *about)
         for owned in (given.folder, spill):
             if owned is not None:
                 closing.callback(owned.close)

@@ -16,6 +16,7 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters.module import Grain
+from weightstream.adapters.ranks import join, ranks_of, together
 from weightstream.assembly import Given, assembled, rooted
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from weightstream.pipeline_plans import PipelineSketch
 
 logger = logging.getLogger("weightstream")
-
-_NAMED = 8  # tensors in a warning
 
 
 def offload(
@@ -84,8 +83,9 @@ def offload(
         from weightstream.pipelines import offload_pipeline
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
-    with _opened(device, config) as backends, torch.no_grad():
-        return _placed(model, backends, config, Given(example=_example(model, example_inputs)))
+    given = Given(example=_example(model, example_inputs), ranks=ranks_of(model))
+    with together(given.ranks), _opened(device, config) as backends, torch.no_grad():
+        return _placed(model, backends, config, given)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def from_pretrained(
         allow_missing: give weights that the checkpoint lacks random values; else it is refused.
         kwargs: what the model's config has, such as `use_cache`, is set there; the hub and transformers take
             `revision`, `subfolder`, `trust_remote_code`, `attn_implementation` and the like. `device_map="auto"`: on
-            all GPUs.
+            all GPUs. `distributed_config`: under torchrun, each process streams its shards of tensor parallelism.
 
     Returns:
         The transformers model, in eval mode; its streamer is at `model.weightstream`.
@@ -164,6 +164,7 @@ def from_pretrained(
         PlanError, ConfigError, OffloadError: as for `offload`.
     """
     try:
+        from weightstream.adapters import hf_sharded
         from weightstream.adapters.transformers import load_pretrained
     except ImportError as error:
         raise UnsupportedError(
@@ -173,8 +174,10 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = _of_model(config)
     config = settled(config, **settings)
+    sharding = hf_sharded.wanted(kwargs)
+    ranks = None if sharding is None else join(sharding)
     # the device first: a wrong one is told before gigabytes are read
-    with _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
+    with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend = backends[0]
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
@@ -196,7 +199,7 @@ def from_pretrained(
             on_failure.callback(loaded.folder.close)
         with torch.no_grad():
             memories = (*loaded.mappings, *loaded.lazy)
-            _placed(loaded.model, backends, config, Given(memories=memories, folder=loaded.folder))
+            _placed(loaded.model, backends, config, Given(memories=memories, folder=loaded.folder, ranks=ranks))
         on_failure.pop_all()
     return loaded.model
 
@@ -368,13 +371,22 @@ def offload_layers(
 
 def _placed(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Streamer | Stripes:
     """Offload a model to one device, or to several."""
+    if backends[1:] and given.ranks is not None:
+        raise ConfigError("each process of tensor parallelism computes on one GPU: leave out gpus")
     return stripe(model, backends, config, given) if backends[1:] else _offload(model, backends[0], config, given)
 
 
 def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     with assembled(model, backend, config, given) as assembly:
-        return assembly.attach(assembly.prospect.plan()[1])
+        streamer = assembly.attach(assembly.prospect.plan()[1])
+    if given.ranks is not None:
+        try:
+            given.ranks.confirm()
+        except BaseException:
+            streamer.remove()
+            raise
+    return streamer
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:

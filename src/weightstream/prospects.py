@@ -124,12 +124,13 @@ def prospect_of_model(
     homes: Homes,
     backend: Backend,
     config: OffloadConfig,
+    machine: Machine,
     memories: Sequence[Memory],
     grains: Grains,
     example: Example | None = None,
     hosted: Hosted | None = None,
 ) -> Prospect:
-    """What is planned with the weights where they are now, on this machine.
+    """What is planned with the weights where they are now.
 
     `example` are arguments of a forward, of which the work is told; else it is that of a language model's step, or of
     one product with every matrix where an engine runs the steps.
@@ -142,7 +143,7 @@ def prospect_of_model(
         movable=homes.movable,
         kept=told.kept,
     )
-    planner = Planner(config=config, machine=machine_of(backend, config, homes), weights=weights)
+    planner = Planner(config=config, machine=machine, weights=weights)
     model = told.model or model
     found = prospect_of(model if _generates(model) else None, by_alias, grains, planner, told.observe)
     found = replace(found, whole=why_whole(model))

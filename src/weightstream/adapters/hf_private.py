@@ -147,12 +147,12 @@ def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
             (Mxfp4HfQuantizer, "postprocess_model", packed),
             (Mxfp4Dequantize, "convert", _keep_mxfp4),
         ):
-            stack.enter_context(_set(kind, name, value))
+            stack.enter_context(set_inside(kind, name, value))
         yield
 
 
 @contextlib.contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, a class, or an object, has this attribute."""
     before = {key: found for key, found in vars(owner).items() if key == name}
     setattr(owner, name, value)
@@ -233,7 +233,7 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
     }
     with contextlib.ExitStack() as stack:
         for kind, given in kinds.items():
-            stack.enter_context(_set(kind, "get_quantize_ops", get(given)))
+            stack.enter_context(set_inside(kind, "get_quantize_ops", get(given)))
         yield
 
 
@@ -251,7 +251,7 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
             own = self.__dict__.get("optimum_quantizer", self.quantization_config)
             with contextlib.ExitStack() as stack:
                 if device.type == "cpu" and own.backend in ("auto", None):
-                    stack.enter_context(_set(own, "backend", "torch"))
+                    stack.enter_context(set_inside(own, "backend", "torch"))
                 made = given(self, model, **kwargs | {"device_map": {"": device}})
             gptq.refuse_kernels(model, device)
             return made
@@ -268,15 +268,15 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
             with contextlib.ExitStack() as stack:
                 for kind in {type(module) for module in modules}:
                     there = gptq.ordered_on(device, kind.post_init, loaded, then)
-                    stack.enter_context(_set(kind, "post_init", there))
+                    stack.enter_context(set_inside(kind, "post_init", there))
                 return given(self, model, **kwargs)
 
         return process
 
     with contextlib.ExitStack() as stack:
         for kind in (AwqQuantizer, GptqHfQuantizer):
-            stack.enter_context(_set(kind, before, choosing(getattr(kind, before))))
-            stack.enter_context(_set(kind, after, ordering(getattr(kind, after))))
+            stack.enter_context(set_inside(kind, before, choosing(getattr(kind, before))))
+            stack.enter_context(set_inside(kind, after, ordering(getattr(kind, after))))
         yield
 
 
@@ -329,7 +329,7 @@ def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
     # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96
-    with sequential_loading(), progress_bar(False), _set(WeightConverter, "__deepcopy__", _sparing()):
+    with sequential_loading(), progress_bar(False), set_inside(WeightConverter, "__deepcopy__", _sparing()):
         convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
 
 

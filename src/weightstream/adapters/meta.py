@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weightstream.adapters import hf_private
+from weightstream.adapters import hf_private, hf_sharded
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.leaves import leaves
 from weightstream.runtime.values import tensors_in
@@ -35,6 +35,11 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
+def _local(shard: torch.Tensor) -> torch.Tensor:
+    """The same for what a rank has of a parameter."""
+    return nn.Parameter(shape_of(shard), requires_grad=False)
+
+
 def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """Where a module keeps its hooks, by the name of the attribute."""
     return {name: value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
@@ -48,7 +53,10 @@ def forwards_of(module: nn.Module) -> list[Any]:
 
 
 def is_hooked(module: nn.Module, forward: Any) -> bool:
-    """Whether it is that of the module's class, with hooks of diffusers around it and nothing else."""
+    """Whether it is that of the module's class, with hooks of diffusers around it or what a shard needs, and nothing
+    else."""
+    if hf_sharded.is_of_shard(forward):
+        return True
     inner = forward
     while _HOOKS in vars(module) and not isinstance(inner, MethodType) and hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
@@ -89,20 +97,23 @@ class Copied(NamedTuple):
 
 
 def copied(model: nn.Module, *values: Any) -> Copied:
-    """What model and values share, such as a cache, is one in the copies too. Raises what `copy.deepcopy` does."""
+    """What model and values share, such as a cache, is one in the copies too. A shard is a plain tensor, as large as it
+    is on this rank, and its module talks to no other: that changes no shape of a layer. Raises what `copy.deepcopy`
+    does."""
     memo: dict[int, Any] = {}
     weights: dict[int, list[torch.Tensor]] = {}
     modules, hooked = list(model.modules()), list[nn.Module]()
     for module in modules:
         for leaf in leaves(module):
             outer = leaf.shells[-1] if leaf.shells else leaf.tensor  # what wraps others is a plain tensor here
-            made = memo.setdefault(id(outer), shape_of(outer))
+            made = memo.setdefault(id(outer), _local(leaf.tensor) if hf_sharded.is_shard(outer) else shape_of(outer))
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
         memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
         if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
             hooked.append(module)  # whether a cache of diffusers leaves out blocks depends on values: here none does
             memo |= dict.fromkeys(map(id, wraps))
         memo[id(vars(module).get(_HOOKS))] = None
+        memo |= {id(value): None for value in vars(module).values() if hf_sharded.is_of_processes(value)}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Copies(shape_of):
         made, given = copy.deepcopy((model, values), memo)

@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from weightstream.adapters import hf_private
+from weightstream.adapters import hf_private, hf_sharded
 from weightstream.adapters.homing import Homing, trim_heap
 from weightstream.adapters.hub import (
     DESCRIBING,
@@ -54,7 +54,8 @@ _LOADING = threading.Lock()  # the hook, and what transformers is told for a loa
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir", "force_download", "subfolder")
 _CPU = torch.device("cpu")
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
-_OURS = ("state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size", "variant")
+_OURS = ("state_dict", "device_map", "max_memory", "gguf_file", "variant")
+_OF_RANKS = ("distributed_config", "tp_plan", "tp_size")
 _PASSED_ON = frozenset(  # keywords of transformers that mean here what they mean there
     (
         *("attn_implementation", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
@@ -110,6 +111,7 @@ def load_pretrained(
     if (given := kwargs.get("quantization_config")) is not None:
         refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+    sharding = hf_sharded.wanted({name: kwargs.pop(name) for name in _OF_RANKS if name in kwargs})
     path, folder = local_path(path_or_repo_id, trust_remote_code, **hub)
     if path.is_dir() and is_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
@@ -121,6 +123,7 @@ def load_pretrained(
         config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
         options = {"config": config, "dtype": dtype, **kwargs}
+        options |= {} if sharding is None else {"distributed_config": sharding}
         with _LOADING, hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
@@ -185,12 +188,17 @@ class _Load:
         self._allow_missing = allow_missing
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
-        self._homing = Homing(self._where, self._memories, folder if may_write else None)
+        self._homing = Homing(self._where, self._memories, folder if may_write else None, checkpoint.columns)
 
     def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
+        is_sharded = "distributed_config" in self._options
         if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
+            if is_sharded:
+                raise UnsupportedError(f"{self._where}: a quantised model is not sharded: leave out distributed_config")
             return self._quantised(device)
+        if is_sharded:
+            return self._sharded()
         decode = bool(self._coded) and wants_plain()
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
@@ -216,6 +224,22 @@ class _Load:
                 "`weightstream pack` keeps what it converts, in the dtype of config.json",
                 *(num, human(self._folder.nbytes), self._folder.path),
             )
+        return model
+
+    def _sharded(self) -> Any:
+        """The model with one rank's shards: rows and columns stay in the file; what is joined of several pieces or was
+        coded is written to the folder, one by one."""
+        names = self._checkpoint.entries
+        tensors: dict[str, Any] = {name: self._checkpoint.tensor(name) for name in names if name not in self._coded}
+        tensors |= {name: _Decoded(self._checkpoint, name) for name in self._coded}
+        try:
+            with hf_sharded.on_host(self._cls), register_module_parameter_registration_hook(self._on_parameter):
+                model = self._build(tensors)
+        finally:
+            trim_heap()
+        if num := self._homing.num_written:
+            about = num, human(self._folder.nbytes), self._folder.path
+            _LOGGER.warning("%d shards lie in no file as they are: %s written to %s for this process only", *about)
         return model
 
     def _quantised(self, device: torch.device) -> Any:
@@ -291,7 +315,7 @@ class _Load:
                     memory = self._checkpoint.lazy[name]
                     memory.populate(0, memory.nbytes)
 
-    def _build(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def _build(self, tensors: Mapping[str, Any]) -> Any:
         """Has transformers make the model of these."""
         allowed = self._options.get("ignore_mismatched_sizes", False)
         options = {**self._options, "ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -331,6 +355,23 @@ class _Load:
     @property
     def _where(self) -> Path:
         return self._checkpoint.mappings[0].path.parent
+
+
+class _Decoded:
+    """A coded tensor as transformers shards it: decoded while it is indexed, and in memory no longer."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._tensor, self._memory = checkpoint.tensor(name), checkpoint.lazy.pop(name)
+        self.shape = self._tensor.shape
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self._memory.populate(0, self._memory.nbytes)
+        found = self._tensor[index].clone()
+        self._memory.forget()
+        return found
 
 
 def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None:

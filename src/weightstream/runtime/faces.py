@@ -51,12 +51,14 @@ class Face:
     version: int = field(init=False)
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
     is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
+    blind: tuple[Shell, ...] = field(init=False)  # around it, which have to be guarded, too
 
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
         self.version = self.tensor._version
         self.on_access = partial(_before, self.member, self.source)  # a guard holds no views
         self.is_lazy = self.source.source.lazy is not None
+        self.blind = tuple(shell for shell in self.member.shells if shell.is_blind)
         self._locate()
 
     def _locate(self) -> None:
@@ -74,6 +76,8 @@ class Face:
     def guard(self) -> None:
         """The home is shown, and no step is under way: notice who takes the memory out."""
         parameter.guard(self.tensor, self.member.kind, self.on_access)
+        for shell in self.blind:
+            parameter.guard(shell.tensor, shell.kind, self.on_access)
 
     def guard_unread(self) -> None:
         """The home is shown in a step: decode it before it is read, where it holds nothing yet.
@@ -86,6 +90,8 @@ class Face:
     def free(self) -> None:
         """Be a plain tensor, whatever is in the memory."""
         parameter.unguard(self.tensor, self.member.kind)
+        for shell in self.blind:
+            parameter.unguard(shell.tensor, shell.kind)
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
@@ -178,7 +184,7 @@ class UnitFaces:
     def to_ring(self) -> None:
         for face in self.faces:
             if face.is_lazy:  # all others are plain while a step is under way
-                parameter.unguard(face.tensor, face.member.kind)
+                face.free()
             _DATA.__set__(face.tensor, face.ring)
         for shell in self._shells:
             shell.follow()

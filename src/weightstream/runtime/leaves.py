@@ -44,10 +44,21 @@ class Leaf(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Shell:
-    """A wrapper subclass. It reports a device of its own, which must be that of the leaves when they move."""
+    """A wrapper subclass, of class `kind`. It reports a device of its own, which must be that of the leaves when they
+    move.
+
+    `is_blind`: it sees no call of torch, and hands the one tensor inside to kernels past what that sees, as DTensor.
+    """
 
     tensor: torch.Tensor
+    kind: type[torch.Tensor] = field(init=False)
+    is_blind: bool = field(init=False)
     _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # a wrapper of each device, to copy it from
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.tensor)
+        sees_none = self.kind.__torch_function__ == torch._C._disabled_torch_function_impl
+        self.is_blind = sees_none and len(list(_inside(self.tensor))) == 1
 
     def follow(self) -> None:
         """Report the device that all tensors inside are on; nothing while they are on several."""
@@ -56,7 +67,7 @@ class Shell:
         if others or device == self.tensor.device:
             return
         if device not in self._on:
-            make: Any = type(self.tensor)
+            make: Any = self.kind
             inside = {name: getattr(self.tensor, name) for name in names}
             self._on[device] = make.__tensor_unflatten__(inside, context, self.tensor.size(), self.tensor.stride())
         torch.Tensor.data.__set__(self.tensor, self._on[device])  # type: ignore[attr-defined]

@@ -1,0 +1,129 @@
+"""Ranks: the processes that share one model by tensor parallelism, and what they agree on.
+
+Their plans need not be equal to be right. But the slowest rank sets the step, and one that refuses would leave the
+others waiting in a collective. So all plan with the least that any of them has, and a refusal is told to all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from weightstream import errors
+from weightstream.config import OffloadConfig
+from weightstream.errors import ConfigError, OffloadError
+from weightstream.plan.planner import Machine
+
+_PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
+_FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
+
+
+class _Refusal(NamedTuple):
+    """What a rank tells in place of what it was asked for."""
+
+    rank: int
+    kind: str
+    text: str
+
+
+class Ranks:
+    """The processes of a group; `num_here` of them are on this machine."""
+
+    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.num, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.num_here = min(self.num, int(os.environ.get("LOCAL_WORLD_SIZE", self.num)))
+        self._is_told = False
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives here, in their order; raises the error of one that refused in place of that."""
+        found: list[Any] = [None] * self.num
+        distributed.all_gather_object(found, value, group=self._group)
+        refusals = (given for given in found if isinstance(given, _Refusal))
+        if not isinstance(value, _Refusal) and (refusal := next(refusals, None)) is not None:
+            self._is_told = True
+            kind = getattr(errors, refusal.kind, OffloadError)
+            raise kind(f"rank {refusal.rank} refused: {refusal.text}")
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What raises inside on one rank raises on all that `gather` or `confirm` inside."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_told:
+                self._is_told = True
+                error.add_note(f"on rank {self.rank} of {self.num}")
+                self.gather(_Refusal(self.rank, type(error).__name__, str(error)))
+            raise
+
+    def confirm(self) -> None:
+        """Come to this point with all ranks; raises where one of them refused before."""
+        self.gather(None)
+
+    def agreed(self, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
+        """Settings and a machine that all plan with: the least that any has, speeds as the first measured them, and
+        an equal share of the host's memory."""
+        every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
+        budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
+        least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
+        least |= {name: n // self.num_here for name, n in least.items() if name.startswith("host_") or machine.on_cpu}
+        least |= {name: bool(least[name]) for name in ("maps_host_memory", "fetches_rows")}
+        agreed = replace(machine, profile=machines[0].profile, **least)
+        return config.within(min(budgets, default=None), 1 / self.num_here), agreed
+
+
+def together(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """As `Ranks.together`; nothing for one process."""
+    return nullcontext() if ranks is None else ranks.together()
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """Those that hold a model's shards; None: it has none."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    from torch.distributed.tensor import DTensor  # half a second
+
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    if all(mesh.size() == 1 for mesh in meshes):
+        return None
+    (mesh, *others) = meshes
+    return Ranks(mesh.get_group() if mesh.ndim == 1 and not others else None)
+
+
+def join(wanted: Any) -> Ranks | None:
+    """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None:
+    it wants one process.
+
+    Where nobody has, it lets them talk to each other, of tensors in host memory, too: what streams is there between
+    steps. Raises `ConfigError`.
+    """
+    others = [name for name in ("pp_size", "fsdp_size", "dp_replicate_size") if getattr(wanted, name, 1) > 1]
+    if others:
+        raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
+    if wanted.tp_size == 1:
+        return None
+    if not distributed.is_initialized():
+        if "RANK" not in os.environ:
+            raise ConfigError(
+                f"distributed_config: tp_size = {wanted.tp_size} needs as many processes: start them with "
+                f"torchrun --nproc-per-node {wanted.tp_size} script.py"
+            )
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        if kind is not None:
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        named = "gloo" if kind is None else f"cpu:gloo,{kind.type}:{distributed.get_default_backend_for_device(kind)}"
+        distributed.init_process_group(named, timeout=_PATIENCE)
+    if distributed.get_world_size() != wanted.tp_size:
+        raise ConfigError(
+            f"distributed_config: tp_size = {wanted.tp_size}, and {distributed.get_world_size()} processes run"
+        )
+    return Ranks()
