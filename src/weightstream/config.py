@@ -130,6 +130,7 @@ class OffloadConfig(_Settings):
     host_budget: _Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
     max_memory: _MaxMemory = ()
     gpus: _Positive = _setting(1, "GPUs that share the model, each with --device-budget. Default: 1.")
+    lent_links: tuple[_Count, ...] = ()
     batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
     context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
@@ -269,6 +270,8 @@ class OffloadConfig(_Settings):
                 )
         if self._of_map is not None and self.gpus not in (1, len(self.stripes) or 1):
             raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets of another number: remove gpus")
+        if self.lent_links and self.stripes:
+            raise ConfigError(f"lent_links = {self.lent_links} are of GPUs that compute nothing: leave it out, or gpus")
         for text in self._ignored():
             warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
 

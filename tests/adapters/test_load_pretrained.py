@@ -141,7 +141,7 @@ def test_dtype_change_is_written(
 def parts_of(loaded: LoadedModel) -> dict[str, list[torch.Tensor]]:
     """By parameter: what it is made of, as the file holds it."""
     names = {param.data_ptr(): name for name, param in loaded.model.named_parameters()}
-    return {names[m.address]: [file.bytes(begin, end) for file, begin, end in m.extents] for m in loaded.lazy}
+    return {names[m.address]: [extent.bytes() for extent in m.extents] for m in loaded.lazy}
 
 
 def test_fused_experts_are_where_they_are_in_the_file(mixtral: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import streaming
 import weightstream
 from coded_rig import random_model, rows
 from expert_rig import built, generated, held, prompt
-from models import BLOCKLESS, MODELS, assert_same
+from models import BLOCKLESS, MODELS, assert_same, model_nbytes
 from streaming import plain, run
+from weightstream import ConfigError
+from weightstream.runtime import lent
+from weightstream.runtime.backend import Copy, Event
 from weightstream.striping import Stripes
 
 pytestmark = [
@@ -73,3 +77,32 @@ def test_the_gpu_that_is_not_current(form: str) -> None:
             found = weightstream.generate(model, prompt(5).cuda(1), **options)
             assert torch.equal(found, reference.generate(prompt(5).cuda(1), **options))
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("name", ["Stack", "llama", "llama-bf16", "CalledTwice", "mixtral"])
+def test_a_link_that_is_lent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lent, "PIECE_NBYTES", 4096)
+    monkeypatch.setattr(lent, "_LEAST_NBYTES", 512)
+    bring, brought = lent.Neighbour.bring, []
+
+    def counted(neighbour: lent.Neighbour, copies: Sequence[Copy], released: Event) -> None:
+        brought.append(len(copies))
+        bring(neighbour, copies, released)
+
+    monkeypatch.setattr(lent.Neighbour, "bring", counted)
+    model, reference = MODELS[name](), plain(name, "cuda:0")
+    budget = model_nbytes(model.module) // 2
+    with weightstream.offload(model.module, device="cuda:0", device_budget=budget, lent_links=[1], codec="none") as s:
+        for seed in range(20):
+            assert_same(run(model, "cuda:0", seed), run(reference, "cuda:0", seed))
+        assert s.plan.step_nbytes
+        assert brought
+        if name.startswith("llama"):
+            ids = torch.arange(1, 9, device="cuda:0").view(1, 8)
+            found = weightstream.generate(model.module, ids, max_new_tokens=8, do_sample=False)
+            assert torch.equal(found, reference.module.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+def test_a_link_cannot_be_lent_to_itself() -> None:
+    with pytest.raises(ConfigError, match="name others"):
+        weightstream.offload(MODELS["Stack"]().module, device="cuda:0", device_budget=1 << 20, lent_links=[0])

@@ -109,6 +109,20 @@ def test_a_part_is_the_same_bytes_under_a_storage_of_its_own(backend: Any) -> No
     assert (empty.shape, empty.dtype, empty.device) == ((0,), torch.uint8, backend.device)
 
 
+@pytest.mark.parametrize("width", [1, 7, 512, 4096])
+@pytest.mark.parametrize("fed", [False, True])
+def test_rows_that_lie_apart_arrive_packed(backend: Any, width: int, fed: bool) -> None:
+    """Beside a copy that goes through the staging ring, too."""
+    num, pitch, on_cpu = 100, 3 * width + 5, backend.device.type == "cpu"
+    host_memory = torch.randint(256, (num * pitch,), dtype=torch.uint8, pin_memory=not on_cpu)
+    src = host_memory.as_strided((num, width), (pitch, 1), 2)
+    memory = backend.alloc(NBYTES + num * width)
+    other = Copy(dst=memory[num * width :], src=host(1), pinned=not fed and not on_cpu)
+    backend.copy([Copy(dst=memory[: num * width], src=src, pinned=True), other])
+    backend.synchronize()
+    assert torch.equal(memory[: num * width].cpu(), src.reshape(-1))
+
+
 def test_a_part_keeps_its_memory_alive(backend: Any) -> None:
     memory = backend.alloc(NBYTES)
     part = backend.part(memory, 0, 512)
@@ -333,7 +347,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 def test_a_copy_that_the_driver_refuses_is_made_by_torch(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """201: a thread without a context."""
     asked, entered = [], []
-    driver = SimpleNamespace(cuMemcpyHtoDAsync_v2=lambda *args: asked.append(args) or code)
+    driver = SimpleNamespace(cuMemcpyAsync=lambda *args: asked.append(args) or code)
     monkeypatch.setattr("weightstream.runtime.driver._driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
     backend, copies = object.__new__(CudaBackend), SimpleNamespace(cuda_stream=7)

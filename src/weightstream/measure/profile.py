@@ -35,8 +35,14 @@ def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None =
     """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
 
     A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
-    profile is assumed, with a warning.
+    profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own.
     """
+    found = _profile_for(backend, anew=anew, progress=progress)
+    num_links = getattr(backend, "num_links", 1)
+    return found if num_links == 1 else replace(found, link_bytes_per_s=num_links * found.link_bytes_per_s)
+
+
+def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Profile:
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found

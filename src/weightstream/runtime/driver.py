@@ -34,16 +34,16 @@ class _Rows(ctypes.Structure):
 @cache
 def _driver() -> Any:
     found = ctypes.CDLL("libcuda.so.1")
-    found.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    found.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     found.cuMemcpy2DAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return found
 
 
 def copy(dst: torch.Tensor, src: torch.Tensor, stream: int) -> bool:
-    """Queue the copy of pinned host memory, flat or rows that lie apart, into flat memory of the current device; False
-    where the driver refuses."""
+    """Queue a copy into flat memory of the current device: from flat memory of another, or from pinned host memory,
+    flat or rows that lie apart. False where the driver refuses."""
     if src.dim() == 1:
-        return not _driver().cuMemcpyHtoDAsync_v2(dst.data_ptr(), src.data_ptr(), src.numel(), stream)
+        return not _driver().cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), stream)
     height, width = src.shape
     rows = _Rows(src_type=_HOST, src_host=src.data_ptr(), src_pitch=src.stride(0), width=width, height=height)
     rows.dst_type, rows.dst_device, rows.dst_pitch = _DEVICE, dst.data_ptr(), width

@@ -51,14 +51,12 @@ class Face:
     version: int = field(init=False)
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
     is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
-    blind: tuple[Shell, ...] = field(init=False)  # around it, which have to be guarded, too
 
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
         self.version = self.tensor._version
         self.on_access = partial(_before, self.member, self.source)  # a guard holds no views
         self.is_lazy = self.source.source.lazy is not None
-        self.blind = tuple(shell for shell in self.member.shells if shell.is_blind)
         self._locate()
 
     def _locate(self) -> None:
@@ -76,8 +74,9 @@ class Face:
     def guard(self) -> None:
         """The home is shown, and no step is under way: notice who takes the memory out."""
         parameter.guard(self.tensor, self.member.kind, self.on_access)
-        for shell in self.blind:
-            parameter.guard(shell.tensor, shell.kind, self.on_access)
+        for shell in self.member.shells:
+            if shell.is_blind:
+                parameter.guard(shell.tensor, shell.kind, self.on_access)
 
     def guard_unread(self) -> None:
         """The home is shown in a step: decode it before it is read, where it holds nothing yet.
@@ -90,8 +89,9 @@ class Face:
     def free(self) -> None:
         """Be a plain tensor, whatever is in the memory."""
         parameter.unguard(self.tensor, self.member.kind)
-        for shell in self.blind:
-            parameter.unguard(shell.tensor, shell.kind)
+        for shell in self.member.shells:
+            if shell.is_blind:
+                parameter.unguard(shell.tensor, shell.kind)
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
