@@ -84,7 +84,7 @@ def offload(
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
     given = Given(example=_example(model, example_inputs), ranks=ranks_of(model))
-    with together(given.ranks), _opened(device, config) as backends, torch.no_grad():
+    with together(given.ranks), _opened(device, config) as backends:
         return _placed(model, backends, config, given)
 
 
@@ -174,8 +174,7 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = _of_model(config)
     config = settled(config, **settings)
-    sharding = hf_sharded.wanted(kwargs)
-    ranks = None if sharding is None else join(sharding)
+    ranks = join(hf_sharded.wanted(kwargs))
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend = backends[0]
@@ -197,9 +196,8 @@ def from_pretrained(
             prospects.can_decode(backend, config, progress)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
-        with torch.no_grad():
-            memories = (*loaded.mappings, *loaded.lazy)
-            _placed(loaded.model, backends, config, Given(memories=memories, folder=loaded.folder, ranks=ranks))
+        given = Given(memories=(*loaded.mappings, *loaded.lazy), folder=loaded.folder, ranks=ranks)
+        _placed(loaded.model, backends, config, given)
         on_failure.pop_all()
     return loaded.model
 
@@ -369,6 +367,7 @@ def offload_layers(
         return _offload(root, backend, config, Given(hosted=hosted))
 
 
+@torch.no_grad()
 def _placed(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Streamer | Stripes:
     """Offload a model to one device, or to several."""
     if backends[1:] and given.ranks is not None:

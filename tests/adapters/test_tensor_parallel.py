@@ -1,97 +1,109 @@
-"""Tensor parallelism of transformers: each of two processes offloads its shards. The bits are those of the same model
-in the same processes before that."""
+"""Tensor parallelism of transformers: each of two processes streams its shards. What they check: sharded_checks.py."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import weightstream
 from models import TEXT
+from weightstream import ConfigError
+from weightstream.adapters.packing import pack
+from weightstream.store import pack as store
 
 transformers = pytest.importorskip("transformers")
 
 RANKS = 2
-SCRIPT = """
-import os, sys, torch, transformers, weightstream
-from transformers.distributed import DistributedConfig
-
-folder, rank = sys.argv[1], int(os.environ["RANK"])
-model = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.bfloat16, distributed_config=DistributedConfig(tp_size=2)
-)
-ids = torch.arange(1, 9).view(1, 8)
-options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-
-def steps():
-    with torch.no_grad():
-        return [model(ids + k).logits for k in range(4)] + [weightstream.generate(model, ids, **options)]
-
-def same(found):
-    return all(map(torch.equal, found, want))
-
-want = steps()
-shards = [p.to_local() for p in model.parameters() if hasattr(p, "to_local")]
-assert len(shards) > 30
-nbytes = sum(shard.nbytes for shard in shards)
-whole = model.lm_head.weight.full_tensor()
-for codec, share in (("none", 2), ("none", 3), ("small", 2)):
-    with weightstream.offload(model, device="cpu", device_budget=nbytes // share, codec=codec) as streamer:
-        assert streamer.plan.step_nbytes > nbytes // 4
-        assert bool(streamer.plan.manifest.codes) is (codec == "small")
-        for _ in range(3):
-            assert same(steps()), codec
-        assert torch.equal(model.lm_head.weight.full_tensor(), whole)
-    assert same(steps())
-if "fails" in sys.argv and rank == 1:
-    raise RuntimeError("rank 1 has had enough")
-if "fails" in sys.argv:
-    steps()  # waits for the other
-print(f"rank {rank} is done")
-torch.distributed.destroy_process_group()
-"""
+SCRIPT = Path(__file__).parents[1] / "support" / "sharded_checks.py"
+CHECKS: list[tuple[str, str]] = re.findall(r"^@check(.*)\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
+FAILING = "an_error_on_one_rank"
+SHAPE = TEXT | {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
+MODELS = {
+    "llama": (transformers.LlamaConfig, {"num_hidden_layers": 5}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True, "vocab_size": 131, "num_key_value_heads": 2}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_key_value_heads": 2}),
+}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="no two CUDA devices")],
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 6}, initializer_range=0.3)
-    path = tmp_path_factory.mktemp("llama")
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    path = tmp_path_factory.mktemp("sharded")
+    for seed, (name, (kind, facts)) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
+        config = kind(**SHAPE | facts, initializer_range=0.3)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(path / name)
+    with patch.object(store, "_LEAST_CODED", 8192):
+        pack(str(path / "llama"), path / "pack", codec="small")
     return path
 
 
-def launched(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    script = folder / "ranks.py"
-    script.write_text(SCRIPT)
+def launched(device: str, folder: Path, *checks: str) -> subprocess.CompletedProcess[str]:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    alone |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    command = [*run, str(SCRIPT), device, str(folder), *checks]
     return subprocess.run(
-        [*run, str(script), str(folder), *flags],
-        env=os.environ | alone,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        command, env=os.environ | alone, capture_output=True, text=True, timeout=200, check=False, cwd=folder
     )
 
 
-def test_the_bits_are_those_of_the_same_ranks_before(folder: Path) -> None:
-    done = launched(folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n"))[-RANKS:] == ["rank 0 is done", "rank 1 is done"]
+@pytest.fixture(scope="module", params=DEVICES)
+def done(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """What checks of a kind printed, all in one job."""
+
+    @cache
+    def checked(kind: str) -> subprocess.CompletedProcess[str]:
+        return launched(request.param, folder, *(name for of, name in CHECKS if of == kind and name != FAILING))
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(*each, marks=[pytest.mark.stress] * bool(each[0])) for each in CHECKS if each[1] != FAILING],
+)
+def test_on_each_rank(kind: str, name: str, done: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+    for rank in range(RANKS):
+        assert f"rank {rank}: {name} holds" in done(kind).stdout, done(kind).stderr[-4000:]
 
 
 @pytest.mark.stress
-def test_a_rank_that_fails_ends_the_job(folder: Path) -> None:
-    started = time.monotonic()
-    done = launched(folder, "fails")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_that_fails_ends_the_job(device: str, folder: Path) -> None:
+    done, ended = launched(device, folder, FAILING), time.time()
     assert done.returncode != 0
-    assert "rank 1 has had enough" in done.stderr
-    assert "is done" not in done.stdout
-    assert time.monotonic() - started < 60
+    assert "the disk is gone" in done.stderr
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", done.stderr)
+    assert "holds" not in done.stdout
+    assert ended - float(re.findall(r"fails at ([\d.]+)", done.stdout)[0]) < 10
+
+
+def test_without_other_processes(folder: Path) -> None:
+    for given in ({"distributed_config": {"tp_size": 2}}, {"tp_plan": "auto", "tp_size": 2}):
+        with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
+            weightstream.from_pretrained(folder / "llama", device="cpu", **given)
+    with pytest.raises(ConfigError, match="fsdp_size: what streams is sharded by tp_size alone"):
+        weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"fsdp_size": 2})
+    with pytest.raises(ConfigError, match="tp_size beside distributed_config"):
+        weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 2}, tp_size=2)
+    model = weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 1})
+    model.weightstream.remove()

@@ -136,7 +136,7 @@ def test_rows_that_lie_apart_take_the_own_link() -> None:
     backend.copy([Copy(dst=ring[:4500], src=rows), Copy(dst=ring[4500:9500], src=(flat := some(5000)))])
     arrive(backend)
     assert torch.equal(ring[:9500], torch.cat([rows.reshape(-1), flat]))
-    assert links[1].nbytes == 4608 + 142  # it makes up for the rows
+    assert [link.nbytes for link in links] == [4500, 5000]  # the neighbour makes up for the rows
     backend.close()
 
 

@@ -99,13 +99,15 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return Ranks(mesh.get_group() if mesh.ndim == 1 and not others else None)
 
 
-def join(wanted: Any) -> Ranks | None:
+def join(wanted: Any | None) -> Ranks | None:
     """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None:
     it wants one process.
 
     Where nobody has, it lets them talk to each other, of tensors in host memory, too: what streams is there between
     steps. Raises `ConfigError`.
     """
+    if wanted is None:
+        return None
     others = [name for name in ("pp_size", "fsdp_size", "dp_replicate_size") if getattr(wanted, name, 1) > 1]
     if others:
         raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")

@@ -1,0 +1,287 @@
+"""What each process of tensor parallelism checks; `tests/adapters/test_tensor_parallel.py` starts them.
+
+    torchrun --nproc-per-node 2 ranks.py DEVICE FOLDER CHECK…
+
+The bits are those of the same model in the same processes, as transformers has it without weightstream. Each check that
+holds prints `rank N: CHECK holds`; one that does not ends its process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import distributed
+
+import weightstream
+from weightstream import CheckpointError, PlanError
+from weightstream.adapters.ranks import ranks_of
+from weightstream.assembly import Assembly, Given
+from weightstream.front import _offload
+from weightstream.given import settled
+from weightstream.runtime.devices import backend_of
+from weightstream.store.decoded import LazyMemory
+from weightstream.store.mapping import FileMapping
+from wrapped import Delay, Wrapper
+
+DEVICE, FOLDER = sys.argv[1], Path(sys.argv[2])
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SHARDED = {"distributed_config": {"tp_size": RANKS}}
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def plain(name: str) -> Any:
+    """The model as transformers shards it."""
+    config = transformers.distributed.DistributedConfig(tp_size=RANKS)
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, distributed_config=config)
+
+
+def streamed(name: str, **settings: Any) -> Any:
+    device = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
+    return weightstream.from_pretrained(FOLDER / name, device=device, progress=False, **SHARDED, **settings)
+
+
+def steps(model: Any, num: int = 2) -> list[torch.Tensor]:
+    where = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
+    ids = torch.arange(1, 9, device=where).view(1, 8)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    found = [model(ids).logits.detach()]  # with gradients: another way of transformers
+    with torch.no_grad():
+        found += [model(ids + k).logits for k in range(num)]
+        return [*found, weightstream.generate(model, ids, **options)]
+
+
+def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert len(found) == len(want)
+    for index, (a, b) in enumerate(zip(found, want, strict=True)):
+        assert torch.equal(a, b), index
+
+
+def local_nbytes(model: Any) -> int:
+    return sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor.cpu()
+
+
+def in_files(model: Any) -> tuple[int, int]:
+    """Bytes of weights that are where the checkpoint has them, and of those that the offload folder has."""
+    nbytes = {True: 0, False: 0}
+    for home in model.weightstream._homes.homes.values():
+        memory = None if home.file is None else home.file.place[0]
+        if isinstance(memory, FileMapping):
+            nbytes[FOLDER in memory.path.parents] += home.group.nbytes
+        elif isinstance(memory, LazyMemory):
+            nbytes[FOLDER in memory.extents[0].mapping.path.parents] += home.group.nbytes
+    return nbytes[True], nbytes[False]
+
+
+def every(value: Any) -> list[Any]:
+    found: list[Any] = [None] * RANKS
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def holds(name: str, *, written: bool, **settings: Any) -> None:
+    """Bits, memory, what users read between steps, and a plain model at the end."""
+    reference = plain("llama" if name == "pack" else name)
+    want, nbytes = steps(reference), local_nbytes(reference)
+    tensors = {key: whole(value) for key, value in reference.state_dict().items()}
+    model = streamed(name, device_budget=nbytes // 3, **settings)
+    streamer = model.weightstream
+    assert streamer.plan.step_nbytes > nbytes // 4
+    assert bool(streamer.plan.manifest.codes) is (settings.get("codec") == "small")
+    in_place, in_folder = in_files(model)
+    assert bool(in_folder) is written, (in_place, in_folder)
+    assert in_place + in_folder <= nbytes
+    assert in_place > nbytes // 2 or written
+    for _ in range(2):
+        assert_same(steps(model), want)
+    for key, value in model.state_dict().items():
+        assert torch.equal(whole(value), tensors[key]), key
+    streamer.remove()
+    assert_same(steps(model), want)
+
+
+@check
+def llama() -> None:
+    holds("llama", written=False, codec="none")
+
+
+@check
+def llama_coded() -> None:
+    holds("llama", written=False, codec="small")
+
+
+@check  # slow
+def llama_in_a_pack() -> None:
+    """Each rank decodes what is its own."""
+    holds("pack", written=True, codec="none")
+
+
+@check  # slow
+def tied_with_biases_and_words_that_do_not_divide() -> None:
+    holds("qwen2", written=False, codec="none")
+
+
+@check  # slow
+def experts() -> None:
+    """transformers joins them of several tensors: these are written."""
+    holds("mixtral", written=True, codec="none")
+
+
+@check  # slow
+def classic_settings() -> None:
+    want = steps(plain("llama"))
+    for settings in (
+        {"offload_backend": "prefetch", "offload_group_size": 2, "offload_num_in_group": 1},
+        {"offload_backend": "uva", "cpu_offload_gb": 0.0005},
+    ):
+        model = streamed("llama", **settings)
+        assert_same(steps(model), want)
+        assert model.weightstream.plan.offloaded_nbytes
+        model.weightstream.remove()
+
+
+@check
+def saving() -> None:
+    """All ranks gather, one writes: the checkpoint again."""
+    model = streamed("llama", device_budget="200KiB", codec="small")
+    target = FOLDER / "saved"
+    model.save_pretrained(target)
+    distributed.barrier()
+    found, given = load_file(target / "model.safetensors"), load_file(FOLDER / "llama" / "model.safetensors")
+    assert found.keys() == given.keys()
+    for key, value in given.items():
+        assert torch.equal(found[key], value), key
+    model.weightstream.remove()
+
+
+@check
+def updates() -> None:
+    """Of a shard, through the DTensor, between steps."""
+    model, reference = streamed("llama", device_budget="200KiB", codec="none"), plain("llama")
+    assert_same(steps(model), steps(reference))
+    for of in (model, reference):
+        with torch.no_grad():
+            layer = of.model.layers[1]
+            layer.mlp.down_proj.weight.mul_(1.5)  # in columns
+            layer.mlp.up_proj.weight.data.add_(0.25)  # past versions
+            layer.self_attn.o_proj.weight.to_local().zero_()
+    assert_same(steps(model), steps(reference))
+    assert_same(steps(model), steps(reference))
+    model.weightstream.remove()
+    assert_same(steps(model), steps(reference))
+
+
+@check  # slow
+def what_is_sharded_already() -> None:
+    model = plain("llama")
+    want = steps(model)
+    device = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
+    with weightstream.offload(model, device=device, device_budget=local_nbytes(model) // 2, codec="none"):
+        assert_same(steps(model), want)
+    assert_same(steps(model), want)
+
+
+@check
+def budgets_are_agreed() -> None:
+    nbytes = local_nbytes(plain("llama"))
+    model = streamed("llama", device_budget=nbytes // (2 + RANK), host_budget=10 * nbytes, codec="none")
+    plan = model.weightstream.plan
+    found = every((plan.summary(), plan.budget, plan.step_s))
+    assert all(each == found[0] for each in found), found
+    assert plan.budget == nbytes // (1 + RANKS)
+    planner = model.weightstream._installed.refinement.prospect.planners[0]
+    assert planner._host_budget == 10 * nbytes // RANKS
+    model.weightstream.remove()
+
+
+@check
+def a_refusal_is_told_to_all() -> None:
+    nbytes = local_nbytes(plain("llama"))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PlanError("this rank has had enough")
+
+    for _ in range(2):
+        broken = patch.object(Assembly, "attach", refuse) if RANK == 1 else patch.object(Assembly, "_", 0, create=True)
+        with broken:
+            try:
+                streamed("llama", device_budget=nbytes // 2)
+            except PlanError as error:
+                told = str(error)
+        assert ("rank 1 refused: " if RANK != 1 else "") + "this rank has had enough" == told
+        try:
+            streamed("llama" if RANK != 1 else "nowhere", device_budget=nbytes // 2)
+        except (CheckpointError, weightstream.UnsupportedError, ValueError, OSError) as error:
+            told = str(error)
+        assert "nowhere" in told
+        model = streamed("llama", device_budget=nbytes // 2)
+        model.weightstream.remove()
+
+
+def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
+    """A model whose second rank has such a backend, what it gives without it, and its streamer."""
+    model = plain("llama")
+    want, config = steps(model), settled(None, device_budget=local_nbytes(model) // 2, codec="none")
+    backend = backend_of("cpu" if DEVICE == "cpu" else f"cuda:{RANK}", config)
+    backend = wrap(backend) if RANK == 1 else backend
+    with torch.no_grad():
+        return model, want, _offload(model, backend, config, Given(ranks=ranks_of(model)))
+
+
+@check  # slow
+def delays_on_one_rank() -> None:
+    model, want, streamer = slow(lambda backend: Delay(backend, 3, 0.0005))
+    with streamer:
+        for _ in range(34):
+            assert_same(steps(model), want)  # six steps each
+
+
+@check
+def an_error_on_one_rank() -> None:
+    """Its process ends, and torchrun the others, which wait for it in a sum."""
+
+    class Broken(Wrapper):
+        num_left = 40
+
+        def copy(self, copies: Any) -> None:
+            self.num_left -= 1
+            if not self.num_left:
+                print(f"fails at {time.time()}", flush=True)
+                raise weightstream.StoreError("the disk is gone")
+            super().copy(copies)
+
+    model, want, streamer = slow(Broken)
+    with streamer:
+        for _ in range(100):
+            assert_same(steps(model), want)
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    for name in sys.argv[3:]:
+        CHECKS[name]()
+        os.write(
+            1, f"rank {RANK}: {name} holds\n".encode()
+        )  # at once: print makes two calls, and another's come between
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
