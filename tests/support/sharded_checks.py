@@ -277,9 +277,7 @@ def main() -> None:
     torch.manual_seed(1)
     for name in sys.argv[3:]:
         CHECKS[name]()
-        os.write(
-            1, f"rank {RANK}: {name} holds\n".encode()
-        )  # at once: print makes two calls, and another's come between
+        os.write(1, f"rank {RANK}: {name} holds\n".encode())  # print makes two calls
     distributed.destroy_process_group()
 
 

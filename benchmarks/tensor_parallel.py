@@ -1,0 +1,272 @@
+"""Tensor parallelism of transformers, its shards streamed: Llama in the shapes of 8B and 70B, under torchrun.
+
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,70b] [--device cpu --tiny] [--files DIR]
+
+The checkpoint has random weights and lies in the page cache. Every output is compared with that of the same model in
+the same processes as transformers loads it, bit for bit. Inputs are new in every step.
+
+ms            of a step, from its end to the next one's, on the first rank
+predicted_ms  before any measured time
+link_nbytes   that each link moves in a step; link_gbps: over ms
+floor_ms      the most of these over what that link reached when all copied at once, in the same run
+host_x        host bytes of weights over all ranks, over those of the model that stream
+grown_x       likewise what the processes' private memory grew by
+load_s        from the call of from_pretrained to the end of the first step
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import rows
+import timing
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import distributed
+
+import weightstream
+from weightstream.adapters.ranks import join
+from weightstream.measure import links
+from weightstream.measure.bench import backend_of
+
+GIB = 2**30
+SMALL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 256,
+}
+COMMON = {"num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 16384, "dtype": "bfloat16"}
+STEPS, SETTLED, INPUTS = 12, 6, 3
+PROMPT = 8192
+
+
+class Ranks:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.common = args, rows.environment()
+        self.rank, self.num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", self.rank)
+        self.sharded = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=self.num)}
+        join(self.sharded["distributed_config"])
+        self.together = [0.0] * self.num
+
+    def write(self, **row: Any) -> None:
+        if self.rank == 0:
+            row = {"bench": "tensor_parallel", "gpus": self.num} | row
+            rows.append(self.args.out, [row], self.common)
+            print({key: value for key, value in row.items() if key not in ("plan", "bench")}, flush=True)
+
+    def every(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.num
+        distributed.all_gather_object(found, value)
+        return found
+
+    def links(self) -> None:
+        with closing(backend_of(self.device)) as backend:
+            distributed.barrier()
+            rate = links.rates([backend], 0.01 if self.args.tiny else 0.5)[0]
+        self.together = [round(each / 1e9, 2) for each in self.every(rate)]
+        self.write(system="links", together_gbps=self.together)
+
+    @contextmanager
+    def checkpoint(self, shape: dict[str, int]) -> Iterator[Path]:
+        """Files of random weights, a layer each, which the ranks write together."""
+        folder = self.args.files / "weightstream-tp"
+        config = transformers.LlamaConfig(**COMMON | (TINY if self.args.tiny else shape))
+        config.architectures = ["LlamaForCausalLM"]
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        named = dict(model.named_parameters())
+        groups: dict[str, list[str]] = {}
+        for name in named:
+            groups.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+
+        def write(index: int, group: str) -> None:
+            random = torch.Generator(self.device).manual_seed(index)
+            drawn = {}
+            for name in groups[group]:
+                made = torch.randn(named[name].shape, generator=random, device=self.device, dtype=torch.bfloat16)
+                drawn[name] = (made.mul_(0.02) if made.dim() > 1 else made.mul_(0.1).add_(1)).cpu()
+            save_file(drawn, folder / f"{group}.safetensors", metadata={"format": "pt"})
+
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            config.save_pretrained(folder)
+            total = sum(param.nbytes for param in named.values())
+            index = {name: f"{group}.safetensors" for group, names in groups.items() for name in names}
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+            )
+        distributed.barrier()
+        mine = [(index, group) for index, group in enumerate(groups) if index % self.num == self.rank]
+        with ThreadPoolExecutor(4) as pool:
+            for written in [pool.submit(write, *each) for each in mine]:
+                written.result()
+        timing.clear(self.device)
+        distributed.barrier()
+        try:
+            yield folder
+        finally:
+            distributed.barrier()
+            if self.rank == 0:
+                shutil.rmtree(folder)
+
+    def inputs(self, tokens: int) -> list[torch.Tensor]:
+        random = torch.Generator().manual_seed(5)
+        vocabulary = 256 if self.args.tiny else COMMON["vocab_size"]
+        return [torch.randint(vocabulary, (1, tokens), generator=random).to(self.device) for _ in range(INPUTS)]
+
+    def timed(self, run: Callable[[torch.Tensor], torch.Tensor], inputs: list[torch.Tensor], want: Any) -> Any:
+        """Milliseconds of steps, and whether all outputs that are looked at are those."""
+        marks, is_equal = [], True
+        distributed.barrier()
+        for step in range(STEPS + SETTLED + 1):
+            y = run(inputs[step % INPUTS])
+            marks.append(timing.mark(self.device))
+            if step < SETTLED or step >= STEPS + SETTLED - INPUTS:  # kept out of what is timed
+                is_equal &= torch.equal(y, want[step % INPUTS])
+        timing.synchronize(self.device)
+        return [timing.between_ms(a, b) for a, b in itertools.pairwise(marks)][SETTLED:-INPUTS], is_equal
+
+    @torch.no_grad()
+    def resident(self, name: str, folder: Path, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the model gives as transformers loads it."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **self.sharded)
+        run = last(model)
+        want = [run(x) for x in inputs]
+        if not all(y.isfinite().all() for y in want):
+            raise ValueError(f"{name}: its outputs are not finite")
+        ms, is_equal = self.timed(run, inputs, want)
+        self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal)
+        return want
+
+    @torch.no_grad()
+    def cell(self, system: str, folder: Path, inputs: list[torch.Tensor], want: Any, **settings: Any) -> None:
+        timing.clear(self.device)
+        distributed.barrier()
+        before, started = private_nbytes(), time.perf_counter()
+        model = weightstream.from_pretrained(folder, device=self.device, progress=False, **self.sharded, **settings)
+        run, streamer = last(model), model.weightstream
+        run(inputs[0])
+        timing.synchronize(self.device)
+        load_s = time.perf_counter() - started
+        predicted = streamer.plan.step_s
+        ms, is_equal = self.timed(run, inputs, want)
+        plan = streamer.plan
+        held, grown = streamer.stats().held_nbytes["host"], private_nbytes() - before
+        found = self.every((plan.step_nbytes, held, grown, plan.offloaded_nbytes, is_equal, load_s))
+        p50 = rows.percentiles(ms)["p50"]
+        nbytes = [each[0] for each in found]
+        floor = max(n / rate / 1e6 for n, rate in zip(nbytes, self.together, strict=True))
+        streams = sum(each[3] for each in found)
+        self.write(
+            system=system,
+            ms=rows.percentiles(ms),
+            predicted_ms=round(1e3 * predicted, 2),
+            x_predicted=round(1e3 * predicted / p50, 3),
+            link_nbytes=nbytes,
+            link_gbps=[round(n / p50 / 1e6, 1) for n in nbytes],
+            floor_ms=round(floor, 2),
+            x_floor=round(p50 / floor, 3) if floor else None,
+            host_x=round(sum(each[1] for each in found) / streams, 3) if streams else None,
+            grown_x=round(sum(each[2] for each in found) / streams, 3) if streams else None,
+            equal=all(each[4] for each in found),
+            load_s=round(max(each[5] for each in found), 2),
+            unplanned_fills=streamer.stats().unplanned_fills,
+            plan=plan.summary(),
+        )
+        del run
+        streamer.remove()
+        del model, streamer
+        gc.collect()
+
+    def budget(self, gib: float, folder: Path, of_gib: float) -> int:
+        """So many GiB of a model that has `of_gib`; of a tiny one as much less."""
+        nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return int(gib * nbytes / of_gib) if self.args.tiny else int(gib * GIB)
+
+    def run_8b(self) -> None:
+        with self.checkpoint(SMALL) as folder:
+            inputs = self.inputs(1)
+            want = self.resident("8b", folder, inputs)
+            budget = self.budget(0.9, folder, 13.5)
+            for codec in ("none", "auto"):
+                with rows.guarded(self.write, f"8b, {codec}"):
+                    settings = {"device_budget": budget, "codec": codec}
+                    self.cell(f"8b, 0.90 GiB each, codec {codec}", folder, inputs, want, **settings)
+            self.prompt(folder, budget)
+
+    @torch.no_grad()
+    def prompt(self, folder: Path, budget: int) -> None:
+        """A long prompt on all GPUs, and on one of them."""
+        inputs = self.inputs(64 if self.args.tiny else PROMPT)
+        want = self.resident("8b, prompt", folder, inputs)
+        settings: dict[str, Any] = {"device_budget": budget, "codec": "none"}
+        self.cell("8b, prompt, 0.90 GiB each, codec none", folder, inputs, want, tokens=inputs[0].shape[1], **settings)
+        timing.clear(self.device)
+        if self.rank == 0:
+            model = weightstream.from_pretrained(folder, device=self.device, progress=False, **settings)
+            run, marks = last(model), []
+            for step in range(STEPS + SETTLED):
+                run(inputs[step % INPUTS])
+                marks.append(timing.mark(self.device))
+            timing.synchronize(self.device)
+            ms = [timing.between_ms(a, b) for a, b in itertools.pairwise(marks)][SETTLED:]
+            self.write(system="8b, prompt, one GPU, 0.90 GiB, codec none", ms=rows.percentiles(ms))
+            model.weightstream.remove()
+            del model, run
+            gc.collect()
+        distributed.barrier()
+
+    def run_70b(self) -> None:
+        with self.checkpoint(LARGE) as folder:
+            inputs = self.inputs(1)
+            want = self.resident("70b", folder, inputs)
+            settings = {"device_budget": self.budget(80 / self.num, folder, 128.5), "codec": "auto"}
+            self.cell(f"70b, {80 / self.num:.0f} GiB each, codec auto", folder, inputs, want, **settings)
+
+
+def last(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step of it: the logits of the last token."""
+    return lambda x: model(x, use_cache=False, logits_to_keep=1).logits
+
+
+def private_nbytes() -> int:
+    """Memory of this process that no file holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="8b,70b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--files", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path, default=rows.RESULTS / "tensor_parallel.jsonl")
+    ranks = Ranks(parser.parse_args())
+    ranks.links()
+    for name in ranks.args.only.split(","):
+        getattr(ranks, f"run_{name}")()
+        timing.clear(ranks.device)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
