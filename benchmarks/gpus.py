@@ -220,8 +220,8 @@ def laid_out(layout: str) -> Iterator[None]:
         yield
         return
 
-    def whose(nbytes: Any, budgets: Any, rates: Any, beside: int = 0) -> list[int]:
-        return [k * len(budgets) // len(nbytes) for k in range(len(nbytes))]
+    def whose(nbytes: Any, budgets: Any, rates: Any, beside: int = 0) -> list[list[int]]:
+        return [[k * len(budgets) // len(nbytes) for k in range(len(nbytes))]]
 
     with patch.object(lanes, "whose", whose):
         yield

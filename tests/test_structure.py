@@ -38,7 +38,8 @@ BELOW: dict[str, set[str]] = {
     "pipeline_plans": LEAVES | {"plan", "store", "adapters", "prospects"},
     "pipelines": LEAVES
     | {"plan", "store", "runtime", "measure", "adapters", "prospects", "assembly", "pipeline_plans"},
-    "striping": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "prospects", "assembly"},
+    "shares": LEAVES | {"plan", "runtime", "adapters", "prospects", "assembly"},
+    "striping": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "prospects", "assembly", "shares"},
     "front": LEAVES
     | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"}
     | {"pipeline_plans", "striping"},

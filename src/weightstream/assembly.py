@@ -129,6 +129,10 @@ class Assembly:
         """Where it is to compute."""
         return self._backend.device
 
+    def close(self) -> None:
+        """Let go of a model to which no plan is attached."""
+        self._closing.close()
+
     def narrow(self, prospect: Prospect) -> None:
         """Plan with this one, which has as many grains or only the first."""
         self.prospect, self._grains = prospect, self._grains[: len(prospect.grains)]

@@ -12,37 +12,35 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import device_map
-from weightstream.adapters.module import GRAINS, find_blocks, find_units
-from weightstream.adapters.shapes import observe
-from weightstream.assembly import Assembly, Given, assembled, rooted
+from weightstream.assembly import Assembly, Given, assembled
 from weightstream.codec.device import on
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, OffloadError
+from weightstream.errors import OffloadError
 from weightstream.plan import lanes
 from weightstream.plan.lanes import StripedPlan
-from weightstream.plan.planner import Machine
+from weightstream.plan.planner import Machine, Weights
+from weightstream.plan.prospect import Prospect
 from weightstream.runtime import guards, ops
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.crossing import Way, crossing
-from weightstream.runtime.leaves import leaves, leaves_of
+from weightstream.runtime.leaves import leaves
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import kind_of
 from weightstream.runtime.values import moved
-from weightstream.runtime.weights import Scope
+from weightstream.shares import Shares, shared_out
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.trace import Trace
 
-_FREE = 0.9  # of what is free, where no budget is given: activations and caches take the rest
 _WHY = "the model is spread over several devices, whose steps run eager"
 
 
@@ -53,26 +51,30 @@ class Stripes:
     """
 
     def __init__(self, model: nn.Module, backends: Sequence[Backend]) -> None:
-        self.model, self.devices = model, tuple(backend.device for backend in backends)
+        self.model, self.backends, self.devices = model, backends, tuple(backend.device for backend in backends)
         self.parts: dict[str, Streamer] = {}
         self._gate, self._capturing = Gate(), backends[0].capturing
-        self._places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+        self.names = [str(d) if d.type != "cpu" else f"cpu:{lane}" for lane, d in enumerate(self.devices)]
+        self.places = _places(model)
         self._ways = [Way(self.devices[0], device) for device in self.devices]
         self._undo = ExitStack()
 
-    def attach(self, assemblies: Mapping[str, Assembly], lane_of: Mapping[nn.Module, int]) -> None:
+    def attach(
+        self, assemblies: Mapping[str, Assembly], planned: lanes.Planned, lane_of: Mapping[nn.Module, int]
+    ) -> None:
         """Put a plan in force for each device, and stand around the model; `lane_of` tells whose each block is.
 
         On an error nothing is in force, while what the assemblies hold is still there.
         """
         try:
-            self._attach(assemblies, lane_of)
+            self._attach(assemblies, planned, lane_of)
         except BaseException:
             self.remove()
             raise
 
-    def _attach(self, assemblies: Mapping[str, Assembly], lane_of: Mapping[nn.Module, int]) -> None:
-        planned = lanes.chosen({name: a.prospect for name, a in assemblies.items()}, self._places)  # before one moves
+    def _attach(
+        self, assemblies: Mapping[str, Assembly], planned: lanes.Planned, lane_of: Mapping[nn.Module, int]
+    ) -> None:
         for block, index in lane_of.items():
             if index:
                 self._undo.callback(guards.put(block, "forward", crossing(block, self._ways[index])))
@@ -135,7 +137,7 @@ class Stripes:
     @property
     def plan(self) -> StripedPlan:
         """The plans in force, and what a step is predicted to take."""
-        return lanes.predicted({name: part.lane for name, part in self.parts.items()}, self._places)
+        return lanes.predicted({name: part.lane for name, part in self.parts.items()}, self.places)
 
     @property
     def learned(self) -> bool:
@@ -224,32 +226,6 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
         tensor.data = before
 
 
-class Shares(NamedTuple):
-    """What each device is given: modules under one root, their bytes, a budget; whose each block is; what is around."""
-
-    roots: list[nn.Module]
-    nbytes: list[int]
-    budgets: list[int | None]
-    lane_of: dict[nn.Module, int]
-    around: list[nn.Module]
-    observe: prospects.Observe
-
-    def settings(self, lane: int, config: OffloadConfig) -> OffloadConfig:
-        """Those of one device, with a share of the host's budget."""
-        return config.within(self.budgets[lane], self.nbytes[lane] / sum(self.nbytes))
-
-    def hosted(self, lane: int, model: nn.Module) -> prospects.Hosted:
-        """What is planned for one device."""
-        own = tuple(block for block, of in self.lane_of.items() if of == lane)
-        share = len(own) / len(self.lane_of)
-        return prospects.Hosted(blocks=own, grains=GRAINS, model=model, share=share, observe=self.observe)
-
-    @property
-    def used(self) -> list[int]:
-        """The devices that have any weights."""
-        return [lane for lane, nbytes in enumerate(self.nbytes) if nbytes]
-
-
 def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Stripes:
     """Spread a model over the devices of these backends, each with its budget of `config.stripes`.
 
@@ -260,21 +236,63 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
     try:
         if given.folder is not None:
             stripes.on_removal(given.folder.close)
-        shares = shared_out(model, [prospects.machine_of(backend, config) for backend in backends], config)
-        for module in shares.around:
+        deals = shared_out(model, [prospects.machine_of(backend, config) for backend in backends], config)
+        for module in deals[0].around:
             stripes.keep(module)
         with ExitStack() as assembling:
-            assemblies: dict[str, Assembly] = {}
-            for lane in shares.used:
-                about = replace(given, folder=None, hosted=shares.hosted(lane, model))
-                part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
-                name = str(stripes.devices[lane]) if stripes.device.type != "cpu" else f"cpu:{lane}"
-                assemblies[name] = assembling.enter_context(part)
-            stripes.attach(assemblies, shares.lane_of)
+
+            def assemble(shares: Shares) -> dict[str, Assembly]:
+                found = {}
+                for lane in shares.used:
+                    about = replace(given, folder=None, hosted=shares.hosted(lane, model))
+                    part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
+                    found[stripes.names[lane]] = assembling.enter_context(part)
+                return found
+
+            def known() -> Iterator[dict[str, Prospect]]:
+                yield (first := {name: assembly.prospect for name, assembly in assemblies.items()})
+                for shares in deals[1:]:
+                    yield _dealt_anew(shares, stripes, config, given.example, first)
+
+            assemblies = assemble(deals[0])
+            best, planned = lanes.fastest(known(), stripes.places)  # before one moves
+            if best:
+                for assembly in assemblies.values():
+                    assembly.close()
+                assemblies = assemble(deals[best])
+                planned = lanes.chosen({name: a.prospect for name, a in assemblies.items()}, stripes.places)
+            stripes.attach(assemblies, planned, deals[best].lane_of)
     except BaseException:
         stripes.remove()
         raise
     return stripes
+
+
+def _dealt_anew(
+    shares: Shares,
+    stripes: Stripes,
+    config: OffloadConfig,
+    example: prospects.Example | None,
+    known: Mapping[str, Prospect],
+) -> dict[str, Prospect]:
+    """What is planned with in another deal, of weights and machines as they are `known`: nothing is found out anew."""
+    weights = reduce(_both, (prospect.planners[0].weights for prospect in known.values()))
+    model, found = stripes.model, {}
+    for lane in shares.used:
+        name, own = stripes.names[lane], shares.settings(lane, config)
+        machine, uncoded = known[name].planners[0].machine, own.model_copy(update={"codec": "none"})
+        sketch = prospects.sketch_of(shares.roots[lane], None, uncoded, machine, shares.hosted(lane, model))
+        prospect = sketch.prospect
+        if example is not None:
+            about = sketch.by_alias, sketch.grains, model, stripes.backends[lane]
+            prospect = prospects.foreseen(prospect, *about, *example) or prospect
+        planners = (replace(planner, config=own, weights=weights) for planner in prospect.planners)
+        found[name] = replace(prospect, planners=tuple(planners))
+    return found
+
+
+def _both(one: Weights, other: Weights) -> Weights:
+    return Weights(**{f.name: getattr(one, f.name) | getattr(other, f.name) for f in fields(Weights)})
 
 
 @contextmanager
@@ -287,60 +305,19 @@ def sketched(
     model: nn.Module, checkpoint: Checkpoint | None, machines: Sequence[Machine], config: OffloadConfig
 ) -> StripedPlan:
     """The plans that `stripe` would make for a model on meta, on these machines' devices. Raises as that."""
-    shares = shared_out(model, machines, config)
-    found = {}
-    for lane in shares.used:
-        hosted, own = shares.hosted(lane, model), shares.settings(lane, config)
-        sketch = prospects.sketch_of(shares.roots[lane], checkpoint, own, machines[lane], hosted)
-        found[f"cuda:{lane}"] = sketch.prospect
-    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    return lanes.predicted({name: lane for name, (_, lane) in lanes.chosen(found, places).items()}, places)
+    deals = shared_out(model, machines, config)
+
+    def known(shares: Shares) -> dict[str, Prospect]:
+        found = {}
+        for lane in shares.used:
+            hosted, own = shares.hosted(lane, model), shares.settings(lane, config)
+            sketch = prospects.sketch_of(shares.roots[lane], checkpoint, own, machines[lane], hosted)
+            found[f"cuda:{lane}"] = sketch.prospect
+        return found
+
+    _, planned = lanes.fastest(map(known, deals), places := _places(model))
+    return lanes.predicted({name: lane for name, (_, lane) in planned.items()}, places)
 
 
-def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> Shares:
-    """What each device is given of a model."""
-    if config.backend != "none":
-        raise ConfigError(f"the {config.backend} settings are for one GPU: several have a device_budget each")
-    if not (blocks := find_blocks(model)):
-        raise ConfigError(f"{type(model).__name__} has no repeated blocks to spread over {len(machines)} devices")
-    settings = [config.within(budget) for budget in config.stripes.values()]
-    known = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]
-    budgets = [int(_FREE * m.free_nbytes) if n is None else n for n, m in zip(known, machines, strict=True)]
-    rates = [machine.profile.link_bytes_per_s for machine in machines]
-    nbytes, first = [_nbytes(block) for block in blocks], sharing(model, blocks)
-    whose = lanes.whose(nbytes, budgets, rates, max(0, _nbytes(model) - sum(nbytes)))
-    lane_of = {block: 0 if root is None else whose[root] for block, root in zip(blocks, first, strict=True)}
-    layers: list[dict[str, nn.Module]] = [{} for _ in machines]
-    around = []
-    for unit in find_units(model, "block", blocks):
-        if unit.scope is Scope.TREE:
-            layers[lane_of.get(unit.module, 0)][unit.name] = unit.module
-        else:
-            around.append(unit.module)
-    if known[0] is not None:
-        known[0] = max(1, known[0] - sum(leaf.tensor.nbytes for module in around for leaf in leaves(module)))
-    roots = [rooted(named) for named in layers]
-    return Shares(roots, [_nbytes(root) for root in roots], known, lane_of, around, cache(observe))
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum({id(leaf.tensor): leaf.tensor.nbytes for leaf in leaves_of(module)}.values())
-
-
-def sharing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
-    """For each block the first that shares memory with it, which it is to be with; None: with what is in no block."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}
-    held = [{_memory(leaf.tensor) for leaf in leaves_of(block)} for block in blocks]
-    found: list[int | None] = []
-    for index, own in enumerate(held):
-        roots = [found[before] for before in range(index) if own & held[before]]
-        found.append(
-            None if own & outside or None in roots else min((r for r in roots if r is not None), default=index)
-        )
-    return found
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return (storage.data_ptr() if not tensor.is_meta and tensor.numel() else 0) or storage._cdata
+def _places(model: nn.Module) -> dict[str, int]:
+    return {name: place for place, (name, _) in enumerate(model.named_modules())}

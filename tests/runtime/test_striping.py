@@ -20,10 +20,12 @@ from models import BLOCKLESS, MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
 from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError
 from weightstream.assembly import Assembly, Given
+from weightstream.plan import lanes
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.crossing import Way, crossing
 from weightstream.runtime.values import tensors_in
-from weightstream.striping import Stripes, sharing, stripe
+from weightstream.shares import sharing
+from weightstream.striping import Stripes, stripe
 from wrapped import Delay, Fault, Poison
 
 
@@ -455,6 +457,38 @@ def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatc
     assert_plain()
     with striped(model, 2):
         assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("codec", ["none", "small"])
+def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is faster: what is predicted before anything is dealt anew is what the plans then take."""
+    monkeypatch.setattr(lanes, "_WORTH", 1e9)
+    tried, fastest = [], lanes.fastest
+
+    def noted(deals: Any, places: Any) -> Any:
+        best, planned = fastest(deals, places)
+        tried.append((best, lanes.predicted({name: lane for name, (_, lane) in planned.items()}, places)))
+        return best, planned
+
+    monkeypatch.setattr(lanes, "fastest", noted)
+    torch.manual_seed(4)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(12))).bfloat16()
+    x = torch.randn(2, 64).bfloat16()
+    want, places = model(x), [tensor.data_ptr() for tensor in model.parameters()]
+    budget = model_nbytes(model) // 3
+    settings: dict[str, Any] = {"device_budget": {0: budget, 1: budget}, "codec": codec}
+    with weightstream.offload(model, device="cpu", example_inputs=x if told else None, **settings) as stripes:
+        owned = [{unit.name.split(".")[0] for unit in part.plan.manifest.units} for part in stripes.parts.values()]
+        assert owned == [set(map(str, range(6))), set(map(str, range(6, 12)))]
+        [(best, plan)] = tried
+        assert best == 1
+        assert plan.step_s == stripes.plan.step_s
+        assert [p.manifest for p in plan.every] == [p.manifest for p in stripes.plan.every]
+        for _ in range(3):
+            assert torch.equal(model(x), want)
+    assert [tensor.data_ptr() for tensor in model.parameters()] == places
 
 
 class Deeper(nn.Module):

@@ -3,7 +3,10 @@
 [Note: whose block]
 With several links at work a step takes their share of the time only if all of them have copies to make all of the time.
 While one device computes, the others fill their rings, and a ring holds a few blocks: so neighbours go to different
-devices. Where all that a device has to hold fits, nothing streams, and neighbours stay together.
+devices. Where all that a device has to hold fits, nothing streams, and neighbours stay together. In between, where a
+step computes longer than links copy, either can be faster: both are planned, and the step of all decides. Neighbours
+together are planned only where that can be faster. A device then has one turn in a step. Of what streams its ring
+holds some by then, which is in the budget: what the budget has no room for is copied in that turn.
 
 A ring has to hold all of a block that streams: what it has no room for is copied in the block's own turn, when the
 others wait. Units that are whole blocks see to that, and are decoded before their turn. Finer ones need a smaller ring
@@ -12,11 +15,14 @@ and buffer. So each lane has a plan in blocks and one in any grain to choose fro
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
@@ -27,6 +33,7 @@ from weightstream.plan.schedule import Cursor
 HOP_S = 20e-6  # for what a block is given, or returns, to be on another device [H200, NVLink]
 _STEPS = 3  # the wrap-around fills settle in the second
 _BISECTIONS = 60
+_WORTH = 0.99  # of a step: for less nobody leaves the turns, in which links have more time to spare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +56,8 @@ class Lane:
         return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s)
 
 
-def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[int]:
-    """Which device computes each block, by the blocks' bytes, [Note: whose block].
+def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[list[int]]:
+    """Which device computes each block, by the blocks' bytes: each deal that is worth a try, [Note: whose block].
 
     Args:
         nbytes: of each block, in the order in which they run.
@@ -60,14 +67,22 @@ def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float],
     """
     found = _together(nbytes, budgets, beside)
     if found is not None:
-        return found
+        return [found]
     wanted = _quotas(sum(nbytes), [budgets[0] - beside, *budgets[1:]], rates)
     held, found = [0] * len(budgets), []
     for size in nbytes:  # to whom most of what it is to hold is missing
         lane = min((lane for lane, quota in enumerate(wanted) if quota), key=lambda k: (held[k] + size) / wanted[k])
         held[lane] += size
         found.append(lane)
-    return found
+    apart = _apart(nbytes, held)
+    return [found, apart] if apart != found and set(apart) == set(found) else [found]
+
+
+def _apart(nbytes: Sequence[int], held: Sequence[int]) -> list[int]:
+    """Neighbours on one device until it has about as many bytes as it is to hold."""
+    *ends, _ = accumulate(held)
+    middles = (end - size / 2 for end, size in zip(accumulate(nbytes), nbytes, strict=True))
+    return [bisect(ends, middle) for middle in middles]
 
 
 def _together(nbytes: Sequence[int], budgets: Sequence[int], beside: int) -> list[int] | None:
@@ -246,23 +261,54 @@ def _step_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> float:
     return step_s(found, walk(orders, places))
 
 
-def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> dict[str, tuple[Prospect, Lane]]:
+Planned = dict[str, tuple[Prospect, Lane]]
+
+
+def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> Planned:
     """A plan for each device, by name, with which the step of all is fastest, and what it is planned with:
     [Note: whose block].
 
     Raises `PlanError` where one has none.
     """
-
-    def taken_s(planned: Mapping[str, tuple[Prospect, Lane]]) -> float:
-        return _step_s({name: lane for name, (_, lane) in planned.items()}, places)
-
     ways = {name: _ways(prospect) for name, prospect in prospects.items()}
     in_blocks, finer = ({name: found[way] for name, found in ways.items()} for way in (0, -1))
-    best, least_s = in_blocks, taken_s(in_blocks)
+    best, least_s = in_blocks, _taken_s(in_blocks, places)
     for tried in (finer, *({name: way[name]} for way in (finer, in_blocks) for name in ways)):
-        if (found_s := taken_s(merged := best | tried)) < least_s:
+        if (found_s := _taken_s(merged := best | tried, places)) < least_s:
             best, least_s = merged, found_s
     return best
+
+
+def fastest(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, int]) -> tuple[int, Planned]:
+    """The deal with which the step of all is fastest, and what `chosen` gives for it.
+
+    The first is that in turn. Those after it, of neighbours together, are asked for, and planned, only where they can
+    be faster: [Note: whose block]. Raises `PlanError` where the first has no plan.
+    """
+    coming = enumerate(deals)
+    best, planned = 0, chosen(next(coming)[1], places)
+    least_s = _WORTH * _taken_s(planned, places)
+    if sum(_one_turn_s(lane) for _, lane in planned.values()) >= least_s:
+        return best, planned
+    for index, prospects in coming:
+        try:
+            found = chosen(prospects, places)
+        except PlanError:
+            continue
+        if (found_s := _taken_s(found, places)) < least_s:
+            best, planned, least_s = index, found, found_s
+    return best, planned
+
+
+def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
+    return _step_s({name: lane for name, (_, lane) in planned.items()}, places)
+
+
+def _one_turn_s(lane: Lane) -> float:
+    """No less takes one turn of a device that has about these blocks: it computes, and copies what is over budget."""
+    plan, state = lane.simulated, _State(lane)
+    over = sum(plan.manifest.read.values()) - (plan.budget or math.inf)
+    return max(sum(state.computes[unit] for unit in plan.manifest.order), over / lane.profile.link_bytes_per_s)
 
 
 def _ways(whole: Prospect) -> list[tuple[Prospect, Lane]]:
