@@ -100,13 +100,12 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     if not on_cpu:
         free, total = cuda.memory(backend.device)
         free += sum(home.group.nbytes for home in there if home.origin == backend.device)
-    can_map = homes is None or homes.can_map
     return replace(
         machine,
         on_cpu=on_cpu,
         free_nbytes=free,
         total_nbytes=total,
-        maps_host_memory=can_map and _reads_host(backend, config),
+        maps_host_memory=(homes is None or homes.can_map) and _reads_host(backend, config),
         can_decode=False,  # until it is asked for: kernels are compiled for that
     )
 
@@ -252,7 +251,8 @@ def with_work(
     `is_part`: other steps run other units, so that the order is of all of them.
     """
     aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
-    known = Demand(workload=workload, activation_nbytes=found.activation_nbytes, cache_nbytes=found.cache_nbytes)
+    nbytes = {name: getattr(found, name) for name in ("activation_nbytes", "cache_nbytes")}
+    known = Demand(workload=workload, states_nbytes=found.states_nbytes(grains[0]), **nbytes)
     manifests, planners = [], []
     for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):
         steps = (found, found.captured) if found.captured is not None else (found,)

@@ -243,10 +243,14 @@ def test_a_step_with_a_cache() -> None:
     found = observe(model, Workload(batch=3, tokens=1, context=40))
     assert [op.flops for op in ops_of(found, "attention")] == [4 * 3 * 4 * 40 * 16] * 2
     assert found.cache_nbytes == 2 * 2 * (3 * 2 * 40 * 16 * 2)
-    assert all(found.work(find_units(model)))  # every unit computes
+    units = find_units(model)
+    assert all(found.work(units))  # every unit computes
     prompt = observe(model, Workload(batch=3, tokens=40, context=40))
     assert prompt.cache_nbytes == found.cache_nbytes
     assert found.activation_nbytes == prompt.activation_nbytes  # the prompt's is the larger
+    states = [step.states_nbytes(units) for step in (found, prompt)]
+    assert states == [3 * 1 * model.config.hidden_size * 2, 3 * 40 * model.config.hidden_size * 2], "of a block"
+    assert found.states_nbytes([unit for unit in units if unit.layer is None]) == 0
     assert observe(model, Workload(batch=3, tokens=1, context=1)).activation_nbytes < prompt.activation_nbytes
 
 

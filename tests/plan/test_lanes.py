@@ -14,21 +14,21 @@ from test_schedule import GRAIN
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.lanes import Lane, chosen, fastest, predicted, step_s, walk, whose
+from weightstream.plan.lanes import HOP_S, Lane, chosen, fastest, predicted, step_s, walk, whose
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.placement import place
-from weightstream.plan.planner import Machine, Planner, Weights
+from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
 
 BUSY = replace(LINK_BOUND, overhead_s=0.01)
 
 
-def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0) -> Lane:
+def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0, hop_s: float = 0.0) -> Lane:
     """A device of so many blocks of four grains each."""
     manifest = model(*[(GRAIN, GRAIN, GRAIN, GRAIN)] * num_blocks)
     units = tuple(replace(unit, name=f"blocks.{first + i}") for i, unit in enumerate(manifest.units))
     plan = place(replace(manifest, units=units), budget=budget, profile=profile)
-    return Lane(plan=plan, simulated=plan, profile=profile)
+    return Lane(plan=plan, simulated=plan, profile=profile, hop_s=hop_s)
 
 
 @pytest.mark.parametrize("profile", [Profile(), LINK_BOUND, BUSY, replace(BUSY, overhead_s=2.0, handover_s=0.3)])
@@ -44,7 +44,7 @@ def test_one_lane_takes_what_a_plan_takes(profile: Profile) -> None:
 def test_striped_lanes_add_up_their_links_and_neighbours_do_not(num_lanes: int, budget: int) -> None:
     lanes = [lane(8, budget * GRAIN) for _ in range(num_lanes)]
     order = [k for _ in range(8) for k in range(num_lanes)]
-    striped, contiguous = step_s(lanes, order, 0.0), step_s(lanes, sorted(order), 0.0)
+    striped, contiguous = step_s(lanes, order), step_s(lanes, sorted(order))
     link_s = max(each.plan.copy_s for each in lanes)
     assert link_s <= striped <= 1.1 * link_s + 8 * num_lanes * 0.01
     assert striped <= contiguous
@@ -62,7 +62,7 @@ def test_striped_is_never_slower_where_links_are_the_limit(num: int, budgets: li
     lanes = [lane(owners.count(k), room[k], profile) for k in used]
     assume(min(each.plan.copy_s for each in lanes) >= compute_s * len(owners))
     order = [used.index(k) for k in owners]
-    assert step_s(lanes, order, 0.0) <= step_s(lanes, sorted(order), 0.0) + 1e-9
+    assert step_s(lanes, order) <= step_s(lanes, sorted(order)) + 1e-9
 
 
 PLACES = {f"blocks.{k}": k for k in range(24)}
@@ -121,9 +121,24 @@ def test_no_deal_is_left_out_that_is_faster(num: int, budgets: list[int], comput
 
 
 def test_what_moves_between_devices_takes_time() -> None:
-    lanes = [lane(3, 12 * GRAIN), lane(3, 12 * GRAIN)]
-    order = [0, 1, 0, 1, 0, 1]
-    assert step_s(lanes, order, 0.25) == pytest.approx(step_s(lanes, order, 0.0) + 6 * 0.25)
+    order, near_s = [0, 1, 0, 1, 0, 1], step_s([lane(3, 12 * GRAIN)] * 2, [0, 1, 0, 1, 0, 1])
+    far = [lane(3, 12 * GRAIN, hop_s=9.0), lane(3, 12 * GRAIN, hop_s=0.25)]
+    assert step_s(far, order) == pytest.approx(near_s + 6 * 0.25), "nothing moves to the first"
+    assert step_s(far, sorted(order)) == pytest.approx(near_s + 6 * 0.25), "what is between blocks is on the first"
+
+
+def test_the_parts_of_a_block_move_its_tensors_once() -> None:
+    parts = [replace(unit, layer=index // 2) for index, unit in enumerate(model(*[(GRAIN,)] * 4).units)]
+    plan = place(Manifest(units=tuple(parts), order=(0, 1, 2, 3)), budget=8 * GRAIN, profile=BUSY)
+    lanes = [lane(1, 8 * GRAIN), Lane(plan=plan, simulated=plan, profile=BUSY, hop_s=0.25)]
+    assert step_s(lanes, [0, 1, 1, 1, 1]) == pytest.approx(5 * 0.01 + 4 * 0.25)
+
+
+def test_more_bytes_take_longer_to_another_device() -> None:
+    [known] = dealt([0] * 4, [20 * GRAIN], BUSY).values()
+    [planner], (_, plan) = known.planners, known.plan()
+    near, far = (replace(planner, demand=Demand(states_nbytes=nbytes)) for nbytes in (0, 3 * GRAIN))
+    assert (Lane.of(plan, near).hop_s, Lane.of(plan, far).hop_s) == (HOP_S, 3.0 + HOP_S)
 
 
 def test_a_lane_decodes_while_others_compute() -> None:
@@ -138,8 +153,8 @@ def test_a_lane_decodes_while_others_compute() -> None:
     assert step_s([both], [0, 0]) == pytest.approx(16.0)
     single = model((4 * GRAIN,))
     one = place(single.coded(dict.fromkeys(single.aliases, (3, 2 * GRAIN))), budget=40 * GRAIN, profile=profile)
-    halves = [Lane(plan=one, simulated=one, profile=replace(profile, unit_s=(8.0,)))] * 2
-    assert step_s(halves, [0, 1], 0.0) == pytest.approx(8.0)
+    halves = [Lane(plan=one, simulated=one, profile=replace(profile, unit_s=(8.0,)), hop_s=0.0)] * 2
+    assert step_s(halves, [0, 1]) == pytest.approx(8.0)
 
 
 def test_the_order_of_a_step() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.trial import Trial
 from weightstream.errors import UnsupportedError
-from weightstream.plan.manifest import Op, Workload
+from weightstream.plan.manifest import Op, Workload, mean
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.values import tensors_in
 from weightstream.runtime.watch import OperatorMode
@@ -49,7 +49,8 @@ class Footprint:
     in this step or in a prompt as long as the context. `calls` are the modules that ran, each with the call that it
     ran in (-1: none), and `ops` the kernels, each with the call that launched it and the number of calls until then.
     `launches` are the different ones among these, each with its number. `reads` are weights, each with the call that
-    read them. `captured` is what the same step runs in a CUDA graph, where that is not the same.
+    read them, `returned` the bytes of tensors that each call returned. `captured` is what the same step runs in a CUDA
+    graph, where that is not the same.
     """
 
     activation_nbytes: int
@@ -58,6 +59,7 @@ class Footprint:
     ops: tuple[tuple[int, int, Op], ...]
     launches: tuple[tuple[Launch, int], ...] = ()
     reads: tuple[tuple[int, torch.Tensor], ...] = ()
+    returned: tuple[int, ...] = ()
     captured: Footprint | None = None
 
     def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
@@ -67,6 +69,12 @@ class Footprint:
         peaks = (run.alive_nbytes + aligned(t.workspace_nbytes) for run, t in trials.items())
         most = max(self.activation_nbytes, max(peaks, default=0) - self.cache_nbytes)
         return replace(self, ops=ops, launches=(), activation_nbytes=most)
+
+    def states_nbytes(self, units: Sequence[UnitModule]) -> int:
+        """The most that a call of a repeated block among these units returned."""
+        blocks = {id(unit.module) for unit in units if unit.layer is not None}
+        calls = zip(self.calls, self.returned, strict=True)
+        return max((nbytes for (module, _), nbytes in calls if id(module) in blocks), default=0)
 
     def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
         """The units in the order in which they ran, each as often as it did."""
@@ -81,7 +89,7 @@ class Footprint:
         by_unit: list[list[list[Op]]] = [[] for _ in units]
         for unit, ops in self._positions(units):
             by_unit[unit].append(ops)
-        return tuple(map(_mean, by_unit))
+        return tuple(map(mean, by_unit))
 
     def outside(self, units: Sequence[UnitModule]) -> list[torch.Tensor]:
         """The weights of units that were read while no unit that has them ran: by a parent, for one."""
@@ -240,8 +248,9 @@ def _footprint(forwards: Sequence[_Forward], made: meta.Copied) -> Footprint:
     return Footprint(
         activation_nbytes=max(0, peak_nbytes - last.cache_nbytes),
         cache_nbytes=last.cache_nbytes,
-        calls=tuple((made.originals.get(id(module), module), caller) for module, caller in last.calls),
+        calls=tuple((made.originals.get(id(module), module), caller) for module, caller, _ in last.calls),
         ops=tuple(last.ops),
+        returned=tuple(nbytes for _, _, nbytes in last.calls),
         captured=_footprint([last.captured], made) if last.captured is not None else None,
         launches=tuple((found, nums[id(found.op)]) for found in last.launches.values() if id(found.op) in nums),
         reads=tuple((call, tensor) for call, storage in last.reads for tensor in made.weights[storage]),
@@ -265,7 +274,7 @@ class _Forward(OperatorMode):
         self._weights = weights
         self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
         self._made = weakref.WeakValueDictionary[int, Any]()  # storages with values that this forward made
-        self.calls: list[tuple[nn.Module, int]] = []
+        self.calls: list[tuple[nn.Module, int, int]] = []  # with the bytes that they returned
         self.ops: list[tuple[int, int, Op]] = []
         self.launches: dict[Any, Launch] = {}
         self.memory = _Memory((*model.parameters(), *model.buffers()), alive)
@@ -282,11 +291,13 @@ class _Forward(OperatorMode):
             self.output = (model if entry == "forward" else getattr(model, entry))(*args, **kwargs)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        self.calls.append((module, self._call))
+        self.calls.append((module, self._call, 0))
         self._call = len(self.calls) - 1
 
-    def _leave(self, *_: Any) -> None:
-        self._call = self.calls[self._call][1]
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        _, caller, _ = self.calls[self._call]
+        self.calls[self._call] = module, caller, sum(map(launch.nbytes_of, tensors_in(output)))
+        self._call = caller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -379,20 +390,3 @@ def _signed(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_signed, value))
     return type(value), value
-
-
-def _mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
-    if len(calls) < 2:
-        return tuple(calls[0]) if calls else ()
-    return tuple(
-        Op(
-            rate=max(ops, key=lambda op: op.flops).rate,
-            flops=sum(op.flops for op in ops) / len(calls),
-            nbytes=sum(op.nbytes for op in ops) // len(calls),
-            after=any(op.after for op in ops),
-            device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
-            stacked=all(op.stacked for op in ops),
-            least=max(op.least for op in ops),
-        )
-        for ops in zip_longest(*calls, fillvalue=Op())
-    )

@@ -30,7 +30,7 @@ from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import Cursor
 
-HOP_S = 20e-6  # for what a block is given, or returns, to be on another device [H200, NVLink]
+HOP_S = 20e-6  # for what a block is given, or returns, to be on another device, beside its bytes [H200, NVLink]
 _STEPS = 3  # the wrap-around fills settle in the second
 _BISECTIONS = 60
 _WORTH = 0.99  # of a step: for less nobody leaves the turns, in which links have more time to spare
@@ -39,12 +39,16 @@ _WORTH = 0.99  # of a step: for less nobody leaves the turns, in which links hav
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
     """A device's plan: `simulated` without what kernels read from host memory, which takes `read_s` of a step, and the
-    seconds of its units alone, without what others compute in between."""
+    seconds of its units alone, without what others compute in between.
+
+    A block's tensors take `hop_s` to come from another device, and as long to go back.
+    """
 
     plan: Plan
     simulated: Plan
     profile: Profile
     read_s: float = 0.0
+    hop_s: float = HOP_S
 
     @classmethod
     def of(cls, plan: Plan, planner: Planner) -> Lane:
@@ -52,8 +56,10 @@ class Lane:
         own = {name: tuple(op for op in ops if not op.after) for name, ops in planner.demand.work.items()}
         planner = replace(planner, demand=replace(planner.demand, work=own, captured={}), unit_s={})
         simulated, profile = planner.alone(plan)
-        read_s = planner.read_nbytes(plan.manifest, plan.mapped) / planner.machine.profile.link_bytes_per_s
-        return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s)
+        link = planner.machine.profile.link_bytes_per_s
+        read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link
+        hop_s = HOP_S + planner.demand.states_nbytes / link  # no faster than that, as devices need not be peers
+        return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s, hop_s=hop_s)
 
 
 def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[list[int]]:
@@ -129,27 +135,34 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
     return found
 
 
-def step_s(lanes: Sequence[Lane], turns: Sequence[int], hop_s: float = HOP_S) -> float:
+def step_s(lanes: Sequence[Lane], turns: Sequence[int]) -> float:
     """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulate_s` for one.
 
-    Each lane has a link. What a unit is given comes from the first lane, and goes back there. A unit is open, and what
-    it streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host launches all.
+    Each lane has a link. What a block is given comes from the first lane, and goes back there. Its first unit is open,
+    and what that streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host
+    launches all.
     """
     states = [_State(lane) for lane in lanes]
+    hops = [0.0, *(lane.hop_s for lane in lanes[1:])]
     now = started = launched = disk_free = 0.0
     for state in states:
         disk_free = state.fill(state.plan.first, 0.0, disk_free)
     for _ in range(_STEPS):
         started = now
         steps = [state.step() for state in states]
+        block: tuple[int, int | None] = 0, None  # whose, and which of these
         for lane in turns:
-            state, hop = states[lane], hop_s * (lane > 0)
+            state = states[lane]
             unit, fills = next(steps[lane])
+            if (coming := (lane, state.plan.manifest.units[unit].layer)) != block:
+                now += hops[block[0]] + hops[lane]
+                block = coming
             launched += state.hosts[unit]
-            ended = max(state.opened(unit), now + hop) + state.computes[unit]
+            ended = max(state.opened(unit), now) + state.computes[unit]
             state.free = max(ended, launched)
             disk_free = state.fill(fills, state.free, disk_free)
-            now = state.free + hop
+            now = state.free
+        now += hops[block[0]]
     return max(now - started, launched / _STEPS) + sum(lane.read_s for lane in lanes)
 
 

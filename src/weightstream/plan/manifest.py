@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal
 
 KEPT = "(kept on the device)"  # the name of a unit without a module
@@ -348,3 +349,21 @@ def unit_seconds(ops: Sequence[Op], profile: Profile) -> tuple[float, float, flo
     seconds = [op.seconds(profile) for op in ops]
     after = sum(s for s, op in zip(seconds, ops, strict=True) if op.after)
     return sum(seconds), profile.op_launch_s * len(ops), after / (sum(seconds) or 1.0)
+
+
+def mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
+    """The ops of one of several calls, op by op."""
+    if len(calls) < 2:
+        return tuple(calls[0]) if calls else ()
+    return tuple(
+        Op(
+            rate=max(ops, key=lambda op: op.flops).rate,
+            flops=sum(op.flops for op in ops) / len(calls),
+            nbytes=sum(op.nbytes for op in ops) // len(calls),
+            after=any(op.after for op in ops),
+            device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
+            stacked=all(op.stacked for op in ops),
+            least=max(op.least for op in ops),
+        )
+        for ops in zip_longest(*calls, fillvalue=Op())
+    )

@@ -77,6 +77,7 @@ class Demand:
     """What a step needs beside weights: the work of each unit by name, bytes of activations, at most, and cache.
 
     `workload`: that of a language model, None for others. Without work nothing is known. `captured`: that in a graph.
+    `states_nbytes`: what a repeated block returns, at most.
     """
 
     workload: Workload | None = None
@@ -84,6 +85,7 @@ class Demand:
     captured: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
     activation_nbytes: int = 0
     cache_nbytes: int = 0
+    states_nbytes: int = 0
 
 
 Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
@@ -91,8 +93,7 @@ Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
 
 def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
     """The plan that a search finds; where there is none raises the refusal, added by then, that is best told."""
-    plan = placement.search(candidates)
-    if plan is None:
+    if (plan := placement.search(candidates)) is None:
         raise min(refusals, key=itemgetter(0))[1]
     return plan
 
@@ -317,8 +318,7 @@ class Planner:
         yield named if reads else frozenset()
         if not (reads and self._chooses) or manifest.without(named).nbytes <= (self.budget or 0):
             return
-        tables = frozenset(a for a in self.weights.by_row if manifest.aliases.get(a, 0) >= _TABLE_NBYTES)
-        if tables:
+        if tables := frozenset(a for a in self.weights.by_row if manifest.aliases.get(a, 0) >= _TABLE_NBYTES):
             yield named | tables
         if lone := self._lone(manifest.without(named | tables)):
             yield named.union(tables, lone)
