@@ -39,7 +39,8 @@ BELOW: dict[str, set[str]] = {
     "pipelines": LEAVES
     | {"plan", "store", "runtime", "measure", "adapters", "prospects", "assembly", "pipeline_plans"},
     "shares": LEAVES | {"plan", "runtime", "adapters", "prospects", "assembly"},
-    "striping": LEAVES | {"plan", "store", "codec", "runtime", "adapters", "prospects", "assembly", "shares"},
+    "striping": LEAVES
+    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "shares"},
     "front": LEAVES
     | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"}
     | {"pipeline_plans", "striping"},

@@ -8,6 +8,7 @@ are open, and decoded, before its tensors go there. Whose each block is: plan/la
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from weightstream.assembly import Assembly, Given, assembled
 from weightstream.codec.device import on
 from weightstream.config import OffloadConfig
 from weightstream.errors import OffloadError
+from weightstream.measure import links
 from weightstream.plan import lanes
 from weightstream.plan.lanes import StripedPlan
 from weightstream.plan.planner import Machine, Weights
@@ -236,7 +238,9 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
     try:
         if given.folder is not None:
             stripes.on_removal(given.folder.close)
-        deals = shared_out(model, [prospects.machine_of(backend, config) for backend in backends], config)
+        rates = _rates(backends)
+        machines = (prospects.machine_of(backend, config) for backend in backends)
+        deals = shared_out(model, list(map(_at_rate, machines, rates)), config)
         for module in deals[0].around:
             stripes.keep(module)
         with ExitStack() as assembling:
@@ -246,7 +250,10 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
                 for lane in shares.used:
                     about = replace(given, folder=None, hosted=shares.hosted(lane, model))
                     part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
-                    found[stripes.names[lane]] = assembling.enter_context(part)
+                    found[stripes.names[lane]] = assembly = assembling.enter_context(part)
+                    known, rate = assembly.prospect, rates[lane]
+                    planners = (replace(p, machine=_at_rate(p.machine, rate)) for p in known.planners)
+                    assembly.narrow(replace(known, planners=tuple(planners)))
                 return found
 
             def known() -> Iterator[dict[str, Prospect]]:
@@ -266,6 +273,18 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
         stripes.remove()
         raise
     return stripes
+
+
+def _rates(backends: Sequence[Backend]) -> Sequence[float]:
+    """Bytes per second that each link has at most while all of them copy."""
+    devices = tuple(backend.device for backend in backends)
+    found = () if devices[0].type == "cpu" else links.together(devices)
+    return found or [math.inf] * len(devices)
+
+
+def _at_rate(machine: Machine, rate: float) -> Machine:
+    link = min(machine.profile.link_bytes_per_s, rate)
+    return replace(machine, profile=replace(machine.profile, link_bytes_per_s=link))
 
 
 def _dealt_anew(

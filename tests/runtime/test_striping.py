@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,9 @@ import streaming
 import weightstream
 from models import BLOCKLESS, MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
-from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError
+from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError, striping
 from weightstream.assembly import Assembly, Given
+from weightstream.measure import links
 from weightstream.plan import lanes
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.crossing import Way, crossing
@@ -457,6 +459,46 @@ def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatc
     assert_plain()
     with striped(model, 2):
         assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
+
+
+def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = MODELS["Stack"](), plain("Stack", "cpu")
+    with striped(model, 2) as stripes:
+        alone = [part._installed.refinement.prospect for part in stripes.parts.values()]
+        nbytes = stripes.plan.plans["cpu:0"].step_nbytes
+    monkeypatch.setattr(striping, "_rates", lambda _: [1e3, math.inf])
+    with striped(model, 2) as stripes:
+        assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
+        found = [part._installed.refinement.prospect for part in stripes.parts.values()]
+        rates = [{p.machine.profile.link_bytes_per_s for p in prospect.planners} for prospect in found]
+        assert rates == [{1e3}, {alone[1].planners[0].machine.profile.link_bytes_per_s}]
+        assert stripes.plan.plans["cpu:0"].step_nbytes < nbytes, "a slow link has less to bring"
+
+
+def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once per process; where one of them fails, the others do not wait for it."""
+    links.together.cache_clear()
+    devices = (torch.device("cpu"),) * 2
+    found = links.together(devices)
+    assert len(found) == 2
+    assert min(found) > 1e6
+    made: list[CpuBackend] = []
+
+    def failing(_: torch.device) -> CpuBackend:
+        made.append(backend := CpuBackend())
+        if len(made) == 2:
+            backend.alloc = no_memory
+        return backend
+
+    def no_memory(nbytes: int) -> torch.Tensor:
+        raise RuntimeError(f"no {nbytes} bytes")
+
+    monkeypatch.setattr(links, "backend_of", failing)
+    assert links.together(devices) == found
+    links.together.cache_clear()
+    assert links.together(devices) == ()
+    assert "as fast as alone" in caplog.text
+    links.together.cache_clear()
 
 
 @torch.no_grad()

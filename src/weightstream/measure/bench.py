@@ -82,7 +82,7 @@ def measure(backend: Backend, advance: Callable[[], object] = lambda: None) -> t
 
     Calls `advance` once a round.
     """
-    with closing(backend_of(backend.device)) as own, _left_as_found(own.device), torch.no_grad():
+    with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
         numbers, complete = _Bench(own).measure(advance)
     if own.device.type == "cpu":
         numbers |= {"machine": machine.processor(), "device_nbytes": psutil.virtual_memory().total}
@@ -93,7 +93,8 @@ def measure(backend: Backend, advance: Callable[[], object] = lambda: None) -> t
 
 
 @contextmanager
-def _left_as_found(device: torch.device) -> Iterator[None]:
+def left_as_found(device: torch.device) -> Iterator[None]:
+    """What the allocator keeps of what runs inside goes back to the driver."""
     if device.type == "cpu":
         yield
         return
@@ -322,8 +323,13 @@ def rounds_s(backend: Backend, work: _Work, seconds: float, side: Side = Side.CO
     return [backend.seconds(a, b) or 0.0 for a, b in itertools.pairwise(stamps)][_SETTLING:]
 
 
-def copies_s(backend: Backend, sizes: Sequence[int], seconds: float) -> list[float]:
-    """Seconds of each round of copies of these sizes, back to back, from memory that copies start from."""
+def copies_s(
+    backend: Backend, sizes: Sequence[int], seconds: float, ready: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Seconds of each round of copies of these sizes, back to back, from memory that copies start from.
+
+    Calls `ready` once all memory is there.
+    """
     largest = max(sizes)
     with host_memory(backend.device, max(largest, min(sum(sizes), _SOURCE_NBYTES))) as source:
         target, copies, begin = backend.alloc(largest), [], 0
@@ -332,6 +338,7 @@ def copies_s(backend: Backend, sizes: Sequence[int], seconds: float) -> list[flo
             copy = Copy(dst=target[:size], src=source[begin : begin + size], pinned=source.is_pinned())
             copies.append(partial(backend.copy, [copy]))
             begin += size
+        ready()
         return rounds_s(backend, partial(_run_all, copies), seconds, Side.COPY)
 
 

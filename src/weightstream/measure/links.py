@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import cache
 from threading import Barrier
 
 import torch
 
-from weightstream.measure.bench import copies_s, rounds_s
+from weightstream.errors import StoreError
+from weightstream.measure.bench import backend_of, copies_s, left_as_found, rounds_s
 from weightstream.runtime.backend import Backend
+
+logger = logging.getLogger("weightstream")
 
 _SIZES = [64 << 20] * 4
 _HOPS = 64
 _STATES_NBYTES = 8192  # what a block gives for a token
+_SHORT_S = 0.1
+
+
+@cache
+def together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
+    """`rates` of these devices, measured once per process; none where they cannot be."""
+    try:
+        with ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(left_as_found(device))
+            return tuple(rates([stack.enter_context(closing(backend_of(device))) for device in devices], _SHORT_S))
+    except (RuntimeError, StoreError) as error:
+        logger.warning("links cannot be measured at once, and are taken to be as fast as alone: %s", error)
+        return ()
 
 
 def rates(backends: Sequence[Backend], seconds: float) -> list[float]:
@@ -22,8 +42,11 @@ def rates(backends: Sequence[Backend], seconds: float) -> list[float]:
     start = Barrier(len(backends))
 
     def measured(backend: Backend) -> float:
-        start.wait()
-        return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, seconds))
+        try:
+            return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, seconds, start.wait))
+        except BaseException:
+            start.abort()  # the others would wait for good
+            raise
 
     with ThreadPoolExecutor(len(backends)) as pool:
         return list(pool.map(measured, backends))
