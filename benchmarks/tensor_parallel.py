@@ -11,6 +11,7 @@ link_nbytes   that each link moves in a step; link_gbps: over ms
 floor_ms      the most of these over what that link reached when all copied at once, in the same run
 host_x        host bytes of weights over all ranks, over those of the model that stream
 grown_x       likewise what the processes' private memory grew by
+token_ms      of `weightstream.generate`, captured in a CUDA graph where that says so
 load_s        from the call of from_pretrained to the end of the first step
 """
 
@@ -64,6 +65,8 @@ class Ranks:
         self.sharded = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=self.num)}
         join(self.sharded["distributed_config"])
         self.together = [0.0] * self.num
+        self.texts: dict[str, Any] = {}  # of each model, as transformers loads it
+        self.text: Any = None
 
     def write(self, **row: Any) -> None:
         if self.rank == 0:
@@ -153,8 +156,29 @@ class Ranks:
         if not all(y.isfinite().all() for y in want):
             raise ValueError(f"{name}: its outputs are not finite")
         ms, is_equal = self.timed(run, inputs, want)
-        self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal)
+        told = {} if "prompt" in name else self.generated(model)
+        self.texts[name] = told.pop("text", None)
+        self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal, **told)
         return want
+
+    def generated(self, model: Any) -> dict[str, Any]:
+        """Milliseconds of each further token of a text, and how its steps ran."""
+        prompt, few, many = torch.arange(2, 34, device=self.device).view(1, -1), 16, 48
+        found: list[Any] = []
+
+        def seconds(num: int) -> float:
+            timing.synchronize(self.device)
+            distributed.barrier()
+            started = time.perf_counter()
+            options = {"max_new_tokens": num, "min_new_tokens": num, "do_sample": False, "pad_token_id": 0}
+            self.text = weightstream.generate(model, prompt, on_decoding=found.append, **options).tolist()
+            timing.synchronize(self.device)
+            return time.perf_counter() - started
+
+        seconds(few)
+        ms = [1e3 * (seconds(many) - seconds(few)) / (many - few) for _ in range(5)]
+        seconds(many)
+        return {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
 
     @torch.no_grad()
     def cell(self, system: str, folder: Path, inputs: list[torch.Tensor], want: Any, **settings: Any) -> None:
@@ -170,6 +194,8 @@ class Ranks:
         ms, is_equal = self.timed(run, inputs, want)
         plan = streamer.plan
         held, grown = streamer.stats().held_nbytes["host"], private_nbytes() - before
+        told = {} if "prompt" in system else self.generated(model)
+        is_equal &= told.pop("text", None) == self.texts.get(system.partition(", ")[0] if told else "")
         found = self.every((plan.step_nbytes, held, grown, plan.offloaded_nbytes, is_equal, load_s))
         p50 = rows.percentiles(ms)["p50"]
         nbytes = [each[0] for each in found]
@@ -189,6 +215,7 @@ class Ranks:
             equal=all(each[4] for each in found),
             load_s=round(max(each[5] for each in found), 2),
             unplanned_fills=streamer.stats().unplanned_fills,
+            **told,
             plan=plan.summary(),
         )
         del run

@@ -23,7 +23,7 @@ from torch import distributed
 
 import weightstream
 from weightstream import CheckpointError, PlanError
-from weightstream.adapters.ranks import ranks_of
+from weightstream.adapters.ranks import join, ranks_of
 from weightstream.assembly import Assembly, Given
 from weightstream.front import _offload
 from weightstream.given import settled
@@ -57,7 +57,7 @@ def streamed(name: str, **settings: Any) -> Any:
 def steps(model: Any, num: int = 2) -> list[torch.Tensor]:
     where = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
     ids = torch.arange(1, 9, device=where).view(1, 8)
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 3 if DEVICE == "cpu" else 8, "do_sample": False, "pad_token_id": 0}
     found = [model(ids).logits.detach()]  # with gradients: another way of transformers
     with torch.no_grad():
         found += [model(ids + k).logits for k in range(num)]
@@ -275,6 +275,7 @@ def an_error_on_one_rank() -> None:
 
 def main() -> None:
     torch.manual_seed(1)
+    join(transformers.distributed.DistributedConfig(**SHARDED["distributed_config"]))  # so that host tensors gather
     for name in sys.argv[3:]:
         CHECKS[name]()
         os.write(1, f"rank {RANK}: {name} holds\n".encode())  # print makes two calls
