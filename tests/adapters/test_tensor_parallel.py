@@ -31,7 +31,7 @@ FAILING = "an_error_on_one_rank"
 SHAPE = TEXT | {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
 MODELS = {
     "llama": (transformers.LlamaConfig, {"num_hidden_layers": 5}),
-    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True, "vocab_size": 131, "num_key_value_heads": 2}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True, "vocab_size": 132, "num_key_value_heads": 2}),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_key_value_heads": 2}),
 }
 DEVICES = [
