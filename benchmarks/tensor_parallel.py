@@ -30,6 +30,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import host
 import rows
 import timing
 import torch
@@ -63,7 +64,7 @@ class Ranks:
         self.rank, self.num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", self.rank)
         self.sharded = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=self.num)}
-        join(self.sharded["distributed_config"])
+        self.ranks = join(self.sharded["distributed_config"])
         self.together = [0.0] * self.num
         self.texts: dict[str, Any] = {}  # of each model, as transformers loads it
         self.text: Any = None
@@ -74,16 +75,11 @@ class Ranks:
             rows.append(self.args.out, [row], self.common)
             print({key: value for key, value in row.items() if key not in ("plan", "bench")}, flush=True)
 
-    def every(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.num
-        distributed.all_gather_object(found, value)
-        return found
-
     def links(self) -> None:
         with closing(backend_of(self.device)) as backend:
             distributed.barrier()
             rate = links.rates([backend], 0.01 if self.args.tiny else 0.5)[0]
-        self.together = [round(each / 1e9, 2) for each in self.every(rate)]
+        self.together = [round(each / 1e9, 2) for each in self.ranks.gather(rate)]
         self.write(system="links", together_gbps=self.together)
 
     @contextmanager
@@ -184,7 +180,7 @@ class Ranks:
     def cell(self, system: str, folder: Path, inputs: list[torch.Tensor], want: Any, **settings: Any) -> None:
         timing.clear(self.device)
         distributed.barrier()
-        before, started = private_nbytes(), time.perf_counter()
+        before, started = host.anon_nbytes(), time.perf_counter()
         model = weightstream.from_pretrained(folder, device=self.device, progress=False, **self.sharded, **settings)
         run, streamer = last(model), model.weightstream
         run(inputs[0])
@@ -193,10 +189,10 @@ class Ranks:
         predicted = streamer.plan.step_s
         ms, is_equal = self.timed(run, inputs, want)
         plan = streamer.plan
-        held, grown = streamer.stats().held_nbytes["host"], private_nbytes() - before
+        held, grown = streamer.stats().held_nbytes["host"], host.anon_nbytes() - before
         told = {} if "prompt" in system else self.generated(model)
         is_equal &= told.pop("text", None) == self.texts.get(system.partition(", ")[0] if told else "")
-        found = self.every((plan.step_nbytes, held, grown, plan.offloaded_nbytes, is_equal, load_s))
+        found = self.ranks.gather((plan.step_nbytes, held, grown, plan.offloaded_nbytes, is_equal, load_s))
         p50 = rows.percentiles(ms)["p50"]
         nbytes = [each[0] for each in found]
         floor = max(n / rate / 1e6 for n, rate in zip(nbytes, self.together, strict=True))
@@ -272,12 +268,6 @@ class Ranks:
 def last(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """A step of it: the logits of the last token."""
     return lambda x: model(x, use_cache=False, logits_to_keep=1).logits
-
-
-def private_nbytes() -> int:
-    """Memory of this process that no file holds."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What each process of tensor parallelism checks; `tests/adapters/test_tensor_parallel.py` starts them.
 
-    torchrun --nproc-per-node 2 ranks.py DEVICE FOLDER CHECK…
+    torchrun --nproc-per-node 2 sharded_checks.py DEVICE FOLDER CHECK…
 
 The bits are those of the same model in the same processes, as transformers has it without weightstream. Each check that
 holds prints `rank N: CHECK holds`; one that does not ends its process.
@@ -24,7 +24,7 @@ from torch import distributed
 
 import weightstream
 from weightstream import CheckpointError, PlanError
-from weightstream.adapters.ranks import join, ranks_of
+from weightstream.adapters.ranks import Ranks, join, ranks_of
 from weightstream.assembly import Assembly, Given
 from weightstream.front import _offload
 from weightstream.given import settled
@@ -34,8 +34,9 @@ from weightstream.store.mapping import FileMapping
 from wrapped import Delay, Wrapper
 
 DEVICE, FOLDER = sys.argv[1], Path(sys.argv[2])
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-SHARDED = {"distributed_config": {"tp_size": RANKS}}
+RANK, NUM = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WHERE = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
+SHARDED = {"distributed_config": {"tp_size": NUM}}
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -46,18 +47,16 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def plain(name: str) -> Any:
     """The model as transformers shards it."""
-    config = transformers.distributed.DistributedConfig(tp_size=RANKS)
+    config = transformers.distributed.DistributedConfig(tp_size=NUM)
     return transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, distributed_config=config)
 
 
 def streamed(name: str, **settings: Any) -> Any:
-    device = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
-    return weightstream.from_pretrained(FOLDER / name, device=device, progress=False, **SHARDED, **settings)
+    return weightstream.from_pretrained(FOLDER / name, device=WHERE, progress=False, **SHARDED, **settings)
 
 
 def steps(model: Any, num: int = 2) -> list[torch.Tensor]:
-    where = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
-    ids = torch.arange(1, 9, device=where).view(1, 8)
+    ids = torch.arange(1, 9, device=WHERE).view(1, 8)
     options = {"max_new_tokens": 3 if DEVICE == "cpu" else 8, "do_sample": False, "pad_token_id": 0}
     found = [model(ids).logits.detach()]  # with gradients: another way of transformers
     with torch.no_grad():
@@ -92,12 +91,6 @@ def in_files(model: Any) -> tuple[int, int]:
         elif isinstance(memory, LazyMemory):
             nbytes[FOLDER in memory.extents[0].mapping.path.parents] += home.group.nbytes
     return nbytes[True], nbytes[False]
-
-
-def every(value: Any) -> list[Any]:
-    found: list[Any] = [None] * RANKS
-    distributed.all_gather_object(found, value)
-    return found
 
 
 def holds(name: str, *, written: bool, **settings: Any) -> None:
@@ -198,8 +191,7 @@ def updates() -> None:
 def what_is_sharded_already() -> None:
     model = plain("llama")
     want = steps(model)
-    device = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
-    with weightstream.offload(model, device=device, device_budget=local_nbytes(model) // 2, codec="none"):
+    with weightstream.offload(model, device=WHERE, device_budget=local_nbytes(model) // 2, codec="none"):
         assert_same(steps(model), want)
     assert_same(steps(model), want)
 
@@ -209,11 +201,11 @@ def budgets_are_agreed() -> None:
     nbytes = local_nbytes(plain("llama"))
     model = streamed("llama", device_budget=nbytes // (2 + RANK), host_budget=10 * nbytes, codec="none")
     plan = model.weightstream.plan
-    found = every((plan.summary(), plan.budget, plan.step_s))
+    found = Ranks().gather((plan.summary(), plan.budget, plan.step_s))
     assert all(each == found[0] for each in found), found
-    assert plan.budget == nbytes // (1 + RANKS)
+    assert plan.budget == nbytes // (1 + NUM)
     planner = model.weightstream._installed.refinement.prospect.planners[0]
-    assert planner._host_budget == 10 * nbytes // RANKS
+    assert planner._host_budget == 10 * nbytes // NUM
     model.weightstream.remove()
 
 
@@ -245,7 +237,7 @@ def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
     """A model whose second rank has such a backend, what it gives without it, and its streamer."""
     model = plain("llama")
     want, config = steps(model), settled(None, device_budget=local_nbytes(model) // 2, codec="none")
-    backend = backend_of("cpu" if DEVICE == "cpu" else f"cuda:{RANK}", config)
+    backend = backend_of(WHERE, config)
     backend = wrap(backend) if RANK == 1 else backend
     with torch.no_grad():
         return model, want, _offload(model, backend, config, Given(ranks=ranks_of(model)))

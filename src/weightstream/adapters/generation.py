@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private, static_cache
-from weightstream.adapters.ranks import ranks_of
 from weightstream.adapters.steps import CACHES, cache_in
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
@@ -140,8 +139,6 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
         return f"{', '.join(others)}: only text is decoded from a graph"
     if (reason := static_cache.unsuited(model)) is not None:
         return reason
-    if ranks_of(model) is not None:  # one that fell back alone would leave the others in a collective
-        return "steps of tensor parallelism are not captured"
     streamer = model.__dict__.get(guards.ATTRIBUTE)
     devices = {p.device for p in model.parameters()} if streamer is None else getattr(streamer, "devices", ())
     if len(devices) > 1:

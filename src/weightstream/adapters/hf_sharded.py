@@ -13,16 +13,18 @@ import torch
 
 from weightstream.adapters.hf_private import set_inside
 from weightstream.errors import ConfigError
+from weightstream.runtime.leaves import rewrapped
 
 _LIKE = "_dtensor_from_local_like"
 _OF_TORCH, _OF_TRANSFORMERS = "torch.distributed.", "transformers.distributed."  # where their code is
 
 
-def wanted(kwargs: Mapping[str, Any]) -> Any | None:
-    """The `DistributedConfig` that keywords of `from_pretrained` ask for: by this name, or as `tp_plan` and `tp_size`;
-    None: one process. Raises `ConfigError`."""
-    given = kwargs.get("distributed_config")
-    older = {name: kwargs[name] for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
+def wanted(kwargs: dict[str, Any]) -> Any | None:
+    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by this name, or as `tp_plan` and `tp_size`;
+    None: one process. They have it by its name alone from then on. Raises `ConfigError`."""
+    given = kwargs.pop("distributed_config", None)
+    older = {name: kwargs.pop(name, None) for name in ("tp_plan", "tp_size")}
+    older = {name: value for name, value in older.items() if value is not None}
     if given is None and not older:
         return None
     from transformers.distributed import DistributedConfig
@@ -31,10 +33,11 @@ def wanted(kwargs: Mapping[str, Any]) -> Any | None:
         raise ConfigError(f"{', '.join(older)} beside distributed_config: name it in that alone")
     try:
         if isinstance(given, Mapping):
-            return DistributedConfig.from_dict(dict(given))
-        return given if given is not None else DistributedConfig(**older)
+            given = DistributedConfig.from_dict(dict(given))
+        kwargs["distributed_config"] = found = given if given is not None else DistributedConfig(**older)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"distributed_config: {error}") from error
+    return found
 
 
 @contextmanager
@@ -73,6 +76,4 @@ def is_of_processes(value: Any) -> bool:
 
 def _like(local: torch.Tensor, reference: Any) -> Any:
     """A shard as a `DTensor` of the same mesh and placements as this one; neither moved nor copied."""
-    names, context = reference.__tensor_flatten__()
-    inside = {name: getattr(reference, name) for name in names} | {"_local_tensor": local}
-    return type(reference).__tensor_unflatten__(inside, context, reference.size(), reference.stride())
+    return rewrapped(reference, type(reference), _local_tensor=local)

@@ -106,7 +106,8 @@ def copied(model: nn.Module, *values: Any) -> Copied:
     for module in modules:
         for leaf in leaves(module):
             outer = leaf.shells[-1] if leaf.shells else leaf.tensor  # what wraps others is a plain tensor here
-            made = memo.setdefault(id(outer), _local(leaf.tensor) if hf_sharded.is_shard(outer) else shape_of(outer))
+            is_shard = bool(leaf.shells) and hf_sharded.is_shard(outer)
+            made = memo.setdefault(id(outer), _local(leaf.tensor) if is_shard else shape_of(outer))
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
         memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
         if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):

@@ -54,8 +54,7 @@ _LOADING = threading.Lock()  # the hook, and what transformers is told for a loa
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir", "force_download", "subfolder")
 _CPU = torch.device("cpu")
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
-_OURS = ("state_dict", "device_map", "max_memory", "gguf_file", "variant")
-_OF_RANKS = ("distributed_config", "tp_plan", "tp_size")
+_OURS = ("state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size", "variant")
 _PASSED_ON = frozenset(  # keywords of transformers that mean here what they mean there
     (
         *("attn_implementation", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
@@ -93,6 +92,7 @@ def load_pretrained(
     may_write: bool = True,
     model_config: Any = None,
     allow_missing: bool = False,
+    distributed_config: Any = None,
     **kwargs: Any,
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
@@ -100,8 +100,8 @@ def load_pretrained(
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
     quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. Other keywords go to the
-    hub, to the config or to transformers.
+    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. With a `distributed_config`
+    the model has this process's shards. Other keywords go to the hub, to the config or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -111,7 +111,6 @@ def load_pretrained(
     if (given := kwargs.get("quantization_config")) is not None:
         refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-    sharding = hf_sharded.wanted({name: kwargs.pop(name) for name in _OF_RANKS if name in kwargs})
     path, folder = local_path(path_or_repo_id, trust_remote_code, **hub)
     if path.is_dir() and is_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
@@ -123,7 +122,7 @@ def load_pretrained(
         config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
         options = {"config": config, "dtype": dtype, **kwargs}
-        options |= {} if sharding is None else {"distributed_config": sharding}
+        options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         with _LOADING, hf_private.progress_bar(progress):
             model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)

@@ -20,7 +20,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.errors import OffloadError
-from weightstream.runtime import parameter
 from weightstream.runtime.backend import owners
 from weightstream.runtime.decoding import Opening, Rows
 from weightstream.runtime.leaves import Role, Shell
@@ -73,10 +72,7 @@ class Face:
 
     def guard(self) -> None:
         """The home is shown, and no step is under way: notice who takes the memory out."""
-        parameter.guard(self.tensor, self.member.kind, self.on_access)
-        for shell in self.member.shells:
-            if shell.is_blind:
-                parameter.guard(shell.tensor, shell.kind, self.on_access)
+        self.member.guard(self.on_access)
 
     def guard_unread(self) -> None:
         """The home is shown in a step: decode it before it is read, where it holds nothing yet.
@@ -88,10 +84,7 @@ class Face:
 
     def free(self) -> None:
         """Be a plain tensor, whatever is in the memory."""
-        parameter.unguard(self.tensor, self.member.kind)
-        for shell in self.member.shells:
-            if shell.is_blind:
-                parameter.unguard(shell.tensor, shell.kind)
+        self.member.unguard()
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""

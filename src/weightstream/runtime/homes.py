@@ -17,7 +17,6 @@ import torch
 from weightstream.codec.format import Layout
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
-from weightstream.runtime import parameter
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.moves import CPU_ALIGNMENT, CodeOverflow, Goal, Home, Moves
 from weightstream.runtime.parameter import Access
@@ -360,11 +359,11 @@ class Homes:
     def guard(self) -> None:
         """Between steps nobody writes to pages of a file, which the device may not: they get memory of their own."""
         for home, member in self._read_only():
-            parameter.guard(member.tensor, member.kind, partial(self._make_writable, home))
+            member.guard(partial(self._make_writable, home))
 
     def unguard(self) -> None:
         for _, member in self._read_only():
-            parameter.unguard(member.tensor, member.kind)
+            member.unguard()
 
     def _read_only(self) -> Iterator[tuple[Home, Member]]:
         for alias in () if self.plan is None else self.plan.mapped:
@@ -377,7 +376,7 @@ class Homes:
             return
         with torch.inference_mode(False), torch.no_grad():
             for member in home.group.members:
-                parameter.unguard(member.tensor, member.kind)
+                member.unguard()
             self._moves.make_writable(home)
             self.sources_changed = True
 

@@ -62,15 +62,19 @@ class Shell:
 
     def follow(self) -> None:
         """Report the device that all tensors inside are on; nothing while they are on several."""
-        names, context = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         device, *others = {tensor.device for _, tensor in _inside(self.tensor)}
         if others or device == self.tensor.device:
             return
         if device not in self._on:
-            make: Any = self.kind
-            inside = {name: getattr(self.tensor, name) for name in names}
-            self._on[device] = make.__tensor_unflatten__(inside, context, self.tensor.size(), self.tensor.stride())
+            self._on[device] = rewrapped(self.tensor, self.kind)
         torch.Tensor.data.__set__(self.tensor, self._on[device])  # type: ignore[attr-defined]
+
+
+def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
+    """A new wrapper of this class like `shell`, around what is inside of that; or around `others`, by their names."""
+    names, context = shell.__tensor_flatten__()
+    inside = {name: getattr(shell, name) for name in names} | others
+    return kind.__tensor_unflatten__(inside, context, shell.size(), shell.stride())
 
 
 def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:

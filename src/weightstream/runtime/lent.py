@@ -17,7 +17,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle, zip_longest
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -110,15 +110,14 @@ class Borrowing:
         found: list[list[Copy]] = [[] for _ in self._ahead]
         most = _BUFFERS * PIECE_NBYTES  # further a neighbour cannot use the time in which the own link has more to do
         for copy in copies:
-            is_flat, begin = copy.src.dim() == 1, 0  # rows that lie apart are not divided
-            given = shares(copy.src.numel(), self._ahead if is_flat else self._ahead[:1])
-            for parts, nbytes in zip(found, given, strict=is_flat):
+            whole, begin = [copy.src.numel(), *[0] * len(self._neighbours)], 0
+            given = shares(copy.src.numel(), self._ahead) if copy.src.dim() == 1 else whole  # rows are not divided
+            for parts, nbytes in zip(found, given, strict=True):
                 end = begin + nbytes
                 if nbytes:
-                    src = copy.src[begin:end] if is_flat else copy.src
-                    parts.append(Copy(dst=copy.dst[begin:end], src=src, pinned=True))
+                    parts.append(Copy(dst=copy.dst[begin:end], src=copy.src[begin:end], pinned=True))
                 begin = end
-            after = [ahead + nbytes for ahead, nbytes in zip_longest(self._ahead, given, fillvalue=0)]
+            after = [ahead + nbytes for ahead, nbytes in zip(self._ahead, given, strict=True)]
             self._ahead = [min(ahead - min(after), most) for ahead in after]
         return found
 

@@ -17,7 +17,9 @@ from torch import nn
 
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+from weightstream.runtime import parameter
 from weightstream.runtime.leaves import Leaf, Role, Shell, leaves, leaves_of, storage_of
+from weightstream.runtime.parameter import Access
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +45,20 @@ class Member:
         start = offset + self.spec.offset
         flat = base[start : start + span(self.spec.shape, self.stride) * dtype.itemsize]
         return flat.view(dtype).as_strided(self.spec.shape, self.stride)
+
+    def guard(self, on_access: Callable[[Access], None]) -> None:
+        """From now on `on_access` runs before any call that needs its memory."""
+        parameter.guard(self.tensor, self.kind, on_access)
+        for shell in self.shells:
+            if shell.is_blind:
+                parameter.guard(shell.tensor, shell.kind, on_access)
+
+    def unguard(self) -> None:
+        """Be plain again."""
+        parameter.unguard(self.tensor, self.kind)
+        for shell in self.shells:
+            if shell.is_blind:
+                parameter.unguard(shell.tensor, shell.kind)
 
     def show(self, view: torch.Tensor) -> None:
         """Be a view of these bytes; no version counts it."""
