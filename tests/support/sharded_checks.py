@@ -23,7 +23,10 @@ from safetensors.torch import load_file
 from torch import distributed
 
 import weightstream
+from fake_cuda import FakeCuda
 from weightstream import CheckpointError, PlanError
+from weightstream.adapters import generation
+from weightstream.adapters.generation import Decoding, Recorder
 from weightstream.adapters.ranks import Ranks, join, ranks_of
 from weightstream.assembly import Assembly, Given
 from weightstream.front import _offload
@@ -140,6 +143,49 @@ def tied_with_biases() -> None:
 def experts() -> None:
     """transformers joins them of several tensors: these are written."""
     holds("mixtral", written=True, codec="none")
+
+
+def decoded(model: Any, recorder: Recorder | None = None) -> tuple[torch.Tensor, Decoding]:
+    """Tokens from a static cache, and how their steps ran."""
+    ids = torch.arange(1, 9, device=WHERE).view(1, 8)
+    recorder = recorder or (FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model))
+    return generation.decode(model, ids, {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}, recorder)
+
+
+@check
+def steps_from_graphs() -> None:
+    """All ranks watch, capture and replay together, also where one of them finds that a step is like none before."""
+    model, sign = plain("llama"), generation._sign
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(torch.arange(1, 9, device=WHERE).view(1, 8), cache_implementation="static", **options)
+    found, decoding = decoded(model)
+    assert torch.equal(found, want)
+    assert decoding == Decoding(replays=10), decoding
+
+    def strange(leaf: Any) -> Any:
+        told.append(leaf)
+        return object() if RANK == 1 and torch.is_tensor(leaf) and len(told) in range(30, 40) else sign(leaf)
+
+    told: list[Any] = []
+    with patch.object(generation, "_sign", strange):
+        found, decoding = decoded(model)
+    assert torch.equal(found, want)
+    assert 0 < decoding.replays < 10, decoding
+    assert Ranks().gather(decoding) == [decoding] * NUM
+
+
+@check
+def a_capture_that_one_rank_refuses() -> None:
+    """None replays then, and all say why."""
+    model = streamed("llama", device_budget="200KiB", codec="none")
+    want = model.generate(
+        torch.arange(1, 9, device=WHERE).view(1, 8), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    for _ in range(2):
+        with patch.object(generation.Decoder, "_capture", lambda *_: "of this test" if RANK == 1 else None):
+            found, decoding = decoded(model)
+        assert torch.equal(found, want)
+        assert decoding == Decoding(reason="on rank 1: of this test"), decoding
 
 
 @check  # slow

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private, static_cache
+from weightstream.adapters.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.adapters.steps import CACHES, cache_in
 from weightstream.errors import UnsupportedError, WeightstreamError
 from weightstream.runtime import cuda, guards
@@ -95,7 +97,8 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
     """`generate` with this recorder; None: there are no graphs on the model's device."""
     device: torch.device = model.device  # an offloaded model tells its streamer's
     given = () if inputs is None else (inputs,)  # a model may have another name for it, and get it by that
-    reason = _unsuited(model, options) if recorder else f"graphs are captured on CUDA, and the model is on {device}"
+    ranks, otherwise = ranks_of(model), f"graphs are captured on CUDA, and the model is on {device}"
+    reason = common(ranks, _unsuited(model, options, ranks) if recorder else otherwise)
     if recorder is None or reason is not None:
         return model.generate(*given, **options), Decoding(reason=reason)
     if (config := options.get("generation_config")) is None:
@@ -105,9 +108,7 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config.update(**_STATIC)
         options = options | {"generation_config": config}
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
-        decoder = Decoder(recorder, device)
-        if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
-            decoder.reason = _enter_step(model, streamer, stack)
+        decoder = Decoder(recorder, device, _Step(getattr(model, guards.ATTRIBUTE, None), stack), ranks)
         stack.enter_context(_standing_in(model, decoder))
         result = model.generate(*given, **options)
     return result, decoder.decoding()
@@ -121,7 +122,7 @@ def _recorder(model: Any) -> Recorder | None:
     return Recorder(new=cuda.new_graph, record=cuda.recording, replay=lambda graph: graph.replay())
 
 
-def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
+def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str | None:
     """Why `generate` should run as it is for this model and these arguments; None: it need not."""
     config = options.get("generation_config")
 
@@ -143,27 +144,38 @@ def _unsuited(model: Any, options: dict[str, Any]) -> str | None:
     devices = {p.device for p in model.parameters()} if streamer is None else getattr(streamer, "devices", ())
     if len(devices) > 1:
         return "the model is spread over several devices"
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        return "it runs in several processes, which would have to agree on each graph"
+    if ranks is None and num_processes() > 1:
+        return "it runs in several processes, and is not sharded as tensor parallelism has it"
     if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):
         return "generate() is running with this model already"
     return None
 
 
-def _enter_step(model: Any, streamer: Any, stack: ExitStack) -> str | None:
-    """All of `generate` becomes one step of the streamer's; returns why it cannot."""
-    try:
-        for _ in range(2):  # a weight that is read outside of its unit takes a second call
-            if not streamer.learned:
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=streamer.device), use_cache=False)
-        stack.enter_context(streamer.step())
-    except Exception as error:  # a forward that wants other arguments, too
-        return str(error)
-    return None
+class _Step:
+    """One step of the streamer, if there is one, that all of `generate` becomes once its order is learned."""
+
+    def __init__(self, streamer: Any, stack: ExitStack) -> None:
+        self.is_entered = streamer is None
+        self._streamer = streamer
+        self._stack = stack
+        self._num_waited = 0
+
+    def is_due(self) -> bool:
+        """Before a forward. What no call has taught is seen in the prompt and in the token behind it, which may read
+        other weights."""
+        self._num_waited += 1
+        if self._num_waited == 2:
+            self._streamer.watch()
+        return self._num_waited > 2 or (self._num_waited == 1 and self._streamer.learned)
+
+    def enter(self) -> str | None:
+        """Returns why it cannot be."""
+        self.is_entered = True
+        try:
+            self._stack.enter_context(self._streamer.step())
+        except Exception as error:  # it runs eager, whatever it is
+            return str(error)
+        return None
 
 
 @contextmanager
@@ -185,12 +197,22 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
             model.__dict__["forward"] = patched
 
 
+class _Ready(IntEnum):
+    """What a step is ready for. Ranks do what all are ready for: a graph repeats what they tell each other, too."""
+
+    WATCH = 1  # it is like none before
+    CAPTURE = 2  # it is like the one before
+    REPLAY = 3  # it is like the one in the graph
+
+
 class Decoder:
     """The forwards of one `generate`: of steps that are alike the first is watched, the second captured."""
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder, device: torch.device, step: _Step, ranks: Ranks | None) -> None:
         self._recorder = recorder
         self._device = device
+        self._step = step
+        self._ranks = ranks
         self._num_steps = 0
         self._replays = 0
         self._watched: Any = None  # the signature of the step before
@@ -203,35 +225,49 @@ class Decoder:
         return Decoding(replays=self._replays, reason=self.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.reason is None and not self._step.is_entered and least(self._ranks, self._step.is_due()):
+            self.reason = common(self._ranks, self._step.enter())
         cache, ids = cache_in(kwargs), kwargs.get("input_ids")
         if self.reason is not None or not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
             return forward(*args, **kwargs)
         if not all(layer.is_initialized for layer in cache.layers):  # a prompt of one token, which fills the cache
             return forward(*args, **kwargs)
+        if not self._step.is_entered:
+            return forward(*args, **kwargs)
         self._num_steps += 1
         leaves, spec = tree_flatten((args, kwargs))
         signature = spec, [_sign(leaf) for leaf in leaves], [_state(layer) for layer in cache.layers]
-        if self._graph is None or self._graph.signature != signature:
-            if self._watched != signature:
-                self._watched = signature
-                with _HostWatch() as watch:  # type: ignore[no-untyped-call]
-                    output = forward(*args, **kwargs)
-                self.reason = watch.found and f"the model waits for the device in {watch.found}"
-                return output
-            self._graph = None  # its memory first
-            try:
-                inputs = [leaf.to(self._device, copy=True) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-                own_args, own_kwargs = tree_unflatten(inputs, spec)
-                step = partial(forward, *own_args, **own_kwargs)
-                self._graph = _Graph(self._recorder, signature, inputs, step, cache.layers)
-            except Exception as error:  # whatever the forward, the capture or the driver makes of it
-                message = str(error).partition("\n")[0]
-                failed = f"the capture failed: {type(error).__name__}: {message}"
-                self.reason = message if isinstance(error, WeightstreamError) else failed
-        if self._graph is None:  # not in the clause above: the error holds the broken graph
+        is_captured = self._graph is not None and self._graph.signature == signature
+        ready = _Ready.REPLAY if is_captured else _Ready.CAPTURE if self._watched == signature else _Ready.WATCH
+        ready = _Ready(least(self._ranks, ready))
+        if ready is _Ready.WATCH:
+            self._watched = signature
+            with _HostWatch() as watch:  # type: ignore[no-untyped-call]
+                output = forward(*args, **kwargs)
+            self.reason = common(self._ranks, watch.found and f"the model waits for the device in {watch.found}")
+            return output
+        if ready is _Ready.CAPTURE:
+            step = forward, leaves, spec
+            self.reason = common(self._ranks, self._capture(signature, cache.layers, *step))
+        if self._graph is None or self.reason is not None:
+            self._graph = None
             return forward(*args, **kwargs)
         self._replays += 1
         return self._graph.replay(leaves)
+
+    def _capture(self, signature: Any, layers: Any, forward: Callable[..., Any], leaves: Any, spec: Any) -> str | None:
+        """Make the graph. Returns why it could not be: the error would hold what is broken."""
+        self._graph = None  # its memory first
+        try:
+            inputs = [leaf.to(self._device, copy=True) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+            own_args, own_kwargs = tree_unflatten(inputs, spec)
+            step = partial(forward, *own_args, **own_kwargs)
+            self._graph = _Graph(self._recorder, signature, inputs, step, layers)
+        except Exception as error:  # whatever the forward, the capture or the driver makes of it
+            message = str(error).partition("\n")[0]
+            failed = f"the capture failed: {type(error).__name__}: {message}"
+            return message if isinstance(error, WeightstreamError) else failed
+        return None
 
 
 class _Graph:
@@ -326,6 +362,8 @@ def _waits(func: Any, args: Any, output: Any) -> bool:
     """Whether the host waits for the device: for a value, a number of elements, or a copy of pageable memory."""
     packet = getattr(func, "overloadpacket", None)
     if packet in _INDEXED:
+        if len(args) > 2 and args[2].numel() == 1 and args[2].device.type == "cpu" and not any(args[3:4]):
+            return False  # it fills what a mask says
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if packet in _COPIES:
         sides = (output, args[packet is torch.ops.aten.copy_])

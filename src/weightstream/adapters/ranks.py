@@ -53,6 +53,19 @@ class Ranks:
             raise kind(f"rank {refusal.rank} refused: {refusal.text}")
         return found
 
+    def least(self, number: int) -> int:
+        """The least that any rank gives here. Cheap enough for each step."""
+        on_host = "cpu:" in distributed.get_backend_config(self._group)
+        found = torch.tensor(int(number), device="cpu" if on_host else torch.accelerator.current_accelerator())
+        distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self._group)
+        return int(found)
+
+    def common(self, reason: str | None) -> str | None:
+        """Why not all ranks can: what the first of them says that cannot, with its name if not all say so."""
+        reasons = self.gather(reason)
+        told = (f"on rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None)
+        return reason if len(set(reasons)) == 1 else next(told)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """What raises inside on one rank raises on all that `gather` or `confirm` inside."""
@@ -86,9 +99,24 @@ def together(ranks: Ranks | None) -> AbstractContextManager[None]:
     return nullcontext() if ranks is None else ranks.together()
 
 
+def least(ranks: Ranks | None, number: int) -> int:
+    """As `Ranks.least`."""
+    return number if ranks is None else ranks.least(number)
+
+
+def common(ranks: Ranks | None, reason: str | None) -> str | None:
+    """As `Ranks.common`."""
+    return reason if ranks is None else ranks.common(reason)
+
+
+def num_processes() -> int:
+    """Of this job."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 def ranks_of(model: nn.Module) -> Ranks | None:
     """Those that hold a model's shards; None: it has none."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if num_processes() == 1:
         return None
     from torch.distributed.tensor import DTensor  # half a second
 

@@ -37,11 +37,12 @@ class Compiled:
         self.drop()
         self._options = {"scope": scope} | options
 
-    def tell(self, reason: str) -> None:
-        """Say once why steps run eager all the same."""
-        if not self._has_told:
+    def runs(self, reason: str | None) -> bool:
+        """Whether steps can run compiled, that is, nothing is a reason; says once why they run eager all the same."""
+        if reason is not None and not self._has_told:
             logger.warning("the model runs eager and not compiled: %s", reason)
-        self._has_told = True
+            self._has_told = True
+        return reason is None
 
     def entry(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What runs in place of the plain `forward`."""

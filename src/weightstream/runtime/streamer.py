@@ -88,6 +88,10 @@ class Streamer:
         """Whether a step has taught the order of the weights."""
         return not self._learning.watches
 
+    def watch(self) -> None:
+        """Watch the next step, too: it may read what no step before did."""
+        self._learning.watching = True
+
     def stats(self) -> Stats:
         """Counters and bytes held, as of now. Waits for the device where experts are cached there."""
         return stats_of(self._installed)
@@ -338,12 +342,8 @@ class Streamer:
 
     def _is_compiled(self) -> bool:
         """Whether this step runs compiled; says once why not."""
-        if not self._compiled.is_wanted or (self._learning.watches and not self._learning.outside):
-            return False
-        reason = self.why_not_fixed()
-        if reason is not None:
-            self._compiled.tell(reason)
-        return reason is None
+        is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))
+        return is_due and self._compiled.runs(self.why_not_fixed())
 
     def _run_fixed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The model's forward at fixed addresses: compiled if that was asked for."""

@@ -1,0 +1,100 @@
+"""A graph that records and repeats operators on the CPU in place of CUDA's.
+
+Like CUDA's it keeps no Python: what a step computes outside of tensors is frozen into it. Its recording executes
+nothing, and it refuses what a capture refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weightstream.adapters.generation import Recorder
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Those in it; what a collective has is waited for."""
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [leaf.trigger_wait() if isinstance(leaf, AsyncCollectiveTensor) else leaf for leaf in leaves]
+
+
+class Graph(TorchDispatchMode):
+    """A list of operators, with the tensors that they read and write."""
+
+    supports_higher_order_operators = True
+    refused: str | None = None  # part of the name of an operator
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # storage -> all of it, its bytes
+        self._made: list[torch.Tensor] = []
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types or AsyncCollectiveTensor in types:  # what it makes of its shards is recorded
+            return NotImplemented
+        if func is torch.ops.aten._local_scalar_dense.default or (self.refused and self.refused in str(func)):
+            raise RuntimeError("operation not permitted when stream is capturing\nlong explanation")
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._own and storage.data_ptr() not in self._before:
+                flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._before[storage.data_ptr()] = flat, flat.clone()
+        output = func(*args, **kwargs)
+        for tensor in _tensors(output):
+            if tensor.untyped_storage().data_ptr() not in self._before:
+                self._own.add(tensor.untyped_storage().data_ptr())
+                self._made.append(tensor)
+        self.calls.append((func, args, kwargs, output))
+        return output
+
+    def undo(self) -> None:
+        for flat, was in self._before.values():
+            flat.copy_(was)
+        for tensor in self._made:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)  # a launch, and nothing else, makes values
+        self._before.clear()
+
+    def replay(self) -> None:
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for own, new in zip(_tensors(output), _tensors(again), strict=True):
+                if own.data_ptr() != new.data_ptr():
+                    own.copy_(new)
+
+
+class FakeCuda:
+    """A recorder of such graphs; counts what it was asked for."""
+
+    def __init__(self, refused: str | None = None) -> None:
+        self.graphs: list[Graph] = []
+        self.replays = 0
+        self._refused = refused
+        self.recorder = Recorder(new=self._new, record=self._record, replay=self._replay)
+
+    def _new(self) -> Graph:
+        self.graphs.append(Graph())
+        self.graphs[-1].refused = self._refused
+        return self.graphs[-1]
+
+    @contextmanager
+    def _record(self, graph: Graph) -> Iterator[None]:
+        try:
+            with graph:
+                yield
+        finally:
+            graph.undo()
+
+    def _replay(self, graph: Graph) -> None:
+        self.replays += 1
+        graph.replay()
