@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch import distributed
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from weightstream.adapters.generation import Recorder
 
@@ -68,6 +69,10 @@ class Graph(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, output in self.calls:
             again = func(*args, **kwargs)
+            for work in (leaf for leaf in tree_leaves(again) if isinstance(leaf, torch.ScriptObject)):
+                distributed.Work.unbox(work).wait()  # of a sum, which Python waited for
+            if func.namespace == "_c10d_functional":
+                again = tree_map_only(torch.Tensor, wait_tensor, again)
             for own, new in zip(_tensors(output), _tensors(again), strict=True):
                 if own.data_ptr() != new.data_ptr():
                     own.copy_(new)

@@ -26,7 +26,7 @@ import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, PlanError
 from weightstream.adapters import generation
-from weightstream.adapters.generation import Decoding, Recorder
+from weightstream.adapters.generation import Decoding
 from weightstream.adapters.ranks import Ranks, join, ranks_of
 from weightstream.assembly import Assembly, Given
 from weightstream.front import _offload
@@ -145,19 +145,26 @@ def experts() -> None:
     holds("mixtral", written=True, codec="none")
 
 
-def decoded(model: Any, recorder: Recorder | None = None) -> tuple[torch.Tensor, Decoding]:
-    """Tokens from a static cache, and how their steps ran."""
+OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+
+def tokens(model: Any) -> torch.Tensor:
+    """From a static cache, as transformers makes them."""
     ids = torch.arange(1, 9, device=WHERE).view(1, 8)
-    recorder = recorder or (FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model))
-    return generation.decode(model, ids, {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}, recorder)
+    return model.generate(ids, cache_implementation="static", disable_compile=True, **OPTIONS)
+
+
+def decoded(model: Any) -> tuple[torch.Tensor, Decoding]:
+    """These from graphs, and how their steps ran."""
+    recorder = FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model)
+    return generation.decode(model, torch.arange(1, 9, device=WHERE).view(1, 8), dict(OPTIONS), recorder)
 
 
 @check
 def steps_from_graphs() -> None:
     """All ranks watch, capture and replay together, also where one of them finds that a step is like none before."""
     model, sign = plain("llama"), generation._sign
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    want = model.generate(torch.arange(1, 9, device=WHERE).view(1, 8), cache_implementation="static", **options)
+    want = tokens(model)
     found, decoding = decoded(model)
     assert torch.equal(found, want)
     assert decoding == Decoding(replays=10), decoding
@@ -178,9 +185,7 @@ def steps_from_graphs() -> None:
 def a_capture_that_one_rank_refuses() -> None:
     """None replays then, and all say why."""
     model = streamed("llama", device_budget="200KiB", codec="none")
-    want = model.generate(
-        torch.arange(1, 9, device=WHERE).view(1, 8), max_new_tokens=12, do_sample=False, pad_token_id=0
-    )
+    want = tokens(model)
     for _ in range(2):
         with patch.object(generation.Decoder, "_capture", lambda *_: "of this test" if RANK == 1 else None):
             found, decoding = decoded(model)

@@ -26,8 +26,8 @@ from weightstream.runtime.backend import Backend, Copy, Event, Side
 
 logger = logging.getLogger("weightstream")
 
-PIECE_NBYTES = 8 << 20
-_BUFFERS = 6  # of a neighbour, as large as a piece: so far it works ahead
+PIECE_NBYTES = 16 << 20
+_BUFFERS = 16  # of a neighbour, as large as a piece: so far it works ahead
 _LEAST_NBYTES = 2 << 20  # of a share: the calls for a smaller one take the host as long as the link
 _ALIGN_NBYTES = 256  # of where a share begins
 
