@@ -220,22 +220,57 @@ def saving() -> None:
     model.weightstream.remove()
 
 
-@check
-def updates() -> None:
-    """Of a shard, through the DTensor, between steps."""
-    model, reference = streamed("llama", device_budget="200KiB", codec="none"), plain("llama")
+def update(model: Any) -> None:
+    with torch.no_grad():
+        layers = model.model.layers
+        layers[1].mlp.down_proj.weight.mul_(1.5)  # in columns
+        layers[1].mlp.gate_proj.weight.mul_(0.5)
+        layers[1].mlp.up_proj.weight.data.add_(0.25)  # past versions
+        layers[1].self_attn.o_proj.weight.to_local().zero_()
+        torch._foreach_mul_([layers[2].mlp.down_proj.weight, layers[2].mlp.up_proj.weight], 0.75)
+        torch.nn.init.constant_(layers[2].self_attn.q_proj.weight, 0.125)
+        layers[3].mlp.up_proj.weight.detach().mul_(2.0)
+
+
+def updated(model: Any, reference: Any) -> None:
+    """Shards, through the DTensor, between steps and in a step."""
     assert_same(steps(model), steps(reference))
     for of in (model, reference):
-        with torch.no_grad():
-            layer = of.model.layers[1]
-            layer.mlp.down_proj.weight.mul_(1.5)  # in columns
-            layer.mlp.up_proj.weight.data.add_(0.25)  # past versions
-            layer.self_attn.o_proj.weight.to_local().zero_()
+        update(of)
+    for _ in range(2):
+        assert_same(steps(model), steps(reference))
+
+    @torch.no_grad()
+    def shrink(mlp: Any, *_: Any) -> None:
+        mlp.up_proj.weight.mul_(0.5)
+        mlp.down_proj.weight.mul_(1.25)
+
+    hooks = [of.model.layers[k].mlp.register_forward_hook(shrink) for of in (model, reference) for k in (0, 4)]
     assert_same(steps(model), steps(reference))
+    for hook in hooks:
+        hook.remove()
     assert_same(steps(model), steps(reference))
     model.weightstream.remove()
     if DEVICE == "cpu":
         assert_same(steps(model), steps(reference))
+
+
+@check
+def updates() -> None:
+    updated(streamed("llama", device_budget="200KiB", codec="none"), plain("llama"))
+
+
+@check
+def updates_of_codes() -> None:
+    updated(streamed("llama", device_budget="200KiB", codec="small"), plain("llama"))
+
+
+@check  # slow
+def updates_of_what_is_sharded_already() -> None:
+    for codec in ("none", "small"):
+        model = plain("llama")
+        weightstream.offload(model, device=WHERE, device_budget="200KiB", codec=codec)
+        updated(model, plain("llama"))
 
 
 @check  # slow

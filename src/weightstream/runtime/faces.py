@@ -53,7 +53,7 @@ class Face:
 
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
-        self.version = self.tensor._version
+        self.version = self.member.version
         self.on_access = partial(_before, self.member, self.source)  # a guard holds no views
         self.is_lazy = self.source.source.lazy is not None
         self._locate()
@@ -88,7 +88,7 @@ class Face:
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
-        return self.tensor._version != self.version
+        return self.member.version != self.version
 
     def in_ring(self) -> bool:
         """Whether it shows its bytes of the ring, and no data that somebody assigned."""
@@ -101,7 +101,7 @@ class Face:
         return self.is_lazy and not self.source.is_undecoded  # gathered: no kernel tells of writes to that memory
 
     def agree(self) -> None:
-        self.version = self.tensor._version
+        self.version = self.member.version
 
     def adopt(self) -> bool:
         """Take over data that somebody assigned (`tensor.data = new`): copied into the home. False if none was."""
@@ -136,7 +136,7 @@ class Face:
         if (self.tensor.data_ptr(), self.tensor.stride()) != self.ring_at:
             return self.adopt() or self.changed()  # it shows data that was assigned inside; or the home: true bytes
         is_parameter = self.member.role is Role.PARAMETER
-        if self.tensor._version != self.version or (not is_parameter and self._was_written(training)):
+        if self.member.version != self.version or (not is_parameter and self._was_written(training)):
             self.source.check()
             self.home.copy_(self.ring)
             return True
@@ -162,7 +162,8 @@ class Face:
 def _before(member: Member, home: Home, access: Access) -> None:
     """Somebody is about to use the memory of a tensor that shows its home."""
     member.touched |= access in (Access.WRITE, Access.VIEW)
-    member.lent |= access is Access.TAKE
+    # several tensors that are written at once, as `torch._foreach_mul_` does, raise no version of a blind wrapper
+    member.lent |= access is Access.TAKE or (access is Access.WRITE and bool(member.blind))
     if home.is_undecoded:
         home.check()
 
@@ -212,7 +213,7 @@ def noticed(faces: Iterable[Face]) -> list[Face]:
         for face in faces
         if face.member.touched
         or face.member.lent
-        or face.tensor._version != face.version
+        or face.member.version != face.version
         or face.tensor.data_ptr() != face.home_at
     ]
 

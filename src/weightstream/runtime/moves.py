@@ -99,7 +99,7 @@ class Home:
 
     def versions(self) -> int:
         """Grows with every update in place that torch sees."""
-        return sum(member.tensor._version for member in self.group.members)
+        return sum(member.version for member in self.group.members)
 
     @property
     def has_file(self) -> bool:

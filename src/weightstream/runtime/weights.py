@@ -38,6 +38,16 @@ class Member:
     touched: bool = False  # since the last step: other data may be assigned, or written through a view
     lent: bool = False  # its memory was handed out: nothing tells when others write to it
     written: bool | None = None  # its module's forward writes to it, and raises no version; None: not looked at yet
+    blind: tuple[Shell, ...] = field(init=False)  # of its shells: what writes to it through these raises their version
+
+    def __post_init__(self) -> None:
+        self.blind = tuple(shell for shell in self.shells if shell.is_blind)
+
+    @property
+    def version(self) -> int:
+        """Grows with every update in place that torch sees."""
+        own = self.tensor._version
+        return own + sum(shell.tensor._version for shell in self.blind) if self.blind else own
 
     def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
         """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
@@ -49,16 +59,14 @@ class Member:
     def guard(self, on_access: Callable[[Access], None]) -> None:
         """From now on `on_access` runs before any call that needs its memory."""
         parameter.guard(self.tensor, self.kind, on_access)
-        for shell in self.shells:
-            if shell.is_blind:
-                parameter.guard(shell.tensor, shell.kind, on_access)
+        for shell in self.blind:
+            parameter.guard(shell.tensor, shell.kind, on_access)
 
     def unguard(self) -> None:
         """Be plain again."""
         parameter.unguard(self.tensor, self.kind)
-        for shell in self.shells:
-            if shell.is_blind:
-                parameter.unguard(shell.tensor, shell.kind)
+        for shell in self.blind:
+            parameter.unguard(shell.tensor, shell.kind)
 
     def show(self, view: torch.Tensor) -> None:
         """Be a view of these bytes; no version counts it."""
