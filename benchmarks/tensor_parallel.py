@@ -64,7 +64,7 @@ class Ranks:
         self.rank, self.num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", self.rank)
         self.sharded = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=self.num)}
-        self.ranks = join(self.sharded["distributed_config"])
+        self.ranks = join(self.sharded["distributed_config"], weightstream.OffloadConfig())
         self.together = [0.0] * self.num
         self.texts: dict[str, Any] = {}  # of each model, as transformers loads it
         self.text: Any = None
@@ -230,9 +230,8 @@ class Ranks:
             want = self.resident("8b", folder, inputs)
             budget = self.budget(0.9, folder, 13.5)
             for codec in ("none", "auto"):
-                with rows.guarded(self.write, f"8b, {codec}"):
-                    settings = {"device_budget": budget, "codec": codec}
-                    self.cell(f"8b, 0.90 GiB each, codec {codec}", folder, inputs, want, **settings)
+                settings = {"device_budget": budget, "codec": codec}
+                self.cell(f"8b, 0.90 GiB each, codec {codec}", folder, inputs, want, **settings)
             self.prompt(folder, budget)
 
     @torch.no_grad()

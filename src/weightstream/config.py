@@ -270,6 +270,8 @@ class OffloadConfig(_Settings):
                 )
         if self._of_map is not None and self.gpus not in (1, len(self.stripes) or 1):
             raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets of another number: remove gpus")
+        if len(set(self.lent_links)) < len(self.lent_links):
+            raise ConfigError(f"lent_links = {self.lent_links}: name each GPU once")
         if self.lent_links and self.stripes:
             raise ConfigError(f"lent_links = {self.lent_links} are of GPUs that compute nothing: leave it out, or gpus")
         for text in self._ignored():

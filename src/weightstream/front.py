@@ -174,7 +174,7 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = _of_model(config)
     config = settled(config, **settings)
-    ranks = join(hf_sharded.wanted(kwargs))
+    ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend = backends[0]

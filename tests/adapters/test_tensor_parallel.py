@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import weightstream
 from models import TEXT
@@ -51,6 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = kind(**SHAPE | facts, initializer_range=0.3)
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(path / name)
+    shutil.copytree(path / "qwen2", path / "tied")
+    tensors = load_file(path / "tied" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "tied" / "model.safetensors", metadata={"format": "pt"})
     with patch.object(store, "_LEAST_CODED", 8192):
         pack(str(path / "llama"), path / "pack", codec="small")
     return path
@@ -105,5 +111,11 @@ def test_without_other_processes(folder: Path) -> None:
         weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"fsdp_size": 2})
     with pytest.raises(ConfigError, match="tp_size beside distributed_config"):
         weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 2}, tp_size=2)
+    for wrong in ({"tp_sise": 2}, "auto", {"tp_size": "two"}):
+        with pytest.raises(ConfigError, match="distributed_config = "):
+            weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config=wrong)
+    for more in ({"gpus": 2}, {"device_budget": {0: "1MiB", 1: "1MiB"}}, {"lent_links": [1]}):
+        with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):
+            weightstream.from_pretrained(folder / "llama", distributed_config={"tp_size": 2}, **more)
     model = weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 1})
     model.weightstream.remove()

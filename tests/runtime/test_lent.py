@@ -309,5 +309,9 @@ def test_links_add_up_in_the_profile() -> None:
 
 
 def test_wrong_neighbours() -> None:
+    with pytest.raises(ConfigError, match="name each GPU once"):
+        OffloadConfig(lent_links=(1, 1))
+    with pytest.raises(ConfigError, match="device = cpu has no link"):
+        backend_of("cpu", OffloadConfig(lent_links=(1,)))
     with pytest.raises(ConfigError, match="sees no CUDA GPU" if not torch.cuda.is_available() else "name others"):
         backend_of("cuda:0", OffloadConfig(lent_links=(0,)))

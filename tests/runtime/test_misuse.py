@@ -387,3 +387,14 @@ class TestCheckpoints:
             weightstream.from_pretrained(folder, device="cpu", progress=False)
         weightstream.from_pretrained(folder, device="cpu", progress=False, allow_missing=True)
         assert any("9 weights" in r.getMessage() and f"layers.{there}" in r.getMessage() for r in caplog.records)
+
+
+def test_what_fsdp_shards() -> None:
+    class FSDPModule:
+        pass
+
+    class Sharded(FSDPModule, nn.Linear):
+        pass
+
+    with pytest.raises(OffloadError, match="1 is sharded by FSDP"):
+        weightstream.offload(nn.Sequential(nn.Linear(4, 4), Sharded(4, 4)), device="cpu", device_budget="1KiB")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -33,6 +34,7 @@ from weightstream.front import _offload
 from weightstream.given import settled
 from weightstream.runtime.devices import backend_of
 from weightstream.store.decoded import LazyMemory
+from weightstream.store.limits import available_nbytes
 from weightstream.store.mapping import FileMapping
 from wrapped import Delay, Wrapper
 
@@ -293,6 +295,10 @@ def budgets_are_agreed() -> None:
     planner = model.weightstream._installed.refinement.prospect.planners[0]
     assert planner._host_budget == 10 * nbytes // NUM
     model.weightstream.remove()
+    model = streamed("llama", device_budget=nbytes // 2, host_budget="50%", codec="none")
+    planner = model.weightstream._installed.refinement.prospect.planners[0]
+    assert planner._host_budget == pytest.approx(available_nbytes() / 2 / NUM, rel=0.2)
+    model.weightstream.remove()
 
 
 @check
@@ -317,6 +323,20 @@ def a_refusal_is_told_to_all() -> None:
         assert "nowhere" in told
         model = streamed("llama", device_budget=nbytes // 2)
         model.weightstream.remove()
+
+
+@check
+def a_refusal_where_transformers_asks_all() -> None:
+    """Whether tied weights that the files have twice are equal: no rank waits for another in a sum."""
+    told = ""
+    try:
+        streamed("tied" if RANK != 1 else "nowhere", device_budget="200KiB")
+    except (CheckpointError, weightstream.UnsupportedError, ValueError, OSError) as error:
+        told = str(error)
+    assert "nowhere" in told
+    model, want = streamed("tied", device_budget="200KiB"), steps(plain("tied"))
+    assert_same(steps(model), want)
+    model.weightstream.remove()
 
 
 def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
@@ -359,7 +379,8 @@ def an_error_on_one_rank() -> None:
 
 def main() -> None:
     faulthandler.dump_traceback_later(150, exit=True)  # a rank that waits for another says where
-    join(transformers.distributed.DistributedConfig(**SHARDED["distributed_config"]))  # so that host tensors gather
+    wanted = transformers.distributed.DistributedConfig(**SHARDED["distributed_config"])
+    join(wanted, weightstream.OffloadConfig())  # so that host tensors gather
     for name in sys.argv[3:]:
         CHECKS[name]()
         os.write(1, f"rank {RANK}: {name} holds\n".encode())  # print makes two calls

@@ -5,23 +5,24 @@ A test of each (tests/adapters/test_tensor_parallel.py) says which one a new ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from weightstream.adapters.hf_private import set_inside
+from weightstream.adapters.ranks import Ranks
 from weightstream.errors import ConfigError
 from weightstream.runtime.leaves import rewrapped
 
-_LIKE = "_dtensor_from_local_like"
+_LIKE, _EQUAL = "_dtensor_from_local_like", "_tied_params_are_equal"
 _OF_TORCH, _OF_TRANSFORMERS = "torch.distributed.", "transformers.distributed."  # where their code is
 
 
 def wanted(kwargs: dict[str, Any]) -> Any | None:
     """The `DistributedConfig` that keywords of `from_pretrained` ask for, by this name, or as `tp_plan` and `tp_size`;
-    None: one process. They have it by its name alone from then on. Raises `ConfigError`."""
+    None: one process. They have it by its name alone from then on, if it wants several. Raises `ConfigError`."""
     given = kwargs.pop("distributed_config", None)
     older = {name: kwargs.pop(name, None) for name in ("tp_plan", "tp_size")}
     older = {name: value for name, value in older.items() if value is not None}
@@ -32,11 +33,13 @@ def wanted(kwargs: dict[str, Any]) -> Any | None:
     if given is not None and older:
         raise ConfigError(f"{', '.join(older)} beside distributed_config: name it in that alone")
     try:
-        if isinstance(given, Mapping):
-            given = DistributedConfig.from_dict(dict(given))
-        kwargs["distributed_config"] = found = given if given is not None else DistributedConfig(**older)
+        found = (
+            given if isinstance(given, DistributedConfig) else DistributedConfig(**(older if given is None else given))
+        )
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"distributed_config: {error}") from error
+        raise ConfigError(f"distributed_config = {given or older}: {error}") from error
+    if found.tp_size != 1:
+        kwargs["distributed_config"] = found
     return found
 
 
@@ -54,6 +57,7 @@ def on_host(kind: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(set_inside(kind, "prepare_distribute_model", staticmethod(prepared)))
+        stack.enter_context(set_inside(modeling_utils, _EQUAL, _are_equal))
         for module in (core_model_loading, modeling_utils):
             stack.enter_context(set_inside(module, _LIKE, _like))
         yield
@@ -72,6 +76,14 @@ def is_shard(tensor: torch.Tensor) -> bool:
 def is_of_processes(value: Any) -> bool:
     """Whether it is a mesh of processes, which have no copies."""
     return type(value).__module__.startswith((_OF_TORCH, _OF_TRANSFORMERS))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all ranks say so: asked where a rank that refused is heard, and nobody waits in a sum for it."""
+    alike = one.shape == other.shape and getattr(one, "placements", ()) == getattr(other, "placements", ())
+    both: Any = (one, other)
+    parts = [tensor.to_local() if is_shard(tensor) else tensor for tensor in both]
+    return all(Ranks().gather(alike and torch.equal(*parts)))
 
 
 def _like(local: torch.Tensor, reference: Any) -> Any:

@@ -22,6 +22,8 @@ from weightstream.errors import ConfigError, OffloadError
 from weightstream.plan.planner import Machine
 
 _PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
+_OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+_TOLD = "_weightstream_is_told"  # to all ranks
 _FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
 
 
@@ -34,13 +36,12 @@ class _Refusal(NamedTuple):
 
 
 class Ranks:
-    """The processes of a group; `num_here` of them are on this machine."""
+    """The processes of a group; `num_here` processes of the job are on this machine, whose memory they share."""
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
         self.num, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
-        self.num_here = min(self.num, int(os.environ.get("LOCAL_WORLD_SIZE", self.num)))
-        self._is_told = False
+        self.num_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.num))
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives here, in their order; raises the error of one that refused in place of that."""
@@ -48,9 +49,8 @@ class Ranks:
         distributed.all_gather_object(found, value, group=self._group)
         refusals = (given for given in found if isinstance(given, _Refusal))
         if not isinstance(value, _Refusal) and (refusal := next(refusals, None)) is not None:
-            self._is_told = True
             kind = getattr(errors, refusal.kind, OffloadError)
-            raise kind(f"rank {refusal.rank} refused: {refusal.text}")
+            raise _told(kind(f"rank {refusal.rank} refused: {refusal.text}"))
         return found
 
     def least(self, number: int) -> int:
@@ -72,9 +72,8 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if not self._is_told:
-                self._is_told = True
-                error.add_note(f"on rank {self.rank} of {self.num}")
+            if not _is_told(error):
+                _told(error).add_note(f"on rank {self.rank} of {self.num}")
                 self.gather(_Refusal(self.rank, type(error).__name__, str(error)))
             raise
 
@@ -88,10 +87,22 @@ class Ranks:
         every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
         budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
         least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
-        least |= {name: n // self.num_here for name, n in least.items() if name.startswith("host_") or machine.on_cpu}
+        shared = ("host_free_nbytes", *(("free_nbytes", "total_nbytes") if machine.on_cpu else ()))
+        least |= {name: least[name] // self.num_here for name in shared}
         least |= {name: bool(least[name]) for name in ("maps_host_memory", "fetches_rows")}
         agreed = replace(machine, profile=machines[0].profile, **least)
         return config.within(min(budgets, default=None), 1 / self.num_here), agreed
+
+
+def _told(error: Exception) -> Exception:
+    """The error, marked as one that all ranks know of."""
+    vars(error)[_TOLD] = True
+    return error
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Whether all ranks know of it, or of one that led to it."""
+    return error is not None and (_TOLD in vars(error) or _is_told(error.__cause__ or error.__context__))
 
 
 def together(ranks: Ranks | None) -> AbstractContextManager[None]:
@@ -127,7 +138,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return Ranks(mesh.get_group() if mesh.ndim == 1 and not others else None)
 
 
-def join(wanted: Any | None) -> Ranks | None:
+def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
     """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None:
     it wants one process.
 
@@ -136,20 +147,22 @@ def join(wanted: Any | None) -> Ranks | None:
     """
     if wanted is None:
         return None
-    others = [name for name in ("pp_size", "fsdp_size", "dp_replicate_size") if getattr(wanted, name, 1) > 1]
+    if config.stripes or config.lent_links:
+        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus, device_map and lent_links")
+    others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
     if others:
         raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
     if wanted.tp_size == 1:
         return None
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None and "LOCAL_RANK" in os.environ:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     if not distributed.is_initialized():
         if "RANK" not in os.environ:
             raise ConfigError(
                 f"distributed_config: tp_size = {wanted.tp_size} needs as many processes: start them with "
                 f"torchrun --nproc-per-node {wanted.tp_size} script.py"
             )
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        if kind is not None:
-            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         named = "gloo" if kind is None else f"cpu:gloo,{kind.type}:{distributed.get_default_backend_for_device(kind)}"
         distributed.init_process_group(named, timeout=_PATIENCE)
     if distributed.get_world_size() != wanted.tp_size:

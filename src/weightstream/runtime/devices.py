@@ -63,6 +63,8 @@ def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Back
         device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
     except RuntimeError as error:
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists what it knows
+    if config.lent_links and device.type != "cuda":
+        raise ConfigError(f"lent_links = {config.lent_links}: device = {device} has no link; GPUs lend theirs to a GPU")
     if device.type == "cpu":
         return CpuBackend()
     if device.type == "cuda":
@@ -85,7 +87,9 @@ def _borrowing(own: Backend, config: OffloadConfig) -> Backend:
             if not cuda.peers(own.device, [other])[0]:
                 raise ConfigError(f"lent_links = {config.lent_links}: {own.device} does not reach {other} directly")
             there.alloc(1).to(own.device)  # torch lets the two reach each other from then on
-            found.append(Neighbour(there, cuda.CudaBackend(own.device)))
+            pull = cuda.CudaBackend(own.device)
+            on_failure.callback(pull.close)
+            found.append(Neighbour(there, pull))
         on_failure.pop_all()
     return cast("Backend", Borrowing(own, found))
 

@@ -269,8 +269,10 @@ def _owner(attributes: dict[str, Any]) -> str:
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Raise `OffloadError` if the model or a part of it with parameters is offloaded by weightstream."""
+    """Raise `OffloadError` if the model or a part of it with parameters is offloaded by weightstream, or by FSDP."""
     for name, module in model.named_modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise OffloadError(f"{name or 'the model'} is sharded by FSDP, which brings and frees its weights itself")
         apply = module.__dict__.get("_apply")
         if isinstance(apply, RefuseApply) and any(True for _ in module.parameters()):
             where = name or apply.name or type(module).__name__
