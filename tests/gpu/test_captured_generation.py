@@ -59,7 +59,7 @@ def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) ->
         weightstream.offload(model, device="cuda", device_budget=halved(model))
     else:
         model.cuda()
-    for shape, more in CALLS:
+    for call, (shape, more) in enumerate(CALLS):
         ids = prompt(*shape)
         torch.manual_seed(5)
         want = plain.generate(ids, **options(**kept, **more), **STATIC)
@@ -67,7 +67,8 @@ def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) ->
         got, decoding = captured(model, ids, **kept, **more)
         assert torch.equal(got.sequences, want.sequences)
         assert torch.equal(torch.stack(got.logits), torch.stack(want.logits))
-        assert decoding == Decoding(replays=21 if name in WINDOWED else 22), (shape, decoding)
+        learned = offloaded and not call  # in the step behind the first prompt
+        assert decoding == Decoding(replays=(21 if name in WINDOWED else 22) - learned), (shape, decoding)
     if offloaded:
         stats = model.weightstream.stats()
         assert stats.filled_nbytes > 0
@@ -89,7 +90,7 @@ def test_padding_and_stopping_criteria() -> None:
     model.weightstream.remove()
     assert torch.equal(got, want)
     assert got.shape[1] == 15
-    assert decoding == Decoding(replays=15 - 6 - 1 - 1)
+    assert decoding == Decoding(replays=15 - 6 - 1 - 1 - 1)
 
 
 class Reading(transformers.LlamaForCausalLM):

@@ -344,12 +344,12 @@ def test_captured_generation(name: str, codec: str, share: float, generation: An
     budget = int(share * sum(p.nbytes for p in model.parameters()))
     with weightstream.offload(model, device="cuda", device_budget=budget, codec=codec) as streamer:
         assert codec == "auto" or streamer.plan.manifest.codes
-        for shape in ((5, 1), (9, 3), (5, 1)):
+        for call, shape in enumerate(((5, 1), (9, 3), (5, 1))):
             ids = generation.prompt(*shape)
             want = plain.generate(ids, **generation.options(), **generation.STATIC)
             got, decoding = generation.captured(model, ids)
             assert torch.equal(got, want)
-            assert decoding.replays == 22, decoding
+            assert decoding.replays == 22 - (not call), decoding  # the first call learns in a step more
         with torch.no_grad():
             for one in (plain, model):
                 one.model.layers[1].self_attn.q_proj.weight.mul_(1.5)

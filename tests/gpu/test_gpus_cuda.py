@@ -101,8 +101,10 @@ def test_a_link_that_is_lent(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             ids = torch.arange(1, 9, device="cuda:0").view(1, 8)
             options = {"max_new_tokens": 12, "do_sample": False}
             want = reference.module.generate(ids, cache_implementation="static", disable_compile=True, **options)
+            told: list[Any] = []
             for _ in range(5):
-                assert torch.equal(weightstream.generate(model.module, ids, **options), want)
+                assert torch.equal(weightstream.generate(model.module, ids, on_decoding=told.append, **options), want)
+            assert all("with lent_links steps run eager" in str(decoding) for decoding in told)
 
 
 def test_a_link_cannot_be_lent_to_itself() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from models import MODELS, assert_same, model_nbytes
 from streaming import plain, run
-from weightstream import ConfigError, OffloadConfig, StoreError
+from weightstream import ConfigError, OffloadConfig, OffloadError, StoreError
 from weightstream.assembly import Given
 from weightstream.front import _offload
 from weightstream.measure.profile import profile_for
@@ -315,3 +315,17 @@ def test_wrong_neighbours() -> None:
         backend_of("cpu", OffloadConfig(lent_links=(1,)))
     with pytest.raises(ConfigError, match="sees no CUDA GPU" if not torch.cuda.is_available() else "name others"):
         backend_of("cuda:0", OffloadConfig(lent_links=(0,)))
+
+
+def test_no_step_is_captured() -> None:
+    class Capturing(Wrapper):
+        def capturing(self) -> bool:
+            return True
+
+    own, there, pull = (CpuBackend() for _ in range(3))
+    backend = Borrowing(Capturing(own), [Neighbour(there, pull)])
+    memory = torch.zeros(8, dtype=torch.uint8)
+    for refused in (lambda: backend.capture(None), lambda: backend.copy([Copy(dst=memory, src=memory, pinned=True)])):
+        with pytest.raises(OffloadError, match="with lent_links steps run eager"):
+            refused()
+    backend.close()

@@ -6,9 +6,9 @@ by a copy engine of the device, which takes a fraction of the time where a fast 
 for nothing but a buffer to be pulled, so it fills buffers for the next copies while the device waits for a release.
 
 Whoever asks for a copy sees one copy stream, which ends after all pulls of the copy. That costs the own link the time
-of the last pull, once: from then on the neighbour is ahead by it. Copies of a graph take the own link, and so does
-everything once a source was not pinned: a thread queues such copies, and events that it has not recorded yet would
-hold back nobody.
+of the last pull, once: from then on the neighbour is ahead by it. No step is captured: the copies of a graph would take
+the own link alone, at half the speed of eager ones. So does everything once a source was not pinned: a thread queues
+such copies, and events that it has not recorded yet would hold back nobody.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from weightstream.errors import OffloadError
 from weightstream.runtime.backend import Backend, Copy, Event, Side
 
 logger = logging.getLogger("weightstream")
@@ -29,6 +30,7 @@ logger = logging.getLogger("weightstream")
 PIECE_NBYTES = 16 << 20
 _BUFFERS = 16  # of a neighbour, as large as a piece: so far it works ahead
 _LEAST_NBYTES = 2 << 20  # of a share: the calls for a smaller one take the host as long as the link
+_EAGER = "with lent_links steps run eager: the copies of a graph would take one link alone. Leave one of the two out"
 _ALIGN_NBYTES = 256  # of where a share begins
 
 
@@ -82,12 +84,18 @@ class Borrowing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
+    def capture(self, graph: Any, **options: Any) -> NoReturn:
+        """Raises `OffloadError`."""
+        raise OffloadError(_EAGER)
+
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queue copies on the copy stream."""
+        if self._own.capturing():
+            raise OffloadError(_EAGER)
         if not self._is_alone and not all(copy.pinned for copy in copies):
             self._is_alone = True
             logger.warning("lent_links are not used any more: weights that are not pinned, or on disk, are copied.")
-        if self._is_alone or self._own.capturing():
+        if self._is_alone:
             self._own.copy(copies)
             return
         for copy in copies:
