@@ -6,9 +6,9 @@ by a copy engine of the device, which takes a fraction of the time where a fast 
 for nothing but a buffer to be pulled, so it fills buffers for the next copies while the device waits for a release.
 
 Whoever asks for a copy sees one copy stream, which ends after all pulls of the copy. That costs the own link the time
-of the last pull, once: from then on the neighbour is ahead by it. No step is captured: the copies of a graph would take
-the own link alone, at half the speed of eager ones. So does everything once a source was not pinned: a thread queues
-such copies, and events that it has not recorded yet would hold back nobody.
+of the last pull, once: from then on the neighbour is ahead by it. No step is captured, as the copies of a graph would
+take the own link alone. Eager ones do, too, once a source was not pinned: a thread queues such copies, and events that
+it has not recorded yet would hold back nobody.
 """
 
 from __future__ import annotations

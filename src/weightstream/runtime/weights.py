@@ -29,7 +29,6 @@ class Member:
     tensor: torch.Tensor
     names: list[str]
     begin: int  # in its storage, in bytes
-    end: int
     spec: TensorSpec = field(init=False)  # once its group is known
     kind: type[torch.Tensor]
     stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
@@ -42,6 +41,11 @@ class Member:
 
     def __post_init__(self) -> None:
         self.blind = tuple(shell for shell in self.shells if shell.is_blind)
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte in its storage."""
+        return self.begin + span(self.tensor.shape, self.tensor.stride()) * self.tensor.element_size()
 
     @property
     def version(self) -> int:
@@ -188,12 +192,10 @@ def groups(model: nn.Module, *, allow_meta: bool = False) -> dict[str, Group]:
         if id(tensor) in members:
             members[id(tensor)].names.append(path)
         elif tensor.numel():
-            begin = int(tensor.storage_offset()) * tensor.element_size()
             members[id(tensor)] = member = Member(
                 tensor=tensor,
                 names=[path],
-                begin=begin,
-                end=begin + span(tensor.shape, tensor.stride()) * tensor.element_size(),
+                begin=int(tensor.storage_offset()) * tensor.element_size(),
                 kind=type(tensor),
                 stride=tensor.stride(),
                 role=role,
