@@ -44,12 +44,26 @@ BELOW: dict[str, set[str]] = {
     "front": LEAVES
     | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"}
     | {"pipeline_plans", "striping"},
+    "forecasts": LEAVES
+    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "pipeline_plans", "striping"},
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
     "hosts": LEAVES | {"runtime", "offloaders", ""},
     "": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "pipelines", "striping"},
+    | {
+        "plan",
+        "store",
+        "codec",
+        "runtime",
+        "measure",
+        "adapters",
+        "offloaders",
+        "front",
+        "forecasts",
+        "pipelines",
+        "striping",
+    },
     "cli": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "pipelines", ""},
+    | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "forecasts", "pipelines", ""},
     "__main__": {"cli"},
 }
 

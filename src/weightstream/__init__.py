@@ -18,7 +18,8 @@ from weightstream.plan.plan import Plan
 
 if TYPE_CHECKING:
     from weightstream.adapters.generation import generate
-    from weightstream.front import from_pretrained, offload, plan_model
+    from weightstream.forecasts import plan_model
+    from weightstream.front import from_pretrained, offload
     from weightstream.offloaders import (
         BaseOffloader,
         NoopOffloader,
@@ -77,7 +78,9 @@ def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: 
         return import_module("weightstream.adapters.generation").generate
     if name in ("offload_pipeline", "pipeline_from_pretrained"):
         return getattr(import_module("weightstream.pipelines"), name)
-    if name in ("from_pretrained", "offload", "plan_model"):
+    if name == "plan_model":
+        return import_module("weightstream.forecasts").plan_model
+    if name in ("from_pretrained", "offload"):
         return getattr(import_module("weightstream.front"), name)
     if name in __all__:
         return getattr(import_module("weightstream.offloaders"), name)

@@ -6,8 +6,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +19,17 @@ from weightstream.adapters.ranks import join, ranks_of, together
 from weightstream.assembly import Given, assembled, rooted
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.given import dtype_given, settled
-from weightstream.measure.profile import prepare, read_profile
-from weightstream.plan.lanes import StripedPlan
-from weightstream.plan.manifest import Profile
-from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Machine
-from weightstream.plan.prospect import Prospect
-from weightstream.plan.turns import PipelinePlan
+from weightstream.given import dtype_given, of_model, settled
+from weightstream.measure.profile import prepare
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.devices import backend_of, opened
+from weightstream.runtime.devices import opened
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
-from weightstream.striping import Stripes, sketched, stripe
+from weightstream.striping import Stripes, stripe
 
 if TYPE_CHECKING:
-    from weightstream.pipeline_plans import PipelineSketch
+    pass
 
 logger = logging.getLogger("weightstream")
 
@@ -172,7 +165,7 @@ def from_pretrained(
         ) from error
     settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
-    config, model_config = _of_model(config)
+    config, model_config = of_model(config)
     config = settled(config, **settings)
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
@@ -208,139 +201,6 @@ def _spread(kwargs: dict[str, Any]) -> dict[str, Any]:
         return {}
     del kwargs["device_map"]
     return {} if kwargs.get("max_memory") else {"gpus": max(1, torch.accelerator.device_count())}
-
-
-def plan_model(
-    path_or_repo_id: str | Path,
-    *,
-    device: torch.device | str | None = None,
-    device_budget: int | str | Mapping[int, int | str] | None = None,
-    dtype: str | torch.dtype | None = None,
-    torch_dtype: str | torch.dtype | None = None,
-    profile: Profile | str | Path | None = None,
-    config: OffloadConfig | Any | None = None,
-    trust_remote_code: bool = False,
-    variant: str | None = None,
-    example_inputs: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Plan | PipelinePlan | StripedPlan:
-    """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
-
-    Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread. Of a
-    pipeline of diffusers it is what `pipeline_from_pretrained` would do, as a `PipelinePlan`.
-
-    Args:
-        path_or_repo_id, device, device_budget, dtype, torch_dtype, config: as for `from_pretrained`; its other settings
-            may be given too, such as `host_budget`, `batch`, `context` and `tokens`.
-        variant, example_inputs: of a pipeline alone, as for `pipeline_from_pretrained`.
-        profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
-            default: this one's GPU, or where there is none a GPU with assumed bandwidths.
-        trust_remote_code: as for transformers: run Python code that comes with the model.
-
-    Returns:
-        The plan, which prints; of a pipeline a `PipelinePlan`, of several GPUs a `StripedPlan`.
-
-    Raises:
-        CheckpointError, UnsupportedError, PlanError, ConfigError: as for `from_pretrained`.
-
-    Example:
-        >>> import weightstream
-        >>> plan = weightstream.plan_model("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
-        >>> print(plan)  # doctest: +SKIP
-    """
-    config, model_config = _of_model(config)
-    config, dtype = settled(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
-    if is_pipeline(path_or_repo_id):
-        about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
-        return sketch_pipeline(path_or_repo_id, config, device=device, profile=profile, **about).plan()
-    if variant is not None or example_inputs is not None:
-        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
-    about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
-    if config.stripes:
-        return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
-    return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
-
-
-def _of_model(config: Any) -> tuple[OffloadConfig | None, Any]:
-    """Whose config it is: ours, or a model's of transformers."""
-    is_models = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
-    return (None, config) if is_models else (config, None)
-
-
-def is_pipeline(path_or_repo_id: str | Path) -> bool:
-    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
-    from weightstream.adapters import hub
-
-    return hub.is_pipeline(path_or_repo_id)
-
-
-def sketch_pipeline(
-    path_or_repo_id: str | Path,
-    config: OffloadConfig,
-    *,
-    device: torch.device | str | None = None,
-    profile: Profile | str | Path | None = None,
-    **options: Any,
-) -> PipelineSketch:
-    """What `plan_model` plans with for a pipeline, at any budget; `options` are `dtype`, `variant`, and `call`."""
-    from weightstream.pipeline_plans import sketch_of_files
-
-    return sketch_of_files(path_or_repo_id, config, _machine(config, device, profile), **options)
-
-
-def plan_stripes(
-    path_or_repo_id: str | Path,
-    config: OffloadConfig,
-    *,
-    device: torch.device | str | None = None,
-    profile: Profile | str | Path | None = None,
-    **options: Any,
-) -> StripedPlan:
-    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `prospect`."""
-    from weightstream.adapters.transformers import described
-
-    _find(path_or_repo_id, options)
-    machine = _machine(config.within(next(iter(config.stripes.values()))), device, profile)
-    return sketched(*described(path_or_repo_id, **options), [machine] * len(config.stripes), config)
-
-
-def prospect(
-    path_or_repo_id: str | Path,
-    config: OffloadConfig,
-    *,
-    device: torch.device | str | None = None,
-    profile: Profile | str | Path | None = None,
-    **options: Any,
-) -> Prospect:
-    """What `plan_model` plans with, for several budgets; `options` are `dtype` and `trust_remote_code`."""
-    _find(path_or_repo_id, options)
-    return prospects.prospect_of_checkpoint(path_or_repo_id, config, _machine(config, device, profile), **options)
-
-
-def _find(path_or_repo_id: str | Path, options: Mapping[str, Any]) -> None:
-    """See that what describes a model is here, before the machine is judged."""
-    from weightstream.adapters.hub import DESCRIBING, local_path
-
-    local_path(path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING)
-
-
-def _machine(config: OffloadConfig, device: torch.device | str | None, profile: Profile | str | Path | None) -> Machine:
-    """The machine to plan for: that of a profile, this one's GPU, or one that is assumed."""
-    device = config.device_for(device)
-    if isinstance(profile, str | Path):
-        profile = read_profile(Path(profile))
-    if profile is None and (device is not None or cuda.available()):
-        with closing(backend_of(device, config)) as backend:
-            can_decode = prospects.can_decode(backend, config)
-            return replace(prospects.machine_of(backend, config), can_decode=can_decode)
-    machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
-    given = config.device_nbytes(machine.total_nbytes or -1)
-    if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
-        raise ConfigError(
-            "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
-            "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
-        )
-    return machine
 
 
 def offload_layers(

@@ -52,3 +52,9 @@ def settled(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
             raise ConfigError("device_budget = {}: give a budget for each GPU, such as {0: '6GiB', 1: '6GiB'}")
         settings |= {"device_budget": None, "max_memory": {**(settings.get("max_memory") or {}), **budgets}}
     return (config or OffloadConfig()).merged(**settings).resolved()
+
+
+def of_model(config: Any) -> tuple[OffloadConfig | None, Any]:
+    """Whose config it is: ours, or a model's of transformers."""
+    is_models = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
+    return (None, config) if is_models else (config, None)

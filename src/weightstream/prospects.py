@@ -287,7 +287,7 @@ def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Mac
     """What `from_pretrained` would plan with, from config.json and the headers of the shards alone; of a quantised one
     its library makes a model of files that nobody reads.
 
-    `options` are the `dtype` and `trust_remote_code` of a load.
+    `options` are the `dtype`, `trust_remote_code` and `distributed_config` of a load.
     """
     from weightstream.adapters.transformers import described
 

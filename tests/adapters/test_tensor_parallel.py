@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import weightstream
 from models import TEXT
-from weightstream import ConfigError
+from weightstream import ConfigError, Plan, PlanError
 from weightstream.adapters.packing import pack
 from weightstream.store import pack as store
 
@@ -90,6 +90,36 @@ def done(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], subpro
 def test_on_each_rank(kind: str, name: str, done: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     for rank in range(RANKS):
         assert f"rank {rank}: {name} holds" in done(kind).stdout, done(kind).stderr[-4000:]
+
+
+@pytest.mark.parametrize("done", ["cpu"], indirect=True)
+def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]) -> None:
+    done("")
+    for name in MODELS:
+        found = Plan.from_json((folder / f"{name}.plan").read_text())
+        about: dict[str, Any] = {"device": "cpu", "device_budget": found.budget, "host_budget": "1GiB"}
+        assert found.offloaded_nbytes
+        assert weightstream.plan_model(folder / name, distributed_config={"tp_size": RANKS}, **about) == found
+        assert weightstream.plan_model(folder / name, tp_plan="auto", tp_size=RANKS, **about) == found
+        assert not torch.distributed.is_initialized()
+        whole = weightstream.plan_model(folder / name, tp_size=1, **about | {"device_budget": 4 * found.budget})
+        assert whole.manifest.nbytes > 1.7 * found.manifest.nbytes
+    in_codes = weightstream.plan_model(folder / "pack", tp_size=RANKS, device_budget="1MiB")
+    assert (
+        in_codes.manifest.decoded_nbytes
+        == weightstream.plan_model(folder / "llama", tp_size=RANKS, device_budget="1MiB").manifest.decoded_nbytes
+    )
+
+
+def test_plans_that_no_processes_can_make(folder: Path) -> None:
+    about: dict[str, Any] = {"device": "cpu", "tp_size": 2}
+    with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):
+        weightstream.plan_model(folder / "llama", device_budget={0: "1MiB", 1: "1MiB"}, **about)
+    with pytest.raises(ConfigError, match="ep_size: what streams is sharded by tp_size alone"):
+        weightstream.plan_model(folder / "mixtral", distributed_config={"tp_size": 2, "ep_size": 2})
+    with pytest.raises(PlanError):
+        weightstream.plan_model(folder / "llama", device_budget="1KiB", **about)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.stress

@@ -369,3 +369,30 @@ def test_over_several_gpus(folder: Path, machine: Path) -> None:
     assert refused.exit_code == 2
     assert "--sweep: for one GPU" in refused.stderr
     assert planned("--device-budget", "1KiB", "--gpus", 2).exit_code == 2
+
+
+def test_by_tensor_parallelism(folder: Path, machine: Path, tmp_path: Path) -> None:
+    """What one of two processes has; all other flags are of that one."""
+
+    def planned(*flags: object) -> Result:
+        return CliRunner().invoke(app, ["plan", str(folder), "--profile", str(machine), *map(str, flags)])
+
+    half = ("--device-budget", "3MiB", "--codec", "none", "--gpus", 2, "--tp")
+    one = json.loads(planned("--device-budget", "6MiB", "--codec", "none", "--json").stdout)
+    shard = json.loads(planned(*half, "--json", "--save", tmp_path / "plan.json").stdout)
+    assert shard["tp_size"] == 2
+    assert shard["step_nbytes"] == pytest.approx(one["step_nbytes"] / 2, rel=0.1)
+    assert Plan.from_json((tmp_path / "plan.json").read_text()).step_s == shard["step_s"] < 0.7 * one["step_s"]
+    shown = planned(*half, "--sweep")
+    assert shown.exit_code == 0, shown.output
+    for words in (f"a shard of {folder}", "ranks: one of 2 processes", "step time over budget"):
+        assert words in shown.stdout
+    for flags, said in (
+        (("--tp",), "give --gpus N, too"),
+        (("--tp", "--gpus", 2, "--device-budget", "1KiB"), "budget"),
+        (("--tp", "--gpus", 2, "--config", tmp_path / "two.toml"), "processes plan with one budget"),
+    ):
+        (tmp_path / "two.toml").write_text('max_memory = {0 = "3MiB", 1 = "4MiB"}\n')
+        refused = planned(*flags)
+        assert refused.exit_code == 2
+        assert said in " ".join(refused.stderr.split())

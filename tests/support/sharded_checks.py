@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from torch import distributed
 
 import weightstream
 from fake_cuda import FakeCuda
-from weightstream import CheckpointError, PlanError
+from weightstream import CheckpointError, ConfigError, Plan, PlanError
 from weightstream.adapters import generation
 from weightstream.adapters.generation import Decoding
 from weightstream.adapters.ranks import Ranks, join, ranks_of
@@ -301,6 +302,24 @@ def budgets_are_agreed() -> None:
     planner = model.weightstream._installed.refinement.prospect.planners[0]
     assert planner._host_budget == pytest.approx(available_nbytes() / 2 / NUM, rel=0.2)
     model.weightstream.remove()
+
+
+@check
+def plans_made_ahead() -> None:
+    """By these processes, and by one alone, which reads what the first of them writes."""
+    for name in ("llama", "qwen2", "mixtral"):
+        settings = {"device_budget": local_nbytes(plain(name)) // 2, "host_budget": "1GiB"}
+        model = streamed(name, **settings)
+        plan = model.weightstream.plan
+        if DEVICE == "cpu":  # a GPU has memory that kernels read in place
+            ahead = weightstream.plan_model(FOLDER / name, device=WHERE, tp_size=NUM, **settings)
+            for field in fields(Plan):
+                assert getattr(ahead, field.name) == getattr(plan, field.name), field.name
+        if RANK == 0:
+            (FOLDER / f"{name}.plan").write_text(plan.to_json())
+        model.weightstream.remove()
+    with pytest.raises(ConfigError, match=f"tp_size = {NUM + 1}, and {NUM} processes run"):
+        weightstream.plan_model(FOLDER / "llama", device=WHERE, tp_size=NUM + 1, device_budget="1MiB")
 
 
 @check

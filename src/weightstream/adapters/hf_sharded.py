@@ -12,19 +12,22 @@ from typing import Any
 import torch
 
 from weightstream.adapters.hf_private import set_inside
-from weightstream.adapters.ranks import Ranks
+from weightstream.adapters.ranks import Ranks, imagined
 from weightstream.errors import ConfigError
 from weightstream.runtime.leaves import rewrapped
 
+NAMES = ("distributed_config", "tp_plan", "tp_size")
 _LIKE, _EQUAL = "_dtensor_from_local_like", "_tied_params_are_equal"
 _OF_TORCH, _OF_TRANSFORMERS = "torch.distributed.", "transformers.distributed."  # where their code is
 
 
 def wanted(kwargs: dict[str, Any]) -> Any | None:
-    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by this name, or as `tp_plan` and `tp_size`;
-    None: one process. They have it by its name alone from then on, if it wants several. Raises `ConfigError`."""
+    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by one of `NAMES`; None: one process.
+
+    They have it by the first of these alone from then on, if it wants several. Raises `ConfigError`.
+    """
     given = kwargs.pop("distributed_config", None)
-    older = {name: kwargs.pop(name, None) for name in ("tp_plan", "tp_size")}
+    older = {name: kwargs.pop(name, None) for name in NAMES[1:]}
     older = {name: value for name, value in older.items() if value is not None}
     if given is None and not older:
         return None
@@ -61,6 +64,16 @@ def on_host(kind: Any) -> Iterator[None]:
         for module in (core_model_loading, modeling_utils):
             stack.enter_context(set_inside(module, _LIKE, _like))
         yield
+
+
+def shard(model: Any, wanted: Any) -> None:
+    """Leave of a model on meta, not yet tied, what the first of so many processes would have of it.
+
+    Raises as `ranks.imagined`.
+    """
+    with imagined(wanted.tp_size):
+        config, _, mesh = model.prepare_distribute_model(wanted)
+        model.maybe_distribute_model(model, config, mesh)
 
 
 def is_of_shard(forward: Any) -> bool:

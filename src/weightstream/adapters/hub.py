@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import nn
 
-from weightstream.adapters import hf_private
+from weightstream.adapters import hf_private, hf_sharded
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError, WeightstreamError
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 
@@ -214,22 +214,24 @@ def skeleton(
     model_class: type | None = None,
     trust_remote_code: bool = False,
     model_config: Any = None,
+    distributed_config: Any = None,
 ) -> tuple[Any, Checkpoint | None]:
     """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
 
     The checkpoint is None where its weights are not all on this machine: a folder needs no more than its config.json,
-    and of a repository on the hub only JSON files are got. Raises `CheckpointError`, `UnsupportedError`.
+    and of a repository on the hub only JSON files are got. So it is where a `distributed_config` leaves shards of them,
+    which are in no file as they are. Raises `CheckpointError`, `UnsupportedError`, `ConfigError`.
     """
     check_dtype(dtype)
     path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     checkpoint = weights_in(path)
     with refused_as_checkpoint(path_or_repo_id, "build"):
         config, cls = config_and_class(folder, model_class, trust_remote_code, model_config)
-        model = build(cls, config, dtype, checkpoint)
+        model = build(cls, config, dtype, checkpoint, distributed_config)
         if checkpoint is not None:
             _compare(folder, model, checkpoint)
     model.name_or_path = model.config.name_or_path = str(path_or_repo_id)
-    return model.eval(), checkpoint
+    return model.eval(), checkpoint if distributed_config is None else None
 
 
 def weights_in(path: Path) -> Checkpoint | None:
@@ -254,8 +256,11 @@ def _dtype(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None)
     return found
 
 
-def build(cls: Any, config: Any, dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> Any:
-    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded."""
+def build(
+    cls: Any, config: Any, dtype: str | torch.dtype, checkpoint: Checkpoint | None, distributed_config: Any = None
+) -> Any:
+    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded; with a
+    `distributed_config` its shards."""
     loaded = _dtype(dtype, config, checkpoint)
     model = hf_private.build_on_meta(cls, config, loaded)
     kept = hf_private.kept_dtype(model, loaded)
@@ -270,6 +275,8 @@ def build(cls: Any, config: Any, dtype: str | torch.dtype, checkpoint: Checkpoin
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
             elif buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    if distributed_config is not None:
+        hf_sharded.shard(model, distributed_config)
     hf_private.tie(model)
     return model
 

@@ -87,11 +87,22 @@ class Ranks:
         every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
         budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
         least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
-        shared = ("host_free_nbytes", *(("free_nbytes", "total_nbytes") if machine.on_cpu else ()))
-        least |= {name: least[name] // self.num_here for name in shared}
         least |= {name: bool(least[name]) for name in ("maps_host_memory", "fetches_rows")}
         agreed = replace(machine, profile=machines[0].profile, **least)
-        return config.within(min(budgets, default=None), 1 / self.num_here), agreed
+        return _divided(config.within(min(budgets, default=None)), agreed, self.num_here)
+
+
+def alike(config: OffloadConfig, machine: Machine, num: int) -> tuple[OffloadConfig, Machine]:
+    """What so many processes would agree on, all of them on one such machine."""
+    budget = config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu)
+    return _divided(config.within(budget), machine, num)
+
+
+def _divided(config: OffloadConfig, machine: Machine, num: int) -> tuple[OffloadConfig, Machine]:
+    """For each of so many processes an equal share of the host's memory, which may be the device's."""
+    names = ("host_free_nbytes", *(("free_nbytes", "total_nbytes") if machine.on_cpu else ()))
+    shares = {name: getattr(machine, name) // num for name in names}
+    return config.within(config.device_budget, 1 / num), replace(machine, **shares)
 
 
 def _told(error: Exception) -> Exception:
@@ -138,6 +149,34 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return Ranks(mesh.get_group() if mesh.ndim == 1 and not others else None)
 
 
+def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
+    """Whether a `distributed_config` wants several processes. Raises `ConfigError` for what none of them can do."""
+    if wanted is None:
+        return False
+    if config.stripes or config.lent_links:
+        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus, device_map and lent_links")
+    others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
+    if others:
+        raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
+    return bool(wanted.tp_size != 1)
+
+
+@contextmanager
+def imagined(num: int) -> Iterator[None]:
+    """Inside, this process is the first of so many; none of the others runs, and nothing is exchanged. Where the
+    processes of a job talk to each other already, these are they. Raises `ConfigError` where they are not so many."""
+    if (of_job := num_processes()) not in (1, num):
+        raise ConfigError(f"distributed_config: tp_size = {num}, and {of_job} processes run")
+    if distributed.is_initialized():
+        yield
+        return
+    distributed.init_process_group("fake", rank=0, world_size=num)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
 def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
     """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None:
     it wants one process.
@@ -145,15 +184,9 @@ def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
     Where nobody has, it lets them talk to each other, of tensors in host memory, too: what streams is there between
     steps. Raises `ConfigError`.
     """
-    if wanted is None:
+    if not is_wanted(wanted, config):
         return None
-    if config.stripes or config.lent_links:
-        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus, device_map and lent_links")
-    others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
-    if others:
-        raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
-    if wanted.tp_size == 1:
-        return None
+    assert wanted is not None
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is not None and "LOCAL_RANK" in os.environ:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

@@ -139,6 +139,7 @@ def described(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     model_config: Any = None,
+    distributed_config: Any = None,
 ) -> tuple[Any, Checkpoint | None]:
     """What `hub.skeleton` gives; of a quantised checkpoint the model itself, whose tensors view files that nobody has
     read: what is made of its tensors its library alone knows.
@@ -148,7 +149,8 @@ def described(
     path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     if not is_quantised(folder):
         about: dict[str, Any] = {"trust_remote_code": trust_remote_code, "model_config": model_config}
-        return skeleton(path_or_repo_id, dtype=dtype, **about)
+        return skeleton(path_or_repo_id, dtype=dtype, distributed_config=distributed_config, **about)
+    _refuse_shards(path_or_repo_id, distributed_config is not None)
     if weights_in(path) is None:
         raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "progress": False}
@@ -156,6 +158,12 @@ def described(
     model = load_pretrained(path, **options, verify_checksums=False, may_write=False).model
     unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
     return model, None
+
+
+def _refuse_shards(where: object, is_sharded: bool) -> None:
+    """Raises `UnsupportedError` for shards of a quantised model."""
+    if is_sharded:
+        raise UnsupportedError(f"{where}: a quantised model is not sharded: leave out distributed_config")
 
 
 def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
@@ -193,8 +201,7 @@ class _Load:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
         is_sharded = "distributed_config" in self._options
         if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
-            if is_sharded:
-                raise UnsupportedError(f"{self._where}: a quantised model is not sharded: leave out distributed_config")
+            _refuse_shards(self._where, is_sharded)
             return self._quantised(device)
         if is_sharded:
             return self._sharded()

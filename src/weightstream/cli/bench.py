@@ -76,7 +76,7 @@ def bench(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.front import is_pipeline
+    from weightstream.forecasts import is_pipeline
 
     if out is not None:
         write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes

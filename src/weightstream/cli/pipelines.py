@@ -49,7 +49,7 @@ def call_of(
 def refuse(model: str, **options: Any) -> None:
     """Raises `ConfigError` where options were given that go with the other kind of models."""
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
-        from weightstream.front import is_pipeline
+        from weightstream.forecasts import is_pipeline
 
         kind = "a pipeline of diffusers" if is_pipeline(model) else "no pipeline of diffusers"
         raise ConfigError(f"{model} is {kind}: leave out {', '.join(given)}")
@@ -71,7 +71,7 @@ def plan(
     as_json: bool,
 ) -> None:
     """What `weightstream plan` does for a pipeline."""
-    from weightstream.front import sketch_pipeline
+    from weightstream.forecasts import sketch_pipeline
 
     about = {"device": loading["device"], "dtype": loading["dtype"], "profile": profile, "variant": variant}
     sketch = sketch_pipeline(model, loading["config"], call=call, **about)

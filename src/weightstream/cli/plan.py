@@ -36,6 +36,7 @@ from weightstream.cli.terminal import (
     takes_model,
     write,
 )
+from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError
 from weightstream.plan.amounts import human, milliseconds, rate, scale
 from weightstream.plan.manifest import UnitSpec
@@ -58,6 +59,9 @@ def plan(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    tp: Annotated[
+        bool, typer.Option("--tp", help="With --gpus: tensor parallelism, a process for each GPU; shows one of them.")
+    ] = False,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,
@@ -72,18 +76,36 @@ def plan(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.front import is_pipeline, prospect
+    from weightstream.forecasts import is_pipeline
 
+    about: dict[str, Any] = {"sweep": sweep, "plot": plot, "save": save}
     if is_pipeline(model):
-        about: dict[str, Any] = {"variant": variant, "profile": profile, "sweep": sweep, "plot": plot, "save": save}
+        if tp:
+            raise ConfigError(f"--tp: {model} is a pipeline of diffusers; leave it out")
+        about |= {"variant": variant, "profile": profile}
         pipelines.plan(model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json)
         return
     pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
-    if loading["config"].stripes:
-        _on_several(
-            model, loading, profile, refused={"--sweep": sweep, "--plot": plot, "--save": save}, as_json=as_json
-        )
-        return
+    if loading["config"].stripes and not tp:
+        _on_several(model, loading, profile, about, as_json=as_json)
+    else:
+        _on_one(model, _sharded(loading) if tp else loading, profile, **about, as_json=as_json)
+
+
+def _on_one(
+    model: str,
+    loading: dict[str, Any],
+    profile: Path | None,
+    *,
+    sweep: bool,
+    plot: Path | None,
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    """The plan on one GPU, of the model or of a shard of it."""
+    from weightstream.forecasts import prospect
+
+    shards = loading.get("distributed_config", {})
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
     atexit.register(_leave)
     try:
@@ -98,21 +120,35 @@ def plan(
         draw(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        typer.echo(json.dumps({"model": model, **facts(ahead, planned), **swept}))
+        typer.echo(json.dumps({"model": model, **shards, **facts(ahead, planned), **swept}))
         return
     whole = {"experts": ahead.whole} if ahead.whole and planned.offloaded_nbytes else {}
+    if shards:
+        about = f"one of {shards['tp_size']} processes, which plan alike; what they exchange is not counted"
+        model, whole = f"a shard of {model}", {"ranks": about, **whole}
     show(model, planned, whole | advice(ahead, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "code", ""))
 
 
-def _on_several(
-    model: str, loading: dict[str, Any], profile: Path | None, refused: dict[str, Any], *, as_json: bool
-) -> None:
-    """The plan over several GPUs."""
-    from weightstream.front import plan_stripes
+def _sharded(loading: dict[str, Any]) -> dict[str, Any]:
+    """What loads the shards of one GPU, of several."""
+    config: OffloadConfig = loading["config"]
+    if not config.stripes:
+        raise ConfigError("--tp: a model is sharded over several GPUs: give --gpus N, too")
+    budget, *others = set(config.stripes.values())
+    if others:
+        raise ConfigError("--tp: processes plan with one budget: give --device-budget and --gpus, not max_memory")
+    return {**loading, "config": config.within(budget), "distributed_config": {"tp_size": len(config.stripes)}}
 
-    if given := [name for name, value in refused.items() if value]:
+
+def _on_several(
+    model: str, loading: dict[str, Any], profile: Path | None, options: dict[str, Any], *, as_json: bool
+) -> None:
+    """The plan over several GPUs, which has none of these options."""
+    from weightstream.forecasts import plan_stripes
+
+    if given := [f"--{name}" for name, value in options.items() if value]:
         raise ConfigError(f"{', '.join(given)}: for one GPU; leave out --gpus")
     planned = plan_stripes(model, profile=profile, **loading)
     if as_json:
@@ -123,9 +159,7 @@ def _on_several(
         cells = map(human, (part.resident_nbytes, part.ring_nbytes + part.buffer_nbytes, part.step_nbytes))
         shown.add_row(name, *cells, f"{1e3 * part.copy_s:,.2f}")
     size = f"{human(planned.decoded_nbytes)} of weights over {len(planned.plans)} GPUs"
-    print_labelled(
-        {"model": f"{model}: {size}", "step": str(planned.workload), "machine": str(planned.every[0].machine)}
-    )
+    print_labelled({"model": f"{model}: {size}", "step": str(planned.workload), "machine": _machine(planned.every[0])})
     print_table(shown, "a step streams", drop=("ring",))
     print_labelled(planned.predictions())
 
@@ -148,14 +182,17 @@ def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
     num, dtype = parameters(planned)
     told = [f"{_count(num)} parameters"] if "float" in dtype else []  # else several are in one number
     size = ", ".join([*told, human(planned.manifest.decoded_nbytes), dtype])
+    print_labelled({"model": f"{model} ({size})", "machine": _machine(planned), "memory": memory(planned)})
+    print_table(table(planned))
+    print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
+
+
+def _machine(planned: Plan) -> str:
     assumed = (
         "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
         "takes the numbers of another"
     )
-    machine = f"{planned.machine}, measured" if planned.machine else assumed
-    print_labelled({"model": f"{model} ({size})", "machine": machine, "memory": memory(planned)})
-    print_table(table(planned))
-    print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
+    return f"{planned.machine}, measured" if planned.machine else assumed
 
 
 def _count(num: int) -> str:

@@ -72,7 +72,7 @@ def run(
     no --prompt it is a conversation, of a turn per line, up to the end of what comes in or /exit; /clear begins another
     one, and Ctrl-C stops an answer.
     """
-    from weightstream.front import is_pipeline
+    from weightstream.forecasts import is_pipeline
 
     if is_pipeline(model):
         pipelines.refuse(model, chat=chat, max_new_tokens=max_new_tokens)
@@ -322,7 +322,7 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    from weightstream.front import is_pipeline
+    from weightstream.forecasts import is_pipeline
 
     if is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
