@@ -22,6 +22,7 @@ from weightstream.measure import bench, findings, links, machine, nvml, profile
 from weightstream.measure.nvml import PciLink
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE
+from weightstream.store import near
 
 PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34, load=0.0)
 ADDRESS = "0000:18:00.0"
@@ -63,13 +64,13 @@ def device(root: Path) -> Path:
 
 
 def test_memory_nodes(root: Path) -> None:
-    assert machine.numa_node(ADDRESS.upper(), root) == 1
-    assert machine.cores_of_node(0, root) == {0, 1, 2, 3, 8, 9, 10, 11}
-    assert machine.cores_of_node(1, root) == {4, 5, 6, 7, 12, 14}
-    assert machine.cores_of_node(7, root) == frozenset()
+    assert near.node_of(ADDRESS.upper(), root) == 1
+    assert near.cores_of(0, root) == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert near.cores_of(1, root) == {4, 5, 6, 7, 12, 14}
+    assert near.cores_of(7, root) == frozenset()
     write(device(root), numa_node="-1")
-    assert machine.numa_node(ADDRESS, root) is None
-    assert machine.numa_node("0000:99:00.0", root) is None
+    assert near.node_of(ADDRESS, root) is None
+    assert near.node_of("0000:99:00.0", root) is None
 
 
 def test_gpus_are_found_without_a_driver(root: Path) -> None:

@@ -30,6 +30,7 @@ from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
+from weightstream.store import near
 from weightstream.store.file import DirectFile
 from weightstream.store.limits import available_nbytes, describe_limits
 from weightstream.store.mapping import FileMapping
@@ -161,9 +162,9 @@ def why_no_gpu(
 def _link(backend: Backend) -> Iterator[Finding]:
     address = cuda.facts(backend.device).pci
     copies_s(backend, [64 << 20], 0.2)  # an idle link runs slower
-    now, best, node = nvml.link_now(address), nvml.link_at_best(address), machine.numa_node(address)
+    now, best, node = nvml.link_now(address), nvml.link_at_best(address), near.node_of(address)
     yield from link_findings(now, best, backend.profile.link_bytes_per_s)
-    yield numa_finding(node, machine.cores_of_node(node or 0), frozenset(os.sched_getaffinity(0)))
+    yield numa_finding(node, near.cores_of(node or 0), frozenset(os.sched_getaffinity(0)))
     with host_memory(backend.device, 64 << 20) as memory:
         pins = memory.is_pinned()
     yield _judged("pinning", "works" if pins else "refused", pins, pins, otherwise="broken")
@@ -212,7 +213,7 @@ def _several(first: Backend) -> Iterator[Finding]:
     others = [device for device in every if device != first.device]
     hops = [statistics.median(links.hops_s(first, device, _LINKS_S)) for device in others]
     yield hops_finding(hops, cuda.peers(first.device, others))
-    nodes = [machine.numa_node(cuda.facts(device).pci) for device in every]
+    nodes = [near.node_of(cuda.facts(device).pci) for device in every]
     if len(set(nodes)) > 1:
         yield Finding("NUMA nodes", f"the GPUs are at {', '.join(map(str, nodes))}", "note", value=nodes)
 

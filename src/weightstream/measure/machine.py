@@ -12,44 +12,35 @@ from pathlib import Path
 
 import psutil
 
+from weightstream.store.near import text_of
+
 _ROOT = Path("/")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
-
-
-def numa_node(address: str, root: Path = _ROOT) -> int | None:
-    """The memory node that a PCI device is attached to."""
-    text = _text(root / "sys/bus/pci/devices" / address.lower() / "numa_node")
-    return int(text) if text.isdecimal() else None  # -1: the machine has one, or does not say
-
-
-def cores_of_node(node: int, root: Path = _ROOT) -> frozenset[int]:
-    """The processors of a memory node."""
-    return frozenset(int(path.name[3:]) for path in root.glob(f"sys/devices/system/node/node{node}/cpu[0-9]*"))
 
 
 def nvidia_gpus(root: Path = _ROOT) -> tuple[str, ...]:
     """PCI addresses of NVIDIA's display and compute devices, whether or not a driver runs them."""
     folders = sorted(root.glob("sys/bus/pci/devices/*"))
-    facts = ((folder.name, _text(folder / "vendor"), _text(folder / "class")) for folder in folders)
+    facts = ((folder.name, text_of(folder / "vendor"), text_of(folder / "class")) for folder in folders)
     return tuple(address for address, vendor, kind in facts if vendor == _NVIDIA and kind.startswith(_DISPLAY))
 
 
 def huge_pages(root: Path = _ROOT) -> tuple[str | None, str | None]:
     """The setting of transparent huge pages, for anonymous and for shared memory: `always`, `madvise`, `never`, ..."""
     folder = root / "sys/kernel/mm/transparent_hugepage"
-    chosen = (re.search(r"\[(\w+)\]", _text(folder / name)) for name in ("enabled", "shmem_enabled"))
+    chosen = (re.search(r"\[(\w+)\]", text_of(folder / name)) for name in ("enabled", "shmem_enabled"))
     anonymous, shared = (match[1] if match else None for match in chosen)
     return anonymous, shared
 
 
 def machine_id(root: Path = _ROOT) -> str:
     """What tells this machine from others that share a home folder, the same after a restart."""
-    return _text(root / "etc/machine-id") or platform.node()
+    return text_of(root / "etc/machine-id") or platform.node()
 
 
 def processor(root: Path = _ROOT) -> str:
     """The processor's name."""
-    match = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
@@ -59,10 +50,3 @@ def load(seconds: float = 0.1) -> float:
     busy = psutil.cpu_percent(seconds) / 100
     own = (time.process_time() - own_s) / (time.perf_counter() - began) / (psutil.cpu_count() or 1)
     return float(min(1.0, max(0.0, busy - own)))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -22,6 +22,7 @@ from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.runtime.values import tensors_in
 from weightstream.store.arena import Arena
 from weightstream.store.limits import describe_limits
+from weightstream.store.near import Node, nearest
 from weightstream.store.staging import MemorySource, Reading, Staging
 
 logger = logging.getLogger("weightstream")
@@ -300,7 +301,7 @@ class CudaBackend:
 
     @cached_property
     def _staging(self) -> Staging:
-        return staging(self._staging_memory)
+        return staging(self._staging_memory, node(self.device))
 
     def _staging_memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -367,6 +368,11 @@ def facts(device: torch.device) -> Facts:
         driver=driver.version(),
         total_nbytes=found.total_memory,
     )
+
+
+def node(device: torch.device) -> Node | None:
+    """The memory node that it is attached to, where others are farther."""
+    return nearest(facts(device).pci)
 
 
 def allocatable_nbytes(device: torch.device) -> int:

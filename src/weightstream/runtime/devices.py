@@ -99,6 +99,7 @@ def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageC
     nothing is pinned, read ahead."""
     if backend.device.type != "cuda" or not config.pin_memory:
         return None, PageCache()
-    pin = partial(cuda.register, device=backend.device)
-    pages = PageCache(partial(pin, read_only=True), cuda.unregister) if cuda.reads_pages(backend.device) else None
-    return Arena(pin, cuda.unregister), pages
+    pin, node = partial(cuda.register, device=backend.device), cuda.node(backend.device)
+    reads_pages = cuda.reads_pages(backend.device)
+    pages = PageCache(partial(pin, read_only=True), cuda.unregister, node) if reads_pages else None
+    return Arena(pin, cuda.unregister, node), pages

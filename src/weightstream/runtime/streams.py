@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 
 import torch
 
 from weightstream.runtime.backend import Copy
+from weightstream.store.near import Node
 from weightstream.store.staging import Reading, Staging
 
 STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
@@ -83,10 +85,11 @@ class Worker:
             self._thread.join()
 
 
-def staging(take: Callable[[int], torch.Tensor]) -> Staging:
-    """The staging ring of a device, in memory from `take`."""
-    memory = take(STAGING_BUFFERS * STAGING_NBYTES)
-    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS])
+def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> Staging:
+    """The staging ring of a device, in memory from `take`, it and its threads at a node."""
+    with nullcontext() if node is None else node.first():
+        memory = take(STAGING_BUFFERS * STAGING_NBYTES)
+    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS], node=node)
 
 
 def move(

@@ -13,15 +13,18 @@ from contextlib import suppress
 
 import torch
 
+from weightstream.store.near import Node
+
 _PAGE = mmap.PAGESIZE
 Pin = Callable[[torch.Tensor], None]
 
 
 class Arena:
-    """Blocks of host memory. `pin` and `unpin` are the device's; without them the memory stays pageable."""
+    """Blocks of host memory, at `node` where that is given. `pin` and `unpin` are the device's; without them the memory
+    stays pageable."""
 
-    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None) -> None:
-        self._pin, self._unpin = pin, unpin
+    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None) -> None:
+        self._pin, self._unpin, self._node = pin, unpin, node
         self._pinned: list[torch.Tensor] = []
         weakref.finalize(self, _unpin_all, self._pinned, unpin)  # before the memory is unmapped, whoever forgets us
 
@@ -36,7 +39,8 @@ class Arena:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(AttributeError, OSError):  # a kernel without them does not know the advice
             memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        block = torch.frombuffer(memory, dtype=torch.uint8)
+        return block if self._node is None else self._node.hold(block)
 
     def pin(self, block: torch.Tensor) -> None:
         """Pin a block that the caller has written; raises `StoreError` if the system refuses."""

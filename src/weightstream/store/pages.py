@@ -21,6 +21,7 @@ import torch
 
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
+from weightstream.store.near import Node, settled
 
 _PINNED_NBYTES = 512 << 20  # of one registration: the first range is ready soon, and their number stays small
 _PIECE_NBYTES = 64 << 20  # close() waits for one
@@ -59,10 +60,11 @@ class Pages:
 
 
 class PageCache:
-    """Holds ranges of files in memory. `pin` and `unpin` are the device's; without them ranges are only read ahead."""
+    """Holds ranges of files in memory, which its threads read to their `node`. `pin` and `unpin` are the device's;
+    without them ranges are only read ahead."""
 
-    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None) -> None:
-        self._arena, self._pins = Arena(pin, unpin), pin is not None
+    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None) -> None:
+        self._arena, self._pins, self._node = Arena(pin, unpin), pin is not None, node
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,10 +91,10 @@ class PageCache:
         for each in () if self._pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        ahead = _Ahead(pages, self._closed) if self._pins else None
+        ahead = _Ahead(pages, self._closed, self._node) if self._pins else None
         job = partial(_bring_in, pages, self._arena if ahead is not None else None, ahead, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
-        self._thread = threading.Thread(target=job, name="weightstream-pages", daemon=False)
+        self._thread = threading.Thread(target=settled(job, self._node), name="weightstream-pages", daemon=False)
         self._thread.start()
         of_range = {asked: each for each in self._pages for asked in each.ranges}
         return [of_range[asked] for asked in ranges]
@@ -113,11 +115,12 @@ class PageCache:
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them."""
 
-    def __init__(self, pages: list[Pages], closed: threading.Event) -> None:
+    def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._windows: dict[Pages, Future[Window | None]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque(self._windows.items()), closed
         # no pool: at its end an interpreter lets one finish all that it was given
-        self._threads = [threading.Thread(target=self._run, name="weightstream-pages") for _ in pages[:_AHEAD]]
+        run = settled(self._run, node)
+        self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
         for thread in self._threads:
             thread.start()
 

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from weightstream.errors import InvariantError, StoreError
+from weightstream.store.near import Node, settled
 
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
 _Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end
@@ -177,10 +178,10 @@ def _end(desk: _Desk, reader: weakref.ref[threading.Thread]) -> None:
 class Staging:
     """Reads ahead into `buffers`: flat uint8, page-aligned, of one size; never more at once than fit them."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], num_threads: int = 3) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], num_threads: int = 3, node: Node | None = None) -> None:
         self._step = buffers[0].numel()
         self._desk = _Desk(buffers)
-        self._num_threads = num_threads
+        self._num_threads, self._node = num_threads, node
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, self._desk.close)
@@ -194,7 +195,8 @@ class Staging:
             if self._desk.is_closed:
                 raise InvariantError(f"bytes [{begin}, {end}) are asked of a staging ring that was closed")
             while len(self._threads) < self._num_threads:
-                thread = threading.Thread(target=self._desk.run, name="weightstream-read", daemon=True)
+                run = settled(self._desk.run, self._node)
+                thread = threading.Thread(target=run, name="weightstream-read", daemon=True)
                 thread.start()
                 weakref.finalize(thread, _end, self._desk, weakref.ref(thread))  # it lives as long as it runs
                 self._threads.append(thread)
