@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
 
@@ -30,8 +33,13 @@ import torch
 
 import weightstream
 from weightstream.measure import links
-from weightstream.measure.bench import backend_of
+from weightstream.measure.bench import HostMemory, backend_of, host_memory
 from weightstream.plan import lanes
+from weightstream.runtime import cuda
+from weightstream.store import near
+from weightstream.store.arena import Arena
+from weightstream.store.mapping import FileMapping
+from weightstream.store.pages import PageCache
 
 GIB = 2**30
 LARGE = models.Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
@@ -58,14 +66,23 @@ class Gpus:
     # -- links -------------------------------------------------------------------------------------------------------
 
     def links(self) -> None:
-        """Copies of pinned memory to each GPU, one after the other and all at once, and hops from one to another."""
+        """Copies to each GPU by itself, and to the first 2, 4 and so on at once, from each kind of host memory.
+
+        And hops from one GPU to another.
+        """
         seconds = 0.01 if self.args.tiny else LINKS_S
+        is_cuda, num = self.home.type == "cuda", len(self.devices)
+        counts = sorted({n for n in (2, 4, 8) if n < num} | {num})
         with ExitStack() as stack:
             backends = [stack.enter_context(closing(backend_of(device))) for device in self.devices]
-            alone = [gbps(links.rates([backend], seconds)[0]) for backend in backends]
-            self.together = [gbps(rate) for rate in links.rates(backends, seconds)]
-            total = round(sum(self.together), 1)
-            self.write(system="links", alone_gbps=alone, together_gbps=self.together, sum_gbps=total)
+            about = {"nodes": [near.node_of(cuda.facts(d).pci) if is_cuda else None for d in self.devices]}
+            for kind, memory in memories(self.args.files):
+                about |= {"memory": kind, "alone_gbps": [gbps(links.rates([b], seconds, memory)[0]) for b in backends]}
+                for n in counts:
+                    rates = [gbps(rate) for rate in links.rates(backends[:n], seconds, memory)]
+                    system = "links" if (kind, n) == ("pinned", num) else f"links, {kind}, {n} at once"
+                    self.write(system=system, together_gbps=rates, sum_gbps=round(sum(rates), 1), **about)
+                self.together = self.together or rates
             if self.home.type == "cuda" and len(self.devices) > 1:
                 hops = [1e3 * taken_s for taken_s in links.hops_s(backends[0], self.devices[1], seconds)]
                 there = torch.cuda.can_device_access_peer(0, 1)
@@ -209,6 +226,42 @@ class Gpus:
         self.measure("70b", made, run, [{"layout": "striped", "budgets": each, "codec": "auto"}])
 
 
+def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
+    """Kinds of host memory that copies start from. Pinned memory is at the GPU's node, and, where there are several, at
+    each for all."""
+
+    block = os.urandom(1 << 20)
+
+    @contextmanager
+    def pages(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
+        with NamedTemporaryFile(dir=folder) as file:
+            for _ in range(-(-nbytes // len(block))):
+                file.write(block)
+            file.flush()
+            mapping = FileMapping(Path(file.name))
+            pin = partial(cuda.register, device=device, read_only=True)
+            is_cuda = device.type == "cuda"
+            with closing(PageCache(pin, cuda.unregister, cuda.node(device)) if is_cuda else PageCache()) as cache:
+                (held,) = cache.hold([(mapping, 0, nbytes)], lambda error: print(error, flush=True))
+                pinned = held.source(0, nbytes)
+                yield mapping.populated(0, nbytes) if pinned is None else pinned
+
+    @contextmanager
+    def at(index: int, device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
+        node = near.Node(index, near.cores_of(index))
+        pins = (partial(cuda.register, device=device), cuda.unregister) if device.type == "cuda" else (None, None)
+        with closing(Arena(*pins, node)) as arena:
+            memory = arena.take(nbytes).fill_(1)
+            arena.pin(memory)
+            yield memory
+
+    yield "pinned", host_memory
+    yield "pages of the page cache", pages
+    nodes = sorted(int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    for index in nodes if len(nodes) > 1 else ():
+        yield f"pinned at node {index}", partial(at, index)
+
+
 def gbps(bytes_per_s: float) -> float:
     return round(bytes_per_s / 1e9, 2)
 
@@ -234,6 +287,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--brief", action="store_true", help="leave out one GPU, and neighbours together")
+    parser.add_argument("--files", type=Path, default=Path("/dev/shm"), help="where a file for links is")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "gpus.jsonl")
     gpus = Gpus(parser.parse_args())
     for name in gpus.args.only.split(","):

@@ -1,6 +1,6 @@
 """Tensor parallelism of transformers, its shards streamed: Llama in the shapes of 8B and 70B, under torchrun.
 
-    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,70b] [--device cpu --tiny] [--files DIR]
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,70b,405b] [--device cpu --tiny] [--files DIR]
 
 The checkpoint has random weights and lies in the page cache. Every output is compared with that of the same model in
 the same processes as transformers loads it, bit for bit. Inputs are new in every step.
@@ -27,10 +27,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import host
+import huge
 import rows
 import timing
 import torch
@@ -262,6 +264,47 @@ class Ranks:
             want = self.resident("70b", folder, inputs)
             settings = {"device_budget": self.budget(80 / self.num, folder, 128.5), "codec": "auto"}
             self.cell(f"70b, {80 / self.num:.0f} GiB each, codec auto", folder, inputs, want, **settings)
+
+    @torch.no_grad()
+    def run_405b(self) -> None:
+        """Of no checkpoint, and with no resident model to compare with: outputs are to be the same in every pass."""
+        config = transformers.LlamaConfig(
+            **COMMON | (TINY | {"num_hidden_layers": 8} if self.args.tiny else huge.SHAPE)
+        )
+        file = self.args.files / f"weightstream-405b-{self.rank}"
+        model, given = huge.drawn(config, self.sharded["distributed_config"], self.device, file)
+        nbytes = sum(param.to_local().nbytes if param.dim() > 1 else 0 for param in model.parameters())
+        budget = int(0.4 * nbytes) if self.args.tiny else None  # what is free
+        settings = weightstream.OffloadConfig(
+            device_budget=budget, host_budget=self.num * nbytes, context=256, codec="small"
+        )
+        inputs, run = self.inputs(1), last(model)
+        with huge.streamed(model, replace(given, ranks=self.ranks), self.device, settings) as streamer:
+            want = [run(x) for x in inputs]
+            predicted = streamer.plan.step_s
+            ms, is_equal = self.timed(run, inputs, want)
+            told, plan = self.generated(model), streamer.plan
+            is_equal &= all(y.isfinite().all() for y in want)
+            del told["text"]  # there is no other
+            every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
+            floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
+            p50 = rows.percentiles(ms)["p50"]
+            self.write(
+                system=f"405b, layers share the bytes of {huge.DISTINCT}, codec small",
+                ms=rows.percentiles(ms),
+                predicted_ms=round(1e3 * predicted, 2),
+                x_predicted=round(1e3 * predicted / p50, 3),
+                link_nbytes=[n for n, _ in every],
+                floor_ms=round(floor, 2),
+                equal=all(same for _, same in every),
+                **told,
+                plan=plan.summary(),
+            )
+        if self.args.tiny:
+            self.write(
+                system="405b, decoded", equal=all(torch.equal(run(x), y) for x, y in zip(inputs, want, strict=True))
+            )
+        file.unlink()
 
 
 def last(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from weightstream.store.mapping import FileMapping
 logger = logging.getLogger("weightstream")
 
 _Work = Callable[[], object]
+HostMemory = Callable[[torch.device, int], AbstractContextManager[torch.Tensor]]  # so many bytes for a device
 # Yields works, each with how long a sample of it takes, is sent their best seconds, and yields what these tell.
 _Measuring = Generator[dict[str, Any], dict[str, float], None]
 NUM_ROUNDS = 5
@@ -296,8 +297,9 @@ def _run_all(works: Sequence[_Work]) -> None:
 
 @contextmanager
 def host_memory(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
-    """Memory that copies start from: pinned for a GPU, or, where that is refused, not."""
-    arena = Arena(partial(cuda.register, device=device), cuda.unregister) if device.type == "cuda" else Arena()
+    """Memory that copies start from: pinned for a GPU, at its node, or, where that is refused, not."""
+    pin = partial(cuda.register, device=device)
+    arena = Arena(pin, cuda.unregister, cuda.node(device)) if device.type == "cuda" else Arena()
     with closing(arena):
         memory = arena.take(nbytes).fill_(1)
         try:
@@ -324,14 +326,18 @@ def rounds_s(backend: Backend, work: _Work, seconds: float, side: Side = Side.CO
 
 
 def copies_s(
-    backend: Backend, sizes: Sequence[int], seconds: float, ready: Callable[[], object] = lambda: None
+    backend: Backend,
+    sizes: Sequence[int],
+    seconds: float,
+    ready: Callable[[], object] = lambda: None,
+    memory: HostMemory = host_memory,
 ) -> list[float]:
-    """Seconds of each round of copies of these sizes, back to back, from memory that copies start from.
+    """Seconds of each round of copies of these sizes, back to back, from `memory`.
 
     Calls `ready` once all memory is there.
     """
     largest = max(sizes)
-    with host_memory(backend.device, max(largest, min(sum(sizes), _SOURCE_NBYTES))) as source:
+    with memory(backend.device, max(largest, min(sum(sizes), _SOURCE_NBYTES))) as source:
         target, copies, begin = backend.alloc(largest), [], 0
         for size in sizes:
             begin = begin if begin + size <= source.numel() else 0

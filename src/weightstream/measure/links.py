@@ -13,7 +13,7 @@ from threading import Barrier
 import torch
 
 from weightstream.errors import StoreError
-from weightstream.measure.bench import backend_of, copies_s, left_as_found, rounds_s
+from weightstream.measure.bench import HostMemory, backend_of, copies_s, host_memory, left_as_found, rounds_s
 from weightstream.runtime.backend import Backend
 
 logger = logging.getLogger("weightstream")
@@ -37,13 +37,13 @@ def together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
         return ()
 
 
-def rates(backends: Sequence[Backend], seconds: float) -> list[float]:
-    """Bytes per second of each link, in the order of the devices, while all of them copy."""
+def rates(backends: Sequence[Backend], seconds: float, memory: HostMemory = host_memory) -> list[float]:
+    """Bytes per second of each link, in the order of the devices, while all of them copy from such memory."""
     start = Barrier(len(backends))
 
     def measured(backend: Backend) -> float:
         try:
-            return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, seconds, start.wait))
+            return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, seconds, start.wait, memory))
         except BaseException:
             start.abort()  # the others would wait for good
             raise

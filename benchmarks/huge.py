@@ -1,0 +1,85 @@
+"""A model that no checkpoint holds: a rank's shards of it, drawn and coded on its GPU. Layers share the bytes of a few.
+
+Each rank writes the coded shards of `DISTINCT` layers to a file. Layer *i* has those of layer *i* modulo that, so that
+as many bytes move and are decoded as of layers of their own, while the file has the bytes of a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from weightstream.adapters import hf_sharded
+from weightstream.assembly import Given
+from weightstream.codec import coding
+from weightstream.front import _offload
+from weightstream.runtime.devices import opened
+from weightstream.store.decoded import DecodedMemory
+from weightstream.store.extent import Extent
+from weightstream.store.mapping import FileMapping
+
+SHAPE = {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "vocab_size": 128256,
+}
+DISTINCT, BITS = 4, 3
+_ALIGNMENT = 4096
+
+
+def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[Any, Given]:
+    """The model with this process's shards as `wanted` says, and what `_offload` is to know of them."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    hf_sharded.shard(model, wanted)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # whose buffers are computed
+    params = dict(model.named_parameters())
+    random = torch.Generator(device).manual_seed(torch.distributed.get_rank())
+    written: dict[str, tuple[Any, int]] = {}
+    with file.open("wb") as out:
+        for name in (name for name in params if _like(name) == name and params[name].dim() > 1):
+            local = params[name].to_local()
+            plain = torch.randn(local.shape, generator=random, device=device, dtype=torch.bfloat16).mul_(0.02)
+            layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16", BITS)
+            out.seek(-(-out.tell() // _ALIGNMENT) * _ALIGNMENT)
+            written[name] = layout, out.tell()
+            out.write(coded.cpu().numpy())
+    mapping, memories = FileMapping(file), []
+    for name, param in params.items():
+        if param.dim() == 1:
+            made = torch.ones(param.shape, dtype=torch.bfloat16)
+        else:
+            layout, begin = written[_like(name)]
+            memory = DecodedMemory(name, file, layout, extents=[Extent(mapping, begin, begin + layout.nbytes)])
+            memories.append(memory)
+            local = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(param.to_local().shape)
+            made = hf_sharded._like(local, param.data)
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._parameters[attribute] = nn.Parameter(made, requires_grad=False)
+    return model.eval(), Given(memories=(mapping, *memories))
+
+
+def _like(name: str) -> str:
+    """The weight whose bytes one of this name has."""
+    head, _, rest = name.partition(".layers.")
+    index, _, tail = rest.partition(".")
+    return f"{head}.layers.{int(index) % DISTINCT}.{tail}" if rest else name
+
+
+@contextmanager
+def streamed(model: Any, given: Given, device: torch.device, config: Any) -> Iterator[Any]:
+    """Its streamer; at the end the model is plain again, its weights decoded as they are read."""
+    with opened(device, config) as backend, torch.no_grad():
+        streamer = _offload(model, backend, config, given)
+    try:
+        yield streamer
+    finally:
+        streamer.remove()
