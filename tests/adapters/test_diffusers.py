@@ -89,7 +89,8 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
         assert all(tensor.device.type == device for tensor in part.parameters())
 
 
-@pytest.mark.parametrize("name", [pytest.param("upcast", marks=pytest.mark.stress), "svd"])  # from files it is in CI
+@pytest.mark.stress  # from files it is in CI
+@pytest.mark.parametrize("name", ["upcast", "svd"])
 def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str) -> None:
     """A VAE in float16 that computes in float32: the plain bits, the counts of both, room for the larger."""
     plain = pipelines.build(name, device)
@@ -626,7 +627,7 @@ def test_it_is_saved_as_the_plain_one(pipe: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, plain[name]) for name, value in again.state_dict().items())
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", only(["before", "after"], "before"))
 def test_compiled_blocks(when: str) -> None:
     """`compile_repeated_blocks` on an offloaded component, before its first call and after: close to the plain one."""
     pipe = offloaded("flux", share=0.4)

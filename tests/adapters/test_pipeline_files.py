@@ -88,7 +88,7 @@ def places(found: Any) -> dict[str, list[bool]]:
 
 
 # those that take seconds are in CI where nothing is loaded; flux is in most tests below
-KINDS = only(pipelines.PIPELINES, "sd3", "wan", "qwen")
+KINDS = only(pipelines.PIPELINES, "sd3", "wan")
 
 
 @pytest.mark.parametrize("name", KINDS)

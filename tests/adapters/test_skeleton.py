@@ -230,6 +230,7 @@ print(sum(p.numel() for p in model.parameters()), seconds, status["VmHWM"].split
 """
 
 
+@pytest.mark.stress  # CI has the plan of it
 def test_405b_in_seconds_and_in_little_memory(tmp_path: Path) -> None:
     """0.6 s and 0.36 GiB on two idle cores; the limits leave room for busy ones."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))

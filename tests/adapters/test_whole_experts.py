@@ -89,7 +89,9 @@ def plan_in_matrices(streamer: weightstream.Streamer) -> Plan:
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize(("implementation", "codec"), thinned(["batched_mm", "grouped_mm", "eager"], ["small", "none"]))
+@pytest.mark.parametrize(
+    ("implementation", "codec"), thinned(["batched_mm", "grouped_mm", "eager"], ["small", "none"], every=3)
+)
 def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None:
     model, plain = in_float8(implementation), in_float8(implementation)
     wanted = [generated(plain, prompt(length), 4) for length in (1, 2, 9)]

@@ -218,7 +218,7 @@ def test_what_unseen_graphs_left_is_not_trusted_after_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("name", "scope"),
-    [pytest.param(name, "model", marks=[pytest.mark.stress] * (i % 3)) for i, name in enumerate(COMPILED)]
+    [pytest.param(name, "model", marks=[pytest.mark.stress] * (i % 6)) for i, name in enumerate(COMPILED)]
     + [(name, "blocks") for name in ("Stack", "KeywordOnly", "CalledTwice", "SharedBlock", "TiedLinears")],
 )
 def test_compiled_steps(name: str, scope: Any, counters: Any, caplog: pytest.LogCaptureFixture) -> None:

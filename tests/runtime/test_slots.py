@@ -319,7 +319,10 @@ def assert_missed(pairs: torch.Tensor, missed: Sequence[tuple[int, int]]) -> Non
 SIZES = [(9, 1), (9, 3), (9, 4), (16, 7), (5, 8), (1, 2)]  # rows, and slots
 
 
-@pytest.mark.parametrize(("num_rows", "num_slots"), SIZES)
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots"),
+    [pytest.param(*size, marks=[pytest.mark.stress] * (size not in ((9, 3), (5, 8)))) for size in SIZES],
+)
 def test_the_tables_of_the_kernels_are_those_of_the_lists(num_rows: int, num_slots: int) -> None:
     """Calls and guesses in any order, ids that are none, and rows that are forgotten in between."""
     rig, table, rng = Rig(num_rows, num_slots), Lru(num_slots), random.Random(4)

@@ -51,7 +51,7 @@ def fail_at_the_second(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
 @pytest.mark.parametrize(
     ("name", "num"),
     [
-        pytest.param(name, num, marks=[pytest.mark.stress] * ((i + num) % 3 > 0))
+        pytest.param(name, num, marks=[pytest.mark.stress] * ((i + num) % 5 > 0))
         for i, name in enumerate(n for n in MODELS if n not in BLOCKLESS)
         for num in (2, 3)
     ],
