@@ -17,14 +17,22 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import distributed
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import weightstream
 from models import TEXT
 from weightstream import ConfigError, Plan, PlanError
+from weightstream.adapters import hf_sharded
 from weightstream.adapters.packing import pack
+from weightstream.adapters.ranges import Gathered, Range
 from weightstream.store import pack as store
+from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
+
+from transformers.distributed.sharding_utils import DtensorShardOperation  # noqa: E402
 
 RANKS = 2
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_checks.py"
@@ -149,3 +157,48 @@ def test_without_other_processes(folder: Path) -> None:
             weightstream.from_pretrained(folder / "llama", distributed_config={"tp_size": 2}, **more)
     model = weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 1})
     model.weightstream.remove()
+
+
+CUTS = {
+    "rows": ((7, 12), lambda: Shard(0)),
+    "columns": ((7, 12), lambda: Shard(1)),
+    "elements": ((10,), lambda: Shard(0)),
+    "matrices": ((4, 6, 8), lambda: Shard(0)),
+    "rows of matrices": ((4, 7, 8), lambda: Shard(1)),
+    "columns of matrices": ((4, 6, 10), lambda: Shard(-1)),
+    "rows of halves": ((4, 12, 8), lambda: _StridedShard(1, split_factor=2)),
+    "rows of halves of one": ((12, 8), lambda: _StridedShard(0, split_factor=2)),
+    "columns of halves": ((4, 6, 12), lambda: _StridedShard(-1, split_factor=2)),
+    "all": ((4, 6, 8), Replicate),
+}
+READ_AT_ONCE = {"columns of halves"}
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("name", CUTS)
+def test_shards_lie_where_transformers_would_cut_them(name: str, rank: int, tmp_path: Path) -> None:
+    """Of what a file has in pieces, in any order."""
+    shape, placement = CUTS[name]
+    whole = torch.randn(shape).to(torch.bfloat16)
+    pieces = list(whole.split(1 if len(shape) == 3 else 5))
+    order = torch.randperm(len(pieces)).tolist()
+    save_file({f"{order.index(i):02}": piece.clone() for i, piece in enumerate(pieces)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    ranges = [Range(f"{order.index(i):02}", 0, piece.nbytes) for i, piece in enumerate(pieces)]
+    distributed.init_process_group("fake", rank=rank, world_size=3)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (3,))
+        with torch.device("meta"):
+            param = distribute_tensor(torch.empty(shape), mesh, [placement()], src_data_rank=None)
+        wanted = DtensorShardOperation(param).shard_tensor(whole)
+        with hf_sharded.on_host(transformers.LlamaForCausalLM):
+            found = DtensorShardOperation(param).shard_tensor(Gathered("w", ranges, whole, checkpoint))
+    finally:
+        distributed.destroy_process_group()
+    memories = [*checkpoint.mappings, *checkpoint.lazy.values()]
+    is_there = any(memory.locate(found.data_ptr()) is not None for memory in memories)
+    assert is_there is (name not in READ_AT_ONCE and wanted.numel() > 0)
+    for memory in checkpoint.lazy.values():
+        memory.populate(0, memory.nbytes)
+    assert found.is_contiguous()
+    assert torch.equal(found, wanted)

@@ -79,7 +79,8 @@ def columns_in(tensor: torch.Tensor, path: Path) -> LazyMemory:
     """A tensor that is the last columns of one in a file."""
     save_file({"w": torch.cat([torch.randn(WIDTH, 7).to(tensor), tensor.detach()], dim=1)}, path)
     checkpoint = Checkpoint.open(path.rename(path.with_name(f"{path.name}.safetensors")))
-    assert checkpoint.columns(checkpoint.tensor("w")[:, 7:]) is not None
+    pitch = checkpoint.entries["w"].nbytes // WIDTH
+    checkpoint.gather("w", [("w", 0, WIDTH * pitch)], columns=(7 * tensor.element_size(), pitch, pitch))
     return next(iter(checkpoint.lazy.values()))
 
 

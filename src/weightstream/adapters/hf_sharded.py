@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from weightstream.adapters.hf_private import set_inside
+from weightstream.adapters.ranges import Gathered
 from weightstream.adapters.ranks import Ranks, imagined
 from weightstream.errors import ConfigError
 from weightstream.runtime.leaves import rewrapped
@@ -51,14 +53,25 @@ def on_host(kind: Any) -> Iterator[None]:
     """Inside, `from_pretrained` of this class leaves each rank's shards where they are: views of files, which no device
     has seen. transformers would bring each to the device of its rank, and copy columns."""
     from transformers import core_model_loading, modeling_utils
+    from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    prepare = kind.prepare_distribute_model
+    prepare, shard = kind.prepare_distribute_model, DtensorShardOperation.shard_tensor
 
     def prepared(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         config, device_map, *others = prepare(*args, **kwargs)
         return config, device_map and torch.device("cpu"), *others
 
+    def sharded(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(source, Gathered):
+            return shard(self, source, *args, **kwargs)
+        cuts = [placement for placement in self.placements if not placement.is_replicate()]
+        dims = {placement.dim % len(source.shape) for placement in cuts}
+        is_plain = all(placement.is_shard() for placement in cuts) or len(source.shape) - 1 not in dims
+        found = source.shard(partial(shard, self), dims) if is_plain else None
+        return shard(self, source, *args, **kwargs) if found is None else found
+
     with ExitStack() as stack:
+        stack.enter_context(set_inside(DtensorShardOperation, "shard_tensor", sharded))
         stack.enter_context(set_inside(kind, "prepare_distribute_model", staticmethod(prepared)))
         stack.enter_context(set_inside(modeling_utils, _EQUAL, _are_equal))
         for module in (core_model_loading, modeling_utils):

@@ -26,7 +26,7 @@ class Homing:
     """Of one load, by the thread that made this.
 
     `memories` gives those that a tensor may view as it is; without a `folder` a tensor that would have to be written
-    is refused. `columns` gives one in a row that is some columns of a file's, if it can.
+    is refused.
     """
 
     def __init__(
@@ -34,10 +34,9 @@ class Homing:
         where: object,
         memories: Callable[[], Iterable[Memory]],
         folder: OffloadFolder | None,
-        columns: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None,
     ) -> None:
         self.refused: UnsupportedError | None = None
-        self._where, self._memories, self._folder, self._columns = where, memories, folder, columns
+        self._where, self._memories, self._folder = where, memories, folder
         self._written: set[int] = set()  # addresses in the folder
         self._thread = threading.get_ident()
         self._freed_nbytes = 0
@@ -66,8 +65,6 @@ class Homing:
         is_homed = address in self._written or any(m.locate(address) is not None for m in self._memories())
         if not tensor.numel() or (tensor.is_contiguous() and is_homed):
             return tensor
-        if is_homed and (found := self._columns(tensor)) is not None:
-            return found
         if self._folder is None:
             self.refused = UnsupportedError(
                 f"{self._where}: {name} is made anew, as tensors are joined or cast: to plan or pack such a model "

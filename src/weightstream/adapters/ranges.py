@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping
-from itertools import chain, pairwise
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,9 +38,65 @@ class Range(NamedTuple):
     end: int
 
 
+class Gathered:
+    """A tensor of a model, like `made`, of ranges of a checkpoint's tensors, as transformers takes it."""
+
+    def __init__(self, name: str, ranges: Sequence[Range], made: torch.Tensor, checkpoint: Checkpoint) -> None:
+        self.shape = made.shape
+        self._name, self._ranges, self._dtype, self._checkpoint = name, ranges, made.dtype, checkpoint
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """By `[...]` all of it, which holds nothing until it is read; else what is read now."""
+        whole = self._of(self._ranges)
+        if index is Ellipsis:
+            return whole.view(self.shape)
+        memory = self._checkpoint.lazy.pop(self._name, None)
+        if memory is not None:
+            memory.populate(0, memory.nbytes)
+        return whole.view(self.shape)[index].clone()
+
+    def shard(self, cut: Callable[[torch.Tensor], torch.Tensor], dims: Collection[int]) -> torch.Tensor | None:
+        """What `cut` takes of a tensor of this shape, in pieces along these dimensions, from where it lies; None where
+        that is nothing, or no run of columns of some rows."""
+        is_flat, width, first = len(self.shape) == 1, _row_size(self.shape), 0
+        rows = torch.arange(prod(self.shape) // width).view(self.shape if is_flat else (*self.shape[:-1], 1))
+        is_cut = not is_flat and len(self.shape) - 1 in dims
+        nbytes = width * self._dtype.itemsize
+        rows = cut(rows.expand(self.shape) if is_cut else rows)  # a view: nothing of that size is made
+        if not rows.numel():
+            return None
+        if is_cut:
+            columns = cut(torch.arange(width).expand(self.shape))
+            first, width = int(columns.flatten()[0]), columns.shape[-1]
+        parts = self._rows((rows if is_flat else rows[..., 0]).flatten(), nbytes)
+        of_row = (first * self._dtype.itemsize, (first + width) * self._dtype.itemsize, nbytes) if is_cut else None
+        return self._of(parts, of_row).view(rows.shape if is_flat else (*rows.shape[:-1], width))
+
+    def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[Range]:
+        """Where the rows of these numbers lie."""
+        bounds = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
+        firsts = list(accumulate(((part.end - part.begin) // nbytes for part in self._ranges), initial=0))
+        found: list[Range] = []
+        for start, stop in pairwise(bounds):
+            row, end = int(numbers[start]), int(numbers[stop - 1]) + 1
+            while row < end:
+                index = bisect(firsts, row) - 1
+                part, to = self._ranges[index], min(end, firsts[index + 1])
+                begin = part.begin + (row - firsts[index]) * nbytes
+                found.append(Range(part.name, begin, begin + (to - row) * nbytes))
+                row = to
+        return found
+
+    def _of(self, ranges: Sequence[Range], columns: tuple[int, int, int] | None = None) -> torch.Tensor:
+        return self._checkpoint.gather(self._name, ranges, columns).view(self._dtype)
+
+
 def gather(
     model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
-) -> tuple[dict[str, torch.Tensor], set[str]]:
+) -> tuple[dict[str, Gathered], set[str]]:
     """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
     checkpoint, gathered from there; and the names in the checkpoint that are of no other use.
 
@@ -59,13 +115,24 @@ def gather(
         left[part.name] -= part.end - part.begin
     other_places = {place for name, place in converted.items() if left[name]}
     used = {name for name, place in converted.items() if place not in other_places}
-    tensors: dict[str, torch.Tensor] = {}
     state = model.state_dict()
-    for name, ranges in found.items():
-        if used.issuperset(part.name for part in ranges):
-            data = checkpoint.gather(name, ranges)
-            tensors[name] = data.view(state[name].dtype).view(state[name].shape)
-    return tensors, used
+    kept = {name: ranges for name, ranges in found.items() if used.issuperset(part.name for part in ranges)}
+    return {name: Gathered(name, ranges, state[name], checkpoint) for name, ranges in kept.items()}, used
+
+
+def as_they_are(
+    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
+) -> dict[str, Gathered]:
+    """Likewise, by their names in the checkpoint, those that transformers takes as they are."""
+    found, state = {}, model.state_dict()
+    for name, (place, is_converted) in places.items():
+        entry = checkpoint.entries[name]
+        if place is None or is_converted or entry.layout is not None or entry.begin % torch_dtype(entry.dtype).itemsize:
+            continue
+        made = state[place]
+        if (made.shape, made.dtype) == (torch.Size(entry.shape), torch_dtype(entry.dtype)):
+            found[name] = Gathered(name, [Range(name, 0, entry.nbytes)], made, checkpoint)
+    return found
 
 
 def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Range, ...]]:

@@ -39,7 +39,7 @@ from weightstream.adapters.hub import (
     skeleton,
     weights_in,
 )
-from weightstream.adapters.ranges import gather
+from weightstream.adapters.ranges import Gathered, as_they_are, gather
 from weightstream.adapters.unpacking import unpack_late
 from weightstream.config import OffloadConfig, no_such_option
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
@@ -195,7 +195,7 @@ class _Load:
         self._allow_missing = allow_missing
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
-        self._homing = Homing(self._where, self._memories, folder if may_write else None, checkpoint.columns)
+        self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
     def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
@@ -217,7 +217,7 @@ class _Load:
         sources = {name: self._source(name, decode) for name in checkpoint.entries if name not in used}
         try:
             with register_module_parameter_registration_hook(self._on_parameter):
-                model = self._build(sources | gathered)
+                model = self._build(sources | {name: tensor[...] for name, tensor in gathered.items()})
         finally:
             trim_heap()
         if used:
@@ -233,16 +233,23 @@ class _Load:
         return model
 
     def _sharded(self) -> Any:
-        """The model with one rank's shards: rows and columns stay in the file; what is joined of several pieces or was
-        coded is written to the folder, one by one."""
-        names = self._checkpoint.entries
-        tensors: dict[str, Any] = {name: self._checkpoint.tensor(name) for name in names if name not in self._coded}
-        tensors |= {name: _Decoded(self._checkpoint, name) for name in self._coded}
+        """The model with one rank's shards: rows and columns stay in the file, also those that are joined of several
+        tensors; what was coded, or is another computation, is written to the folder, one by one."""
+        checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
+        skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
+        places, conversions = hf_private.places(skeleton, checkpoint.entries)
+        gathered, used = gather(skeleton, checkpoint, places)
+        names = checkpoint.entries.keys() - used
+        tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names if name not in self._coded}
+        tensors |= {name: _Decoded(checkpoint, name) for name in self._coded} | gathered
+        tensors |= as_they_are(skeleton, checkpoint, places)
         try:
             with hf_sharded.on_host(self._cls), register_module_parameter_registration_hook(self._on_parameter):
                 model = self._build(tensors)
         finally:
             trim_heap()
+        if used:
+            hf_private.remember_conversions(model, conversions)
         if num := self._homing.num_written:
             about = num, human(self._folder.nbytes), self._folder.path
             _LOGGER.warning("%d shards lie in no file as they are: %s written to %s for this process only", *about)
@@ -266,7 +273,7 @@ class _Load:
             hf_private.quantising_on(device, then),
             hf_private.kernels_for(device, then),
         ):
-            model = self._build(sources | gathered)
+            model = self._build(sources | {name: tensor[...] for name, tensor in gathered.items()})
         if used:
             hf_private.remember_conversions(model, conversions)
         if num := self._homing.num_written:
@@ -277,7 +284,7 @@ class _Load:
             )
         return model
 
-    def _gathered_fp8(self) -> tuple[dict[str, torch.Tensor], set[str], list[Any]]:
+    def _gathered_fp8(self) -> tuple[dict[str, Gathered], set[str], list[Any]]:
         """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales; and what
         transformers converts."""
         config = copy.deepcopy(self._options["config"])

@@ -19,7 +19,7 @@ import torch
 
 from weightstream.errors import CheckpointError, StoreError
 from weightstream.store.decoded import DecodedMemory, LazyMemory
-from weightstream.store.extent import Extent, columns
+from weightstream.store.extent import Extent
 from weightstream.store.header import REMEDY, TensorEntry, read_header, read_json, torch_dtype
 from weightstream.store.mapping import FileMapping
 
@@ -54,7 +54,7 @@ class Checkpoint:
         self, mappings: Sequence[FileMapping], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
     ) -> None:
         self.mappings, self.entries, self.metadata = tuple(mappings), entries, metadata
-        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, what was gathered, columns
+        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, what was gathered
 
     @classmethod
     @_refusing()
@@ -100,9 +100,14 @@ class Checkpoint:
             self.lazy[entry.name] = DecodedMemory(entry.name, entry.path, entry.layout, extents=[extent])
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
-    def gather(self, name: str, parts: Iterable[tuple[str, int, int]]) -> torch.Tensor:
+    def gather(
+        self, name: str, parts: Iterable[tuple[str, int, int]], columns: tuple[int, int, int] | None = None
+    ) -> torch.Tensor:
         """The bytes [begin, end) of tensors that are not coded, one after another: a view of the file where they lie
-        so, else of a `LazyMemory` that is called `name` and holds nothing until it is populated."""
+        so, else of a `LazyMemory` that is called `name` and holds nothing until it is populated.
+
+        With `columns` (first, last, pitch) parts are rows of `pitch` bytes, and of each these bytes are taken.
+        """
         extents: list[Extent] = []
         for source, begin, end in parts:
             entry = self.entries[source]
@@ -110,25 +115,15 @@ class Checkpoint:
             if extents and extents[-1].mapping is mapping and extents[-1].end == begin:
                 begin = extents.pop().begin
             extents.append(Extent(mapping, begin, end))
-        if not extents[1:] and extents[0].begin % _ALIGN_NBYTES == 0:
+        if columns is not None:
+            first, last, pitch = columns
+            extents = [
+                Extent(m, begin + first, end - pitch + last, last - first, pitch) for m, begin, end, *_ in extents
+            ]
+        elif not extents[1:] and extents[0].begin % _ALIGN_NBYTES == 0:
             return extents[0].bytes()
         memory = self.lazy[name] = LazyMemory.of_extents(name, extents)
         return memory.bytes(0, memory.nbytes)
-
-    def columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same in a row, where it views some columns of a tensor that is not coded: of a `LazyMemory`, which holds
-        nothing until it is populated."""
-        found, nbytes = columns(tensor), tensor.element_size()
-        places = ((mapping, mapping.locate(tensor.data_ptr())) for mapping in self.mappings)
-        mapping, begin = next(((m, begin) for m, begin in places if begin is not None), (None, None))
-        if found is None or mapping is None or begin is None or begin % nbytes:
-            return None
-        width, pitch = found
-        extent = Extent(mapping, begin, begin + (tensor.numel() * nbytes // width - 1) * pitch + width, width, pitch)
-        name = f"{mapping.path.name}[{begin}:{extent.end}:{pitch}, {width}]"
-        if name not in self.lazy:
-            self.lazy[name] = LazyMemory.of_extents(name, [extent])
-        return self.lazy[name].bytes(0, extent.nbytes).view(tensor.dtype).view(tensor.shape)
 
     @_refusing()
     def verify(self) -> None:

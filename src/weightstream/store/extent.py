@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -62,15 +61,3 @@ class _Rows(NamedTuple):
         start, stop = extent.begin + first * extent.pitch, extent.begin + (last - 1) * extent.pitch + extent.width
         packed = extent._replace(begin=start, end=stop).populated().reshape(-1)
         return memory[: end - begin].copy_(packed[begin - first * extent.width :][: end - begin])
-
-
-def columns(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Bytes of a piece of a tensor that lie in a row, and from one piece to the next; None where this is no one
-    number."""
-    dims = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    width = 1
-    while dims and dims[-1][1] == width:
-        width *= dims.pop()[0]
-    if not dims or any(a[1] != b[0] * b[1] for a, b in pairwise(dims)) or dims[-1][1] < width:
-        return None
-    return width * tensor.element_size(), dims[-1][1] * tensor.element_size()
