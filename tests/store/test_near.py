@@ -28,7 +28,7 @@ def policy(memory: torch.Tensor | None = None) -> tuple[int, int]:
     """What holds where some memory begins, or else for the calling thread: a mode, and nodes as bits."""
     mode, nodes = ctypes.c_int(), (ctypes.c_ulong * 16)()
     where = (None, 0) if memory is None else (ctypes.c_void_p(memory.data_ptr()), OF_ADDRESS)
-    assert near._call("get_mempolicy", ctypes.byref(mode), nodes, ctypes.c_ulong(1024), *where)
+    assert near._call("get_mempolicy", ctypes.byref(mode), nodes, 1024, *where)
     return mode.value, nodes[0]
 
 
@@ -53,7 +53,7 @@ def root(tmp_path: Path) -> Callable[[int, int], Path]:
 
 @pytest.fixture(autouse=True)
 def system() -> None:
-    if not near._call("get_mempolicy", None, None, ctypes.c_ulong(0), None, 0):
+    if not near._call("get_mempolicy", None, None, 0, None, 0):
         pytest.skip("the system knows of no memory nodes")
 
 

@@ -61,6 +61,8 @@ class Gathered:
     def shard(self, cut: Callable[[torch.Tensor], torch.Tensor], dims: Collection[int]) -> torch.Tensor | None:
         """What `cut` takes of a tensor of this shape, in pieces along these dimensions, from where it lies; None where
         that is nothing, or no run of columns of some rows."""
+        if not self.shape or 0 in self.shape:
+            return None
         is_flat, width, first = len(self.shape) == 1, _row_size(self.shape), 0
         rows = torch.arange(prod(self.shape) // width).view(self.shape if is_flat else (*self.shape[:-1], 1))
         is_cut = not is_flat and len(self.shape) - 1 in dims

@@ -40,7 +40,7 @@ class Node:
 
     def hold(self, memory: torch.Tensor) -> torch.Tensor:
         """The memory, whose pages will be here when they are first touched; it begins at a page."""
-        _call("mbind", ctypes.c_void_p(memory.data_ptr()), ctypes.c_ulong(memory.numel()), *self._preferred, 0)
+        _call("mbind", ctypes.c_void_p(memory.data_ptr()), memory.numel(), *self._preferred, 0)
         return memory
 
     @contextmanager
@@ -50,7 +50,7 @@ class Node:
         try:
             yield
         finally:
-            _call("set_mempolicy", _DEFAULT, None, ctypes.c_ulong(0))
+            _call("set_mempolicy", _DEFAULT, None, 0)
 
     def settle(self) -> None:
         """From now on the calling thread runs here, where its process may, and what it allocates or reads is here."""
@@ -62,7 +62,7 @@ class Node:
     def _preferred(self) -> tuple[Any, ...]:
         mask = (ctypes.c_ulong * (_MOST // 64))()
         mask[self.index // 64] = 1 << self.index % 64
-        return _PREFERRED, mask, ctypes.c_ulong(_MOST)
+        return _PREFERRED, mask, _MOST
 
 
 def settled(job: Callable[[], None], node: Node | None) -> Callable[[], None]:
@@ -106,7 +106,8 @@ def text_of(path: Path) -> str:
 def _call(name: str, *arguments: Any) -> bool:
     """Whether the system did it; without nodes it does not."""
     numbers = _NUMBERS.get(platform.machine())
-    return numbers is not None and _library().syscall(ctypes.c_long(numbers[name]), *arguments) == 0
+    given = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]  # as wide as registers
+    return numbers is not None and _library().syscall(ctypes.c_ulong(numbers[name]), *given) == 0
 
 
 @cache
