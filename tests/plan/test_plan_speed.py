@@ -49,8 +49,10 @@ def planned(tmp_path: Path, *flags: str) -> tuple[str, float]:
 
 
 def test_a_plan_takes_seconds_and_little_memory(tmp_path: Path) -> None:
-    """3.6 s and 380 MiB on two cores that do nothing else, most of it imports; the limit is for a shared machine."""
-    assert planned(tmp_path)[1] < 15
+    """3.6 s and 380 MiB on two cores that do nothing else, most of it imports: these tell how slow a machine is."""
+    seconds, before_s = planned(tmp_path)[1], children_s()
+    subprocess.run([sys.executable, "-c", "import torch, transformers.modeling_utils"], check=True)
+    assert seconds < max(7.5, 3 * (children_s() - before_s))
 
 
 @pytest.mark.slow
