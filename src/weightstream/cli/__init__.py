@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import signal
 import sys
 import warnings
@@ -24,6 +25,8 @@ from weightstream.errors import WeightstreamError
 
 __all__ = ["app"]
 
+_TALKATIVE = ("torchao", "torch.utils._pytree")  # of kernels that they do not find, while transformers imports them
+
 
 class Commands(TyperGroup):
     """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
@@ -35,6 +38,8 @@ class Commands(TyperGroup):
             sys.stdout.reconfigure(errors="replace")  # a name that it cannot encode ends no command
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # nor do bytes that are no text
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
             try:
