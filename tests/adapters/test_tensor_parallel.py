@@ -61,10 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = kind(**SHAPE | facts, initializer_range=0.3)
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(path / name)
-    shutil.copytree(path / "qwen2", path / "tied")
-    tensors = load_file(path / "tied" / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, path / "tied" / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tied", "untied"):
+        shutil.copytree(path / "qwen2", path / name)
+        tensors = load_file(path / name / "model.safetensors")
+        head = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"] = head if name == "tied" else head.flip(0).contiguous()
+        save_file(tensors, path / name / "model.safetensors", metadata={"format": "pt"})
     with patch.object(store, "_LEAST_CODED", 8192):
         pack(str(path / "llama"), path / "pack", codec="small")
     return path

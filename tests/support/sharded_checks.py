@@ -360,6 +360,20 @@ def a_refusal_where_transformers_asks_all() -> None:
     model.weightstream.remove()
 
 
+@check  # slow
+def columns_are_read_before_they_are_compared() -> None:
+    """Heads that may be tied to the embedding, sharded by columns: one is equal to it, the other is not."""
+    columns = {"model.embed_tokens": "embedding_colwise", "lm_head": "rowwise_split_input"}
+    about = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=NUM, tp_plan=columns)}
+    for name in ("tied", "untied"):
+        want = steps(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, **about))
+        settings = {"device": WHERE, "device_budget": "200KiB", "codec": "none", "progress": False}
+        model = weightstream.from_pretrained(FOLDER / name, **about, **settings)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is (name == "tied")
+        assert_same(steps(model), want)
+        model.weightstream.remove()
+
+
 def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
     """A model whose second rank has such a backend, what it gives without it, and its streamer."""
     model = plain("llama")

@@ -5,7 +5,7 @@ A test of each (tests/adapters/test_tensor_parallel.py) says which one a new ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -49,9 +49,10 @@ def wanted(kwargs: dict[str, Any]) -> Any | None:
 
 
 @contextmanager
-def on_host(kind: Any) -> Iterator[None]:
+def on_host(kind: Any, read: Callable[[torch.Tensor], None] = lambda tensor: None) -> Iterator[None]:
     """Inside, `from_pretrained` of this class leaves each rank's shards where they are: views of files, which no device
-    has seen. transformers would bring each to the device of its rank, and copy columns."""
+    has seen. transformers would bring each to the device of its rank, and copy columns. `read` has a shard hold its
+    bytes, of which it is asked whether two are equal."""
     from transformers import core_model_loading, modeling_utils
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
@@ -73,7 +74,7 @@ def on_host(kind: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(set_inside(DtensorShardOperation, "shard_tensor", sharded))
         stack.enter_context(set_inside(kind, "prepare_distribute_model", staticmethod(prepared)))
-        stack.enter_context(set_inside(modeling_utils, _EQUAL, _are_equal))
+        stack.enter_context(set_inside(modeling_utils, _EQUAL, partial(_are_equal, read)))
         for module in (core_model_loading, modeling_utils):
             stack.enter_context(set_inside(module, _LIKE, _like))
         yield
@@ -104,11 +105,13 @@ def is_of_processes(value: Any) -> bool:
     return type(value).__module__.startswith((_OF_TORCH, _OF_TRANSFORMERS))
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal(read: Callable[[torch.Tensor], None], one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all ranks say so: asked where a rank that refused is heard, and nobody waits in a sum for it."""
     alike = one.shape == other.shape and getattr(one, "placements", ()) == getattr(other, "placements", ())
     both: Any = (one, other)
     parts = [tensor.to_local() if is_shard(tensor) else tensor for tensor in both]
+    for part in parts:
+        read(part)
     return all(Ranks().gather(alike and torch.equal(*parts)))
 
 

@@ -96,6 +96,23 @@ class Gathered:
         return self._checkpoint.gather(self._name, ranges, columns).view(self._dtype)
 
 
+class Decoded:
+    """A coded tensor as transformers shards it: decoded while it is indexed, and in memory no longer."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._tensor, self._memory = checkpoint.tensor(name), checkpoint.lazy.pop(name)
+        self.shape = self._tensor.shape
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self._memory.populate(0, self._memory.nbytes)
+        found = self._tensor[index].clone()
+        self._memory.forget()
+        return found
+
+
 def gather(
     model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
 ) -> tuple[dict[str, Gathered], set[str]]:

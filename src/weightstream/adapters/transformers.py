@@ -39,7 +39,7 @@ from weightstream.adapters.hub import (
     skeleton,
     weights_in,
 )
-from weightstream.adapters.ranges import Gathered, as_they_are, gather
+from weightstream.adapters.ranges import Decoded, Gathered, as_they_are, gather
 from weightstream.adapters.unpacking import unpack_late
 from weightstream.config import OffloadConfig, no_such_option
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
@@ -241,15 +241,20 @@ class _Load:
         gathered, used = gather(skeleton, checkpoint, places)
         names = checkpoint.entries.keys() - used
         tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names if name not in self._coded}
-        tensors |= {name: _Decoded(checkpoint, name) for name in self._coded} | gathered
+        tensors |= {name: Decoded(checkpoint, name) for name in self._coded} | gathered
         tensors |= as_they_are(skeleton, checkpoint, places)
         try:
-            with hf_sharded.on_host(self._cls), register_module_parameter_registration_hook(self._on_parameter):
+            with (
+                hf_sharded.on_host(self._cls, self._read),
+                register_module_parameter_registration_hook(self._on_parameter),
+            ):
                 model = self._build(tensors)
         finally:
             trim_heap()
         if used:
             hf_private.remember_conversions(model, conversions)
+        for memory in checkpoint.lazy.values():
+            memory.forget()
         if num := self._homing.num_written:
             about = num, human(self._folder.nbytes), self._folder.path
             _LOGGER.warning("%d shards lie in no file as they are: %s written to %s for this process only", *about)
@@ -365,26 +370,15 @@ class _Load:
     def _memories(self) -> tuple[Memory, ...]:
         return *self._checkpoint.mappings, *self._checkpoint.lazy.values()
 
+    def _read(self, tensor: torch.Tensor) -> None:
+        """Have a tensor hold what it will hold; for the time of the load."""
+        memory = next((m for m in self._checkpoint.lazy.values() if m.locate(tensor.data_ptr()) is not None), None)
+        if memory is not None:
+            memory.populate(0, memory.nbytes)
+
     @property
     def _where(self) -> Path:
         return self._checkpoint.mappings[0].path.parent
-
-
-class _Decoded:
-    """A coded tensor as transformers shards it: decoded while it is indexed, and in memory no longer."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._tensor, self._memory = checkpoint.tensor(name), checkpoint.lazy.pop(name)
-        self.shape = self._tensor.shape
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        self._memory.populate(0, self._memory.nbytes)
-        found = self._tensor[index].clone()
-        self._memory.forget()
-        return found
 
 
 def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None:
