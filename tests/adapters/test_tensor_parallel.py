@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head = tensors["model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"] = head if name == "tied" else head.flip(0).contiguous()
         save_file(tensors, path / name / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "mixtral" / "config.json").read_text())  # whose dtype is that of its tensors
+    (path / "mixtral" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
     with patch.object(store, "_LEAST_CODED", 8192):
         pack(str(path / "llama"), path / "pack", codec="small")
     return path
@@ -110,7 +114,10 @@ def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]
         about: dict[str, Any] = {"device": "cpu", "device_budget": found.budget, "host_budget": "1GiB"}
         assert found.offloaded_nbytes
         wanted = {"qwen2": {"tp_plan": "auto", "tp_size": RANKS}, "mixtral": {"distributed_config": {"tp_size": RANKS}}}
-        assert weightstream.plan_model(folder / name, **wanted[name], **about) == found
+        planned = weightstream.plan_model(folder / name, **wanted[name], **about)
+        for field in fields(Plan):
+            if not field.name.endswith("_s"):  # the machine may have been measured anew
+                assert getattr(planned, field.name) == getattr(found, field.name), field.name
         assert not torch.distributed.is_initialized()
         whole = weightstream.plan_model(folder / name, tp_size=1, **about | {"device_budget": 4 * found.budget})
         assert whole.manifest.nbytes > 1.7 * found.manifest.nbytes

@@ -23,6 +23,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import distributed
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import weightstream
 from fake_cuda import FakeCuda
@@ -314,7 +315,8 @@ def plans_made_ahead() -> None:
         if DEVICE == "cpu":  # a GPU has memory that kernels read in place
             ahead = weightstream.plan_model(FOLDER / name, device=WHERE, tp_size=NUM, **settings)
             for field in fields(Plan):
-                assert getattr(ahead, field.name) == getattr(plan, field.name), field.name
+                if not field.name.endswith("_s"):  # another process may measure the machine anew meanwhile
+                    assert getattr(ahead, field.name) == getattr(plan, field.name), field.name
         if RANK == 0:
             (FOLDER / f"{name}.plan").write_text(plan.to_json())
         model.weightstream.remove()
@@ -363,6 +365,8 @@ def a_refusal_where_transformers_asks_all() -> None:
 @check  # slow
 def columns_are_read_before_they_are_compared() -> None:
     """Heads that may be tied to the embedding, sharded by columns: one is equal to it, the other is not."""
+    if "embedding_colwise" not in ALL_PARALLEL_STYLES:
+        return  # up to 5.20 nothing that can be tied has columns
     columns = {"model.embed_tokens": "embedding_colwise", "lm_head": "rowwise_split_input"}
     about = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=NUM, tp_plan=columns)}
     for name in ("tied", "untied"):

@@ -237,6 +237,7 @@ class _Load:
         tensors; what was coded, or is another computation, is written to the folder, one by one."""
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
+        self._options["dtype"] = config.dtype  # which transformers would look for in tensors
         places, conversions = hf_private.places(skeleton, checkpoint.entries)
         gathered, used = gather(skeleton, checkpoint, places)
         names = checkpoint.entries.keys() - used
