@@ -18,7 +18,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -235,13 +235,15 @@ def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
     @contextmanager
     def pages(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
         with NamedTemporaryFile(dir=folder) as file:
-            for _ in range(-(-nbytes // len(block))):
-                file.write(block)
-            file.flush()
+            there = cuda.node(device) if device.type == "cuda" else None
+            with nullcontext() if there is None else there.first():
+                for _ in range(-(-nbytes // len(block))):
+                    file.write(block)
+                file.flush()
             mapping = FileMapping(Path(file.name))
             pin = partial(cuda.register, device=device, read_only=True)
             is_cuda = device.type == "cuda"
-            with closing(PageCache(pin, cuda.unregister, cuda.node(device)) if is_cuda else PageCache()) as cache:
+            with closing(PageCache(pin, cuda.unregister, there) if is_cuda else PageCache()) as cache:
                 (held,) = cache.hold([(mapping, 0, nbytes)], lambda error: print(error, flush=True))
                 pinned = held.source(0, nbytes)
                 yield mapping.populated(0, nbytes) if pinned is None else pinned

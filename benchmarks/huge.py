@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import transformers
@@ -42,11 +43,12 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
     hf_sharded.shard(model, wanted)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # whose buffers are computed
     params = dict(model.named_parameters())
-    random = torch.Generator(device).manual_seed(torch.distributed.get_rank())
+    random = torch.Generator(device)
     written: dict[str, tuple[Any, int]] = {}
     with file.open("wb") as out:
         for name in (name for name in params if _like(name) == name and params[name].dim() > 1):
-            local = params[name].to_local()
+            local = here(params[name])
+            random.manual_seed(crc32(name.encode()) + (local is not params[name]) * torch.distributed.get_rank())
             plain = torch.randn(local.shape, generator=random, device=device, dtype=torch.bfloat16).mul_(0.02)
             layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16", BITS)
             out.seek(-(-out.tell() // _ALIGNMENT) * _ALIGNMENT)
@@ -60,11 +62,17 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
             layout, begin = written[_like(name)]
             memory = DecodedMemory(name, file, layout, extents=[Extent(mapping, begin, begin + layout.nbytes)])
             memories.append(memory)
-            local = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(param.to_local().shape)
-            made = hf_sharded._like(local, param.data)
+            made = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(here(param).shape)
+            if here(param) is not param:
+                made = hf_sharded._like(made, param.data)
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module)._parameters[attribute] = nn.Parameter(made, requires_grad=False)
     return model.eval(), Given(memories=(mapping, *memories))
+
+
+def here(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter: a shard, or all of it as every rank."""
+    return param.to_local() if hf_sharded.is_shard(param.data) else param
 
 
 def _like(name: str) -> str:

@@ -273,38 +273,40 @@ class Ranks:
         )
         file = self.args.files / f"weightstream-405b-{self.rank}"
         model, given = huge.drawn(config, self.sharded["distributed_config"], self.device, file)
-        nbytes = sum(param.to_local().nbytes if param.dim() > 1 else 0 for param in model.parameters())
+        nbytes = sum(huge.here(param).nbytes for param in model.parameters())
         budget = int(0.4 * nbytes) if self.args.tiny else None  # what is free
         settings = weightstream.OffloadConfig(
             device_budget=budget, host_budget=self.num * nbytes, context=256, codec="small"
         )
         inputs, run = self.inputs(1), last(model)
-        with huge.streamed(model, replace(given, ranks=self.ranks), self.device, settings) as streamer:
-            want = [run(x) for x in inputs]
-            predicted = streamer.plan.step_s
-            ms, is_equal = self.timed(run, inputs, want)
-            told, plan = self.generated(model), streamer.plan
-            is_equal &= all(y.isfinite().all() for y in want)
-            del told["text"]  # there is no other
-            every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
-            floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
-            p50 = rows.percentiles(ms)["p50"]
-            self.write(
-                system=f"405b, layers share the bytes of {huge.DISTINCT}, codec small",
-                ms=rows.percentiles(ms),
-                predicted_ms=round(1e3 * predicted, 2),
-                x_predicted=round(1e3 * predicted / p50, 3),
-                link_nbytes=[n for n, _ in every],
-                floor_ms=round(floor, 2),
-                equal=all(same for _, same in every),
-                **told,
-                plan=plan.summary(),
-            )
-        if self.args.tiny:
-            self.write(
-                system="405b, decoded", equal=all(torch.equal(run(x), y) for x, y in zip(inputs, want, strict=True))
-            )
-        file.unlink()
+        try:
+            with huge.streamed(model, replace(given, ranks=self.ranks), self.device, settings) as streamer:
+                want = [run(x) for x in inputs]
+                predicted = streamer.plan.step_s
+                ms, is_equal = self.timed(run, inputs, want)
+                told, plan = self.generated(model), streamer.plan
+                is_equal &= all(y.isfinite().all() for y in want)
+                del told["text"]  # there is no other
+                every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
+                floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
+                p50 = rows.percentiles(ms)["p50"]
+                self.write(
+                    system=f"405b, layers share the bytes of {huge.DISTINCT}, codec small",
+                    ms=rows.percentiles(ms),
+                    predicted_ms=round(1e3 * predicted, 2),
+                    x_predicted=round(1e3 * predicted / p50, 3),
+                    link_nbytes=[n for n, _ in every],
+                    floor_ms=round(floor, 2),
+                    equal=all(same for _, same in every),
+                    **told,
+                    plan=plan.summary(),
+                )
+            if self.args.tiny:
+                self.write(
+                    system="405b, decoded", equal=all(torch.equal(run(x), y) for x, y in zip(inputs, want, strict=True))
+                )
+        finally:
+            file.unlink()
 
 
 def last(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

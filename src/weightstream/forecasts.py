@@ -29,8 +29,6 @@ from weightstream.striping import sketched
 if TYPE_CHECKING:
     from weightstream.pipeline_plans import PipelineSketch
 
-_SHARDED: tuple[str, ...] = ("distributed_config", "tp_plan", "tp_size")  # what asks for tensor parallelism
-
 
 def plan_model(
     path_or_repo_id: str | Path,
@@ -72,7 +70,7 @@ def plan_model(
         >>> print(plan)  # doctest: +SKIP
     """
     config, model_config = of_model(config)
-    sharded = {name: settings.pop(name) for name in _SHARDED if name in settings}
+    sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
     config, dtype = settled(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
     if is_pipeline(path_or_repo_id):
         if sharded:

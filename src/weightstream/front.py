@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from weightstream.runtime.devices import opened
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
 from weightstream.striping import Stripes, stripe
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("weightstream")
 

@@ -121,7 +121,7 @@ def convert(
         model = Made(transformers.LlamaConfig(**SMALL, made=shape)).to(torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         mapping = [WeightConverter("part.*.weight", "made", operations)]
-        patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, hf_quantizer: mapping)
+        patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, **about: mapping)
         ranges = byte_ranges(model, tensors).get("made")
         hf_private.convert_into(model, tensors, torch.float32)
     assert not model.made.is_meta, "the conversion itself failed"

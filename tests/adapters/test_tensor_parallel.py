@@ -67,8 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(path / "qwen2", path / name)
         tensors = load_file(path / name / "model.safetensors")
         head = tensors["model.embed_tokens.weight"].clone()
-        tensors["lm_head.weight"] = head if name == "tied" else head.flip(0).contiguous()
+        if name == "untied":  # nor does it, or any other, begin at a multiple of 8 bytes
+            head, tensors["a"] = head.flip(0).contiguous(), torch.zeros(1, dtype=torch.bfloat16)
+        tensors["lm_head.weight"] = head
         save_file(tensors, path / name / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(path / "mixtral", path / "renamed")
+    tensors = load_file(path / "renamed" / "model.safetensors")
+    tensors = {re.sub("^model", "transformer", name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path / "renamed" / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "mixtral" / "config.json").read_text())  # whose dtype is that of its tensors
     (path / "mixtral" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
     with patch.object(store, "_LEAST_CODED", 8192):
@@ -128,6 +134,19 @@ def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]
     )
 
 
+def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch for CUDA names an accelerator also where there is none."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
+    planned = weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", tp_size=4)
+    assert planned.manifest.nbytes
+    assert torch._C._get_accelerator() == torch.device("cuda")
+
+
 def test_plans_that_no_processes_can_make(folder: Path) -> None:
     about: dict[str, Any] = {"device": "cpu", "tp_size": 2}
     with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):
@@ -136,6 +155,14 @@ def test_plans_that_no_processes_can_make(folder: Path) -> None:
         weightstream.plan_model(folder / "mixtral", distributed_config={"tp_size": 2, "ep_size": 2})
     with pytest.raises(PlanError):
         weightstream.plan_model(folder / "llama", device_budget="1KiB", **about)
+    with pytest.raises(ConfigError, match=r"tp_size = 2\.5 is no number of processes"):
+        weightstream.plan_model(folder / "llama", tp_size=2.5)
+    with pytest.raises(ConfigError, match=r"distributed_config: .*nowhere"):
+        unknown = {"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
+        weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", distributed_config=unknown)
+    for alone in ({"tp_size": 1}, {"tp_size": None}):
+        several = weightstream.plan_model(folder / "llama", gpus=2, device_budget="1MiB", **alone)
+        assert len(several.plans) == 2
     assert not torch.distributed.is_initialized()
 
 

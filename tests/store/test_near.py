@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,17 @@ def test_a_thread_stays_where_its_process_may_run() -> None:
     thread.start()
     thread.join()
     assert found == [((PREFERRED, 1), os.sched_getaffinity(0))]
+
+
+def test_where_a_system_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    data = torch.arange(16, dtype=torch.uint8)
+    with closing(Staging([torch.empty(4096, dtype=torch.uint8)], num_threads=1, node=HERE)) as staging:
+        (piece,) = staging.start(MemorySource(data), 0, 16)
+        assert torch.equal(piece.memory, data)
 
 
 def test_pages_are_brought_in_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

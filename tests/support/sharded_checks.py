@@ -362,20 +362,38 @@ def a_refusal_where_transformers_asks_all() -> None:
     model.weightstream.remove()
 
 
+def compared(name: str, **plan: Any) -> None:
+    """A head that transformers compares with the embedding, before anything is read: tied only where it is equal."""
+    about = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=NUM, **plan)}
+    want = steps(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, **about))
+    settings = {"device": WHERE, "device_budget": "200KiB", "codec": "none", "progress": False}
+    model = weightstream.from_pretrained(FOLDER / name, **about, **settings)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is (name == "tied")
+    assert_same(steps(model), want)
+    model.weightstream.remove()
+
+
+@check
+def a_head_that_is_not_the_embedding() -> None:
+    compared("untied")
+
+
 @check  # slow
-def columns_are_read_before_they_are_compared() -> None:
-    """Heads that may be tied to the embedding, sharded by columns: one is equal to it, the other is not."""
-    if "embedding_colwise" not in ALL_PARALLEL_STYLES:
-        return  # up to 5.20 nothing that can be tied has columns
+def heads_by_columns() -> None:
     columns = {"model.embed_tokens": "embedding_colwise", "lm_head": "rowwise_split_input"}
-    about = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=NUM, tp_plan=columns)}
-    for name in ("tied", "untied"):
-        want = steps(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, **about))
-        settings = {"device": WHERE, "device_budget": "200KiB", "codec": "none", "progress": False}
-        model = weightstream.from_pretrained(FOLDER / name, **about, **settings)
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) is (name == "tied")
-        assert_same(steps(model), want)
-        model.weightstream.remove()
+    for name in ("tied", "untied") if "embedding_colwise" in ALL_PARALLEL_STYLES else ():  # not up to 5.20
+        compared(name, tp_plan=columns)
+
+
+@check  # slow
+def names_that_are_mapped() -> None:
+    """By the caller: what is joined, and columns, stay in the files."""
+    about = {"key_mapping": {"^transformer": "model"}}
+    want = steps(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "mixtral", **SHARDED))
+    model = streamed("renamed", device_budget=2**20, codec="none", **about)
+    assert not in_files(model)[1]
+    assert_same(steps(model), want)
+    model.weightstream.remove()
 
 
 def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:

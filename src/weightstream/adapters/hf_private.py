@@ -82,11 +82,13 @@ def progress_bar(wanted: bool | None) -> Iterator[None]:
         switch[shown]()
 
 
-def places(model: Any, names: Iterable[str]) -> tuple[dict[str, Place], list[Any]]:
+def places(
+    model: Any, names: Iterable[str], mapping: Mapping[str, str] | None = None
+) -> tuple[dict[str, Place], list[Any]]:
     """Where each name of a checkpoint goes, and what transformers converts or renames as it loads these."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    state, transforms = model.state_dict(), _conversions(model)
+    state, transforms = model.state_dict(), _conversions(model, mapping)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     found: dict[str, Place] = {}
@@ -101,10 +103,11 @@ def remember_conversions(model: Any, conversions: list[Any]) -> None:
     model._weight_conversions = conversions
 
 
-def _conversions(model: Any) -> list[Any]:
+def _conversions(model: Any, mapping: Mapping[str, str] | None = None) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    found: list[Any] = get_model_conversion_mapping(model, hf_quantizer=getattr(model, "hf_quantizer", None))
+    about = {"key_mapping": mapping, "hf_quantizer": getattr(model, "hf_quantizer", None)}
+    found: list[Any] = get_model_conversion_mapping(model, **about)
     return found
 
 
@@ -317,7 +320,9 @@ def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     return [name for name, (place, _) in places(model, names)[0].items() if place is None]
 
 
-def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
+def convert_into(
+    model: Any, tensors: Mapping[str, Any], dtype: torch.dtype, mapping: Mapping[str, str] | None = None
+) -> None:
     """Have transformers set these tensors of a checkpoint, or what it makes of them, in a model on meta.
 
     A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
@@ -325,7 +330,7 @@ def convert_into(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    config = LoadStateDictConfig(dtype=dtype, weight_mapping=_conversions(model))
+    config = LoadStateDictConfig(dtype=dtype, weight_mapping=_conversions(model, mapping))
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
     # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96

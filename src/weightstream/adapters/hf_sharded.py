@@ -5,7 +5,7 @@ A test of each (tests/adapters/test_tensor_parallel.py) says which one a new ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,17 +14,16 @@ import torch
 
 from weightstream.adapters.hf_private import set_inside
 from weightstream.adapters.ranges import Gathered
-from weightstream.adapters.ranks import Ranks, imagined
+from weightstream.adapters.ranks import NAMES, Ranks, imagined
 from weightstream.errors import ConfigError
 from weightstream.runtime.leaves import rewrapped
 
-NAMES = ("distributed_config", "tp_plan", "tp_size")
 _LIKE, _EQUAL = "_dtensor_from_local_like", "_tied_params_are_equal"
 _OF_TORCH, _OF_TRANSFORMERS = "torch.distributed.", "transformers.distributed."  # where their code is
 
 
 def wanted(kwargs: dict[str, Any]) -> Any | None:
-    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by one of `NAMES`; None: one process.
+    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by one of `ranks.NAMES`; None: one process.
 
     They have it by the first of these alone from then on, if it wants several. Raises `ConfigError`.
     """
@@ -43,16 +42,17 @@ def wanted(kwargs: dict[str, Any]) -> Any | None:
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"distributed_config = {given or older}: {error}") from error
+    if type(found.tp_size) is not int:
+        raise ConfigError(f"distributed_config: tp_size = {found.tp_size!r} is no number of processes")
     if found.tp_size != 1:
         kwargs["distributed_config"] = found
     return found
 
 
 @contextmanager
-def on_host(kind: Any, read: Callable[[torch.Tensor], None] = lambda tensor: None) -> Iterator[None]:
+def on_host(kind: Any) -> Iterator[None]:
     """Inside, `from_pretrained` of this class leaves each rank's shards where they are: views of files, which no device
-    has seen. transformers would bring each to the device of its rank, and copy columns. `read` has a shard hold its
-    bytes, of which it is asked whether two are equal."""
+    has seen. transformers would bring each to the device of its rank, and copy columns."""
     from transformers import core_model_loading, modeling_utils
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
@@ -63,7 +63,8 @@ def on_host(kind: Any, read: Callable[[torch.Tensor], None] = lambda tensor: Non
         return config, device_map and torch.device("cpu"), *others
 
     def sharded(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(source, Gathered):
+        is_taken_whole = kwargs.get("tensor_idx") is None and kwargs.get("dtype") in (None, source.dtype)
+        if not isinstance(source, Gathered) or not is_taken_whole:
             return shard(self, source, *args, **kwargs)
         cuts = [placement for placement in self.placements if not placement.is_replicate()]
         dims = {placement.dim % len(source.shape) for placement in cuts}
@@ -74,7 +75,7 @@ def on_host(kind: Any, read: Callable[[torch.Tensor], None] = lambda tensor: Non
     with ExitStack() as stack:
         stack.enter_context(set_inside(DtensorShardOperation, "shard_tensor", sharded))
         stack.enter_context(set_inside(kind, "prepare_distribute_model", staticmethod(prepared)))
-        stack.enter_context(set_inside(modeling_utils, _EQUAL, partial(_are_equal, read)))
+        stack.enter_context(set_inside(modeling_utils, _EQUAL, _are_equal))
         for module in (core_model_loading, modeling_utils):
             stack.enter_context(set_inside(module, _LIKE, _like))
         yield
@@ -83,11 +84,16 @@ def on_host(kind: Any, read: Callable[[torch.Tensor], None] = lambda tensor: Non
 def shard(model: Any, wanted: Any) -> None:
     """Leave of a model on meta, not yet tied, what the first of so many processes would have of it.
 
-    Raises as `ranks.imagined`.
+    Raises `ConfigError`, and as `ranks.imagined`. A GPU is neither needed nor woken.
     """
-    with imagined(wanted.tp_size):
-        config, _, mesh = model.prepare_distribute_model(wanted)
-        model.maybe_distribute_model(model, config, mesh)
+    with ExitStack() as stack:
+        if not stack.enter_context(imagined(wanted.tp_size)):
+            stack.enter_context(set_inside(torch._C, "_get_accelerator", lambda *_: torch.device("cpu")))
+        try:
+            config, _, mesh = model.prepare_distribute_model(wanted)
+            model.maybe_distribute_model(model, config, mesh)
+        except ValueError as error:
+            raise ConfigError(f"distributed_config: {error}") from error
 
 
 def is_of_shard(forward: Any) -> bool:
@@ -105,13 +111,11 @@ def is_of_processes(value: Any) -> bool:
     return type(value).__module__.startswith((_OF_TORCH, _OF_TRANSFORMERS))
 
 
-def _are_equal(read: Callable[[torch.Tensor], None], one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all ranks say so: asked where a rank that refused is heard, and nobody waits in a sum for it."""
     alike = one.shape == other.shape and getattr(one, "placements", ()) == getattr(other, "placements", ())
     both: Any = (one, other)
     parts = [tensor.to_local() if is_shard(tensor) else tensor for tensor in both]
-    for part in parts:
-        read(part)
     return all(Ranks().gather(alike and torch.equal(*parts)))
 
 

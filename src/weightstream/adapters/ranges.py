@@ -42,8 +42,8 @@ class Gathered:
     """A tensor of a model, like `made`, of ranges of a checkpoint's tensors, as transformers takes it."""
 
     def __init__(self, name: str, ranges: Sequence[Range], made: torch.Tensor, checkpoint: Checkpoint) -> None:
-        self.shape = made.shape
-        self._name, self._ranges, self._dtype, self._checkpoint = name, ranges, made.dtype, checkpoint
+        self.shape, self.dtype = made.shape, made.dtype
+        self._name, self._ranges, self._checkpoint = name, ranges, checkpoint
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -66,7 +66,7 @@ class Gathered:
         is_flat, width, first = len(self.shape) == 1, _row_size(self.shape), 0
         rows = torch.arange(prod(self.shape) // width).view(self.shape if is_flat else (*self.shape[:-1], 1))
         is_cut = not is_flat and len(self.shape) - 1 in dims
-        nbytes = width * self._dtype.itemsize
+        nbytes = width * self.dtype.itemsize
         rows = cut(rows.expand(self.shape) if is_cut else rows)  # a view: nothing of that size is made
         if not rows.numel():
             return None
@@ -74,7 +74,7 @@ class Gathered:
             columns = cut(torch.arange(width).expand(self.shape))
             first, width = int(columns.flatten()[0]), columns.shape[-1]
         parts = self._rows((rows if is_flat else rows[..., 0]).flatten(), nbytes)
-        of_row = (first * self._dtype.itemsize, (first + width) * self._dtype.itemsize, nbytes) if is_cut else None
+        of_row = (first * self.dtype.itemsize, (first + width) * self.dtype.itemsize, nbytes) if is_cut else None
         return self._of(parts, of_row).view(rows.shape if is_flat else (*rows.shape[:-1], width))
 
     def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[Range]:
@@ -93,7 +93,7 @@ class Gathered:
         return found
 
     def _of(self, ranges: Sequence[Range], columns: tuple[int, int, int] | None = None) -> torch.Tensor:
-        return self._checkpoint.gather(self._name, ranges, columns).view(self._dtype)
+        return self._checkpoint.gather(self._name, ranges, columns).view(self.dtype)
 
 
 class Decoded:
@@ -114,7 +114,10 @@ class Decoded:
 
 
 def gather(
-    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    places: Mapping[str, hf_private.Place],
+    mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Gathered], set[str]]:
     """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
     checkpoint, gathered from there; and the names in the checkpoint that are of no other use.
@@ -126,7 +129,7 @@ def gather(
     if not plain:
         return {}, set()
     shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
-    found = byte_ranges(model, shown)
+    found = byte_ranges(model, shown, mapping)
     under_own_names, _ = hf_private.places(model, found)
     found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
     left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
@@ -142,11 +145,14 @@ def gather(
 def as_they_are(
     model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, hf_private.Place]
 ) -> dict[str, Gathered]:
-    """Likewise, by their names in the checkpoint, those that transformers takes as they are."""
-    found, state = {}, model.state_dict()
+    """Likewise, by their names in the checkpoint, those that transformers takes as they are. Those that it may compare,
+    as they are given for the same parameter, are not among them."""
+    found, state = {}, model.state_dict(keep_vars=True)
+    sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
     for name, (place, is_converted) in places.items():
         entry = checkpoint.entries[name]
-        if place is None or is_converted or entry.layout is not None or entry.begin % torch_dtype(entry.dtype).itemsize:
+        is_plain = entry.layout is None and entry.nbytes and not entry.begin % torch_dtype(entry.dtype).itemsize
+        if place is None or is_converted or not is_plain or sources[id(state[place])] > 1:
             continue
         made = state[place]
         if (made.shape, made.dtype) == (torch.Size(entry.shape), torch_dtype(entry.dtype)):
@@ -154,12 +160,15 @@ def as_they_are(
     return found
 
 
-def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Range, ...]]:
+def byte_ranges(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None = None
+) -> dict[str, tuple[Range, ...]]:
     """Of every tensor of the model that is whole rows of a checkpoint's tensors, their bytes in order.
 
     Args:
         model: of transformers, on meta, in the dtypes that it will have.
         tensors: those of the checkpoint by name; only their shapes and dtypes are looked at.
+        mapping: the `key_mapping` of the load.
     """
     sources = _Sources(tensors)
     tokens: Any = copy.deepcopy(model)
@@ -182,7 +191,7 @@ def byte_ranges(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
         return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
 
     with register_module_parameter_registration_hook(on_parameter):
-        hf_private.convert_into(tokens, sources.tokens, torch.int64)
+        hf_private.convert_into(tokens, sources.tokens, torch.int64, mapping)
     return found
 
 

@@ -7,6 +7,7 @@ others waiting in a collective. So all plan with the least that any of them has,
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,8 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, OffloadError
 from weightstream.plan.planner import Machine
 
+NAMES = ("distributed_config", "tp_plan", "tp_size")  # of keywords that ask for tensor parallelism
+_IMAGINING = threading.Lock()  # the group is of the process
 _PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
 _OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _TOLD = "_weightstream_is_told"  # to all ranks
@@ -153,28 +156,34 @@ def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
     """Whether a `distributed_config` wants several processes. Raises `ConfigError` for what none of them can do."""
     if wanted is None:
         return False
-    if config.stripes or config.lent_links:
-        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus, device_map and lent_links")
     others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
     if others:
         raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
-    return bool(wanted.tp_size != 1)
+    if wanted.tp_size == 1:
+        return False
+    if config.stripes or config.lent_links:
+        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus, device_map and lent_links")
+    return True
 
 
 @contextmanager
-def imagined(num: int) -> Iterator[None]:
+def imagined(num: int) -> Iterator[bool]:
     """Inside, this process is the first of so many; none of the others runs, and nothing is exchanged. Where the
-    processes of a job talk to each other already, these are they. Raises `ConfigError` where they are not so many."""
-    if (of_job := num_processes()) not in (1, num):
-        raise ConfigError(f"distributed_config: tp_size = {num}, and {of_job} processes run")
-    if distributed.is_initialized():
-        yield
-        return
-    distributed.init_process_group("fake", rank=0, world_size=num)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
+    processes of a job talk to each other already, which it tells, these are they.
+
+    Raises `ConfigError` where they are not so many.
+    """
+    with _IMAGINING:
+        if (of_job := num_processes()) not in (1, num):
+            raise ConfigError(f"distributed_config: tp_size = {num}, and {of_job} processes run")
+        if distributed.is_initialized():
+            yield True
+            return
+        distributed.init_process_group("fake", rank=0, world_size=num)
+        try:
+            yield False
+        finally:
+            distributed.destroy_process_group()
 
 
 def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:

@@ -238,15 +238,16 @@ class _Load:
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
         self._options["dtype"] = config.dtype  # which transformers would look for in tensors
-        places, conversions = hf_private.places(skeleton, checkpoint.entries)
-        gathered, used = gather(skeleton, checkpoint, places)
-        names = checkpoint.entries.keys() - used
-        tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names if name not in self._coded}
+        mapping = self._options.get("key_mapping")
+        places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
+        gathered, used = gather(skeleton, checkpoint, places, mapping)
+        names = [name for name in checkpoint.entries if name not in used and name not in self._coded]
+        tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names}
         tensors |= {name: Decoded(checkpoint, name) for name in self._coded} | gathered
         tensors |= as_they_are(skeleton, checkpoint, places)
         try:
             with (
-                hf_sharded.on_host(self._cls, self._read),
+                hf_sharded.on_host(self._cls),
                 register_module_parameter_registration_hook(self._on_parameter),
             ):
                 model = self._build(tensors)
@@ -254,8 +255,6 @@ class _Load:
             trim_heap()
         if used:
             hf_private.remember_conversions(model, conversions)
-        for memory in checkpoint.lazy.values():
-            memory.forget()
         if num := self._homing.num_written:
             about = num, human(self._folder.nbytes), self._folder.path
             _LOGGER.warning("%d shards lie in no file as they are: %s written to %s for this process only", *about)
@@ -370,12 +369,6 @@ class _Load:
 
     def _memories(self) -> tuple[Memory, ...]:
         return *self._checkpoint.mappings, *self._checkpoint.lazy.values()
-
-    def _read(self, tensor: torch.Tensor) -> None:
-        """Have a tensor hold what it will hold; for the time of the load."""
-        memory = next((m for m in self._checkpoint.lazy.values() if m.locate(tensor.data_ptr()) is not None), None)
-        if memory is not None:
-            memory.populate(0, memory.nbytes)
 
     @property
     def _where(self) -> Path:

@@ -135,7 +135,7 @@ def _sharded(loading: dict[str, Any]) -> dict[str, Any]:
     """What loads the shards of one GPU, of several."""
     config: OffloadConfig = loading["config"]
     if not config.stripes:
-        raise ConfigError("--tp: a model is sharded over several GPUs: give --gpus N, too")
+        raise ConfigError("--tp: a model is sharded over several GPUs: give --gpus 2 or more, too")
     budget, *others = set(config.stripes.values())
     if others:
         raise ConfigError("--tp: processes plan with one budget: give --device-budget and --gpus, not max_memory")

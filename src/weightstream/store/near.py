@@ -11,7 +11,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,8 @@ class Node:
     def settle(self) -> None:
         """From now on the calling thread runs here, where its process may, and what it allocates or reads is here."""
         if cores := self.cores & os.sched_getaffinity(0):
-            os.sched_setaffinity(0, cores)
+            with suppress(OSError):  # a system that forbids it; who waits for the thread must not wait for good
+                os.sched_setaffinity(0, cores)
         _call("set_mempolicy", *self._preferred)
 
     @property
