@@ -79,8 +79,13 @@ def plan_model(
         return sketch_pipeline(path_or_repo_id, config, device=device, profile=profile, **about).plan()
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
-    about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config, **sharded}
-    if config.stripes and not sharded:
+    about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
+    if sharded:
+        from weightstream.adapters import hf_sharded
+
+        is_sharded = ranks.is_wanted(hf_sharded.wanted(sharded), config)
+        about |= sharded if is_sharded else {}
+    if config.stripes:
         return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
     return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
 

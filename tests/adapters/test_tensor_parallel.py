@@ -157,8 +157,8 @@ def test_plans_that_no_processes_can_make(folder: Path) -> None:
         weightstream.plan_model(folder / "llama", device_budget="1KiB", **about)
     with pytest.raises(ConfigError, match=r"tp_size = 2\.5 is no number of processes"):
         weightstream.plan_model(folder / "llama", tp_size=2.5)
+    unknown = {"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
     with pytest.raises(ConfigError, match=r"distributed_config: .*nowhere"):
-        unknown = {"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
         weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", distributed_config=unknown)
     for alone in ({"tp_size": 1}, {"tp_size": None}):
         several = weightstream.plan_model(folder / "llama", gpus=2, device_budget="1MiB", **alone)
