@@ -388,7 +388,7 @@ def test_by_tensor_parallelism(folder: Path, machine: Path, tmp_path: Path) -> N
     for words in (f"a shard of {folder}", "ranks: one of 2 processes", "step time over budget"):
         assert words in shown.stdout
     for flags, said in (
-        (("--tp",), "give --gpus N, too"),
+        (("--tp",), "give --gpus 2 or more, too"),
         (("--tp", "--gpus", 2, "--device-budget", "1KiB"), "budget"),
         (("--tp", "--gpus", 2, "--config", tmp_path / "two.toml"), "processes plan with one budget"),
     ):
