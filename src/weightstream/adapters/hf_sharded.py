@@ -63,8 +63,8 @@ def on_host(kind: Any) -> Iterator[None]:
         return config, device_map and torch.device("cpu"), *others
 
     def sharded(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        is_taken_whole = kwargs.get("tensor_idx") is None and kwargs.get("dtype") in (None, source.dtype)
-        if not isinstance(source, Gathered) or not is_taken_whole:
+        is_piece = kwargs.get("tensor_idx") is not None  # of what a conversion joins
+        if not isinstance(source, Gathered) or is_piece or kwargs.get("dtype") not in (None, source.dtype):
             return shard(self, source, *args, **kwargs)
         cuts = [placement for placement in self.placements if not placement.is_replicate()]
         dims = {placement.dim % len(source.shape) for placement in cuts}
