@@ -18,6 +18,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -90,8 +91,12 @@ class Gpus:
 
     # -- models ------------------------------------------------------------------------------------------------------
 
-    def decoder(self, shape: models.Shape) -> tuple[Any, Step]:
-        made = models.build(shape, self.home, seed=3)
+    def decoder(self, shape: models.Shape, spread: bool = False) -> tuple[Any, Step]:
+        made = models.empty(shape)
+        for index, layer in enumerate(made.layers):
+            device = self.devices[index * len(self.devices) // len(made.layers) if spread else 0]
+            models.draw(layer, device, seed=index)
+        models.draw(made.norm, self.home, seed=3)
         inputs = [torch.randn(1, 1, shape.hidden, device=self.home, dtype=torch.bfloat16) for _ in range(INPUTS)]
         return made, lambda k, device: made(inputs[k % INPUTS].to(device))
 
@@ -104,13 +109,16 @@ class Gpus:
     @torch.no_grad()
     def measure(self, name: str, made: Any, run: Step, cells: list[dict[str, Any]]) -> None:
         """The resident model, and each cell: its layout, budgets of the GPUs, and settings."""
-        want = [run(k, self.home) for k in range(INPUTS)]
-        if not all(torch.equal(run(k, self.home), want[k]) for k in range(INPUTS)) or not all(
-            y.isfinite().all() for y in want
-        ):
-            raise ValueError(f"{name}: its outputs are not finite, or not the same from call to call")
-        ms, _ = self.timed(run, want)
+        with following(made):
+            want = [run(k, self.home) for k in range(INPUTS)]
+            if not all(torch.equal(run(k, self.home), want[k]) for k in range(INPUTS)) or not all(
+                y.isfinite().all() for y in want
+            ):
+                raise ValueError(f"{name}: its outputs are not finite, or not the same from call to call")
+            ms, _ = self.timed(run, want)
         self.write(system=f"{name}, resident", ms=rows.percentiles(ms))
+        with ThreadPoolExecutor() as pool:  # 137 GB, for one
+            list(pool.map(lambda module: module.to("cpu"), [m for m in made.modules() if not list(m.children())]))
         made.to("cpu")
         timing.clear(self.home)
         for cell in cells:
@@ -221,7 +229,8 @@ class Gpus:
         self.measure("flux", made, run, cells)
 
     def run_70b(self) -> None:
-        made, run = self.decoder(models.TINY if self.args.tiny else LARGE)
+        """The plain model is on all GPUs, neighbours together: one has no room for it."""
+        made, run = self.decoder(models.TINY if self.args.tiny else LARGE, spread=True)
         each = dict.fromkeys(range(len(self.devices)), self.share(80.0 / len(self.devices) - 1 / 8, made, 127.5))
         self.measure("70b", made, run, [{"layout": "striped", "budgets": each, "codec": "auto"}])
 
@@ -266,6 +275,22 @@ def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
 
 def gbps(bytes_per_s: float) -> float:
     return round(bytes_per_s / 1e9, 2)
+
+
+@contextmanager
+def following(made: Any) -> Iterator[None]:
+    """Inside, what layers are called with goes to where their weights are."""
+
+    def move(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(arg.to(next(layer.parameters()).device) for arg in args)
+
+    layers = [*made.layers, made.norm] if isinstance(made, models.Decoder) else []
+    hooks = [layer.register_forward_pre_hook(move) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

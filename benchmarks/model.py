@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,12 +63,17 @@ class Decoder(nn.Module):
 
 def build(shape: Shape, device: torch.device, seed: int) -> Decoder:
     """Random weights, drawn on the device: the same for the same seed."""
-    model = empty(shape).to_empty(device=device)
+    return draw(empty(shape), device, seed)
+
+
+def draw(module: Any, device: torch.device, seed: int) -> Any:
+    """Of a module that is empty, likewise."""
+    module.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in module.parameters():
             parameter.normal_(0, 0.02 if parameter.dim() > 1 else 1, generator=generator)
-    return model
+    return module
 
 
 def wrap(shape: Shape, tensors: Iterator[torch.Tensor]) -> Decoder:

@@ -159,9 +159,9 @@ class Ranks:
         self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal, **told)
         return want
 
-    def generated(self, model: Any) -> dict[str, Any]:
+    def generated(self, model: Any, few: int = 16, many: int = 48, rounds: int = 5) -> dict[str, Any]:
         """Milliseconds of each further token of a text, and how its steps ran."""
-        prompt, few, many = torch.arange(2, 34, device=self.device).view(1, -1), 16, 48
+        prompt = torch.arange(2, 34, device=self.device).view(1, -1)
         found: list[Any] = []
 
         def seconds(num: int) -> float:
@@ -174,7 +174,7 @@ class Ranks:
             return time.perf_counter() - started
 
         seconds(few)
-        ms = [1e3 * (seconds(many) - seconds(few)) / (many - few) for _ in range(5)]
+        ms = [1e3 * (seconds(many) - seconds(few)) / (many - few) for _ in range(rounds)]
         seconds(many)
         return {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
 
@@ -284,7 +284,7 @@ class Ranks:
                 want = [run(x) for x in inputs]
                 predicted = streamer.plan.step_s
                 ms, is_equal = self.timed(run, inputs, want)
-                told, plan = self.generated(model), streamer.plan
+                told, plan = self.generated(model, 6, 12, 3), streamer.plan
                 is_equal &= all(y.isfinite().all() for y in want)
                 del told["text"]  # there is no other
                 every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
