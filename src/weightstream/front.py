@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weightstream import prospects
+from weightstream.adapters.early import pin_experts
 from weightstream.adapters.module import Grain
 from weightstream.adapters.ranks import join, ranks_of, together
 from weightstream.assembly import Given, assembled, rooted
@@ -153,13 +154,7 @@ def from_pretrained(
         UnsupportedError: transformers is not installed, or the weights are quantised in a way that is not supported.
         PlanError, ConfigError, OffloadError: as for `offload`.
     """
-    try:
-        from weightstream.adapters import hf_sharded
-        from weightstream.adapters.transformers import load_pretrained
-    except ImportError as error:
-        raise UnsupportedError(
-            f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
-        ) from error
+    hf_sharded, load_pretrained = _loader()
     settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = of_model(config)
@@ -167,7 +162,7 @@ def from_pretrained(
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend = backends[0]
+        backend, is_one = backends[0], ranks is None and not backends[1:]
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
             loaded = load_pretrained(
@@ -179,6 +174,7 @@ def from_pretrained(
                 progress=progress,
                 verify_checksums=config.verify_checksums,
                 decode=lambda: not prospects.can_decode(backend, config, progress),
+                bring_in=lambda checkpoint: pin_experts(checkpoint, backend, config) if is_one else None,
                 device=backend.device,
                 **kwargs,
             )
@@ -186,10 +182,23 @@ def from_pretrained(
             prospects.can_decode(backend, config, progress)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
-        given = Given(memories=(*loaded.mappings, *loaded.lazy), folder=loaded.folder, ranks=ranks)
+        memories = *loaded.mappings, *loaded.lazy
+        given = Given(memories=memories, pages=loaded.pages, folder=loaded.folder, ranks=ranks)
         _placed(loaded.model, backends, config, given)
         on_failure.pop_all()
     return loaded.model
+
+
+def _loader() -> tuple[Any, Any]:
+    """What needs transformers."""
+    try:
+        from weightstream.adapters import hf_sharded
+        from weightstream.adapters.transformers import load_pretrained
+    except ImportError as error:
+        raise UnsupportedError(
+            f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
+        ) from error
+    return hf_sharded, load_pretrained
 
 
 def _spread(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -24,9 +24,11 @@ from transformers.core_model_loading import (  # noqa: E402
 
 from models import TEXT  # noqa: E402
 from weightstream.adapters import hf_private  # noqa: E402
+from weightstream.adapters import ranges as ranges_module  # noqa: E402
 from weightstream.adapters.hub import skeleton  # noqa: E402
 from weightstream.adapters.ranges import Range, byte_ranges  # noqa: E402
 
+KINDS = ("gate", "up", "down")
 SMALL: dict[str, Any] = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -92,6 +94,41 @@ def test_bytes_are_those_that_transformers_loads(name: str, tmp_path: Path) -> N
     assert sorted(several) == sorted([*converted] * num_layers)
     for title, ranges in found.items():
         assert len(ranges) == converted.get(title.rpartition(".")[2], 1) or title in tensors, title
+
+
+@pytest.mark.parametrize("odd", [None, "Qwen3Moe, layer 1", "Qwen3Moe, layer 2, last"])
+def test_layers_between_are_taken_to_be_like_the_first_and_the_last(odd: str | None, tmp_path: Path) -> None:
+    """And where these two differ, or one of them has other shapes, each is converted by itself."""
+    config = transformers.Qwen3MoeConfig(**SMALL | {"num_hidden_layers": 4}, **QWEN)
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    names = [f"model.layers.{k}.mlp.experts.{e}.{m}_proj.weight" for k in range(4) for e in range(4) for m in KINDS]
+    wide = {name for name in names if odd == "Qwen3Moe, layer 1" and ".1.mlp" in name}
+    tensors = {
+        name: torch.empty(
+            (64, 24) if "down" in name else (24, 64), dtype=torch.float32 if name in wide else torch.bfloat16
+        )
+        for name in names
+    }
+    places = {n: f"{n.partition('.experts')[0]}.experts.{'down' if 'down' in n else 'gate_up'}_proj" for n in names}
+    asked: list[int] = []
+    real = ranges_module.byte_ranges
+
+    def counted(model: Any, tensors: Any, mapping: Any = None) -> Any:
+        asked.append(len(tensors))
+        found = real(model, tensors, mapping)
+        if odd == "Qwen3Moe, layer 2, last" and len(tensors) < len(names):  # as if it had put them together otherwise
+            last = "model.layers.3.mlp.experts.gate_up_proj"
+            found[last] = found[last][::-1]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges_module, "byte_ranges", counted)
+        found = ranges_module._by_kinds(model, tensors, places, None)
+    assert found == real(model, tensors)
+    assert len(found) == 8 - 2 * bool(wide)
+    whole, two = len(names), len(names) // 2
+    assert asked == {None: [two], "Qwen3Moe, layer 1": [whole * 3 // 4]}.get(odd, [two, whole])
 
 
 class Computed(ConversionOps):

@@ -11,7 +11,7 @@ import copy
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -129,7 +129,7 @@ def gather(
     if not plain:
         return {}, set()
     shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
-    found = byte_ranges(model, shown, mapping)
+    found = _by_kinds(model, shown, {name: converted[name] for name in shown}, mapping)
     under_own_names, _ = hf_private.places(model, found)
     found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
     left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
@@ -193,6 +193,81 @@ def byte_ranges(
     with register_module_parameter_registration_hook(on_parameter):
         hf_private.convert_into(tokens, sources.tokens, torch.int64, mapping)
     return found
+
+
+class _Made(NamedTuple):
+    """What is converted together: the numbers in the name of what it becomes, and its tensors' names by their own
+    without these numbers."""
+
+    numbers: tuple[str, ...]
+    names: dict[str, str]
+
+
+def _by_kinds(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], mapping: Mapping[str, str] | None
+) -> dict[str, tuple[Range, ...]]:
+    """As `byte_ranges`, of tensors that go to these places. Of many that differ by the numbers of their blocks alone,
+    the first and the last are converted; where these two are alike, those between them are taken to be so, too."""
+    kinds = _kinds(tensors, places)
+    tried = [made for kind in kinds for made in (kind[0], kind[-1])]
+    found = byte_ranges(model, {name: tensors[name] for made in tried for name in made.names.values()}, mapping)
+    owners = {name: (made, alike) for made in tried for alike, name in made.names.items()}
+    told: dict[int, dict[str, list[Range]]] = {id(made): {} for made in tried}
+    for full, ranges in found.items():
+        made, _ = owners[ranges[0].name]
+        pattern, whose = _without(full, made.numbers), [owners[part.name] for part in ranges]
+        if pattern is None or any(other is not made for other, _ in whose):
+            return byte_ranges(model, tensors, mapping)
+        told[id(made)][pattern] = [part._replace(name=alike) for part, (_, alike) in zip(ranges, whose, strict=True)]
+    state = model.state_dict()
+    for kind in (kind for kind in kinds if kind[2:]):
+        first, last = told[id(kind[0])], told[id(kind[-1])]
+        for made, (pattern, parts) in product(kind[1:-1], first.items()):
+            full, example = (_with(pattern, numbers) for numbers in (made.numbers, kind[0].numbers))
+            if first != last or full not in state or not _is_like(state[full], state[example]):
+                return byte_ranges(model, tensors, mapping)
+            found[full] = tuple(part._replace(name=made.names[part.name]) for part in parts)
+    return found
+
+
+def _kinds(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str]) -> list[list[_Made]]:
+    """Those that are converted together, in lists of which each has the same but for numbers of blocks."""
+    names: dict[str, list[str]] = {}
+    for name, place in places.items():
+        names.setdefault(place, []).append(name)
+    kinds: dict[Any, list[_Made]] = {}
+    for place, of_place in names.items():
+        numbers = tuple(part for part in place.split(".") if part.isdigit())
+        named = {_without(name, numbers): name for name in of_place}
+        if None in named:
+            numbers, named = (), {name: name for name in of_place}
+        about = (
+            _without(place, numbers),
+            *((alike, tensors[name].shape, tensors[name].dtype) for alike, name in named.items()),
+        )
+        kinds.setdefault(about, []).append(_Made(numbers, named))  # type: ignore[arg-type]
+    return list(kinds.values())
+
+
+def _without(name: str, numbers: tuple[str, ...]) -> str | None:
+    """A name with stars in place of its first numbers; None where it has others."""
+    parts = name.split(".")
+    at = [index for index, part in enumerate(parts) if part.isdigit()][: len(numbers)]
+    if tuple(parts[index] for index in at) != numbers:
+        return None
+    for index in at:
+        parts[index] = "*"
+    return ".".join(parts)
+
+
+def _with(pattern: str, numbers: tuple[str, ...]) -> str:
+    """The name of which it is the pattern."""
+    left = iter(numbers)
+    return ".".join(next(left) if part == "*" else part for part in pattern.split("."))
+
+
+def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 class _Sources:

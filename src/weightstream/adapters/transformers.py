@@ -48,6 +48,7 @@ from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping, Memory
+from weightstream.store.pages import PageCache
 
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
@@ -69,6 +70,7 @@ class LoadedModel:
     """A model in evaluation mode, the files its parameters view, and the folder that must outlive it.
 
     Parameters that are coded in the file, or lie in it in parts, view `lazy`, and hold zeros until that is populated.
+    `pages` of the files are on their way into memory.
     """
 
     model: Any
@@ -76,6 +78,7 @@ class LoadedModel:
     mappings: tuple[FileMapping, ...]
     lazy: tuple[LazyMemory, ...]
     folder: OffloadFolder | None
+    pages: PageCache | None = None
 
 
 def load_pretrained(
@@ -88,6 +91,7 @@ def load_pretrained(
     progress: bool | None = None,
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
+    bring_in: Callable[[Checkpoint], PageCache | None] = lambda checkpoint: None,
     device: torch.device = _CPU,
     may_write: bool = True,
     model_config: Any = None,
@@ -100,8 +104,9 @@ def load_pretrained(
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
     quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. With a `distributed_config`
-    the model has this process's shards. Other keywords go to the hub, to the config or to transformers.
+    place of config.json. `bring_in` may start to read before anything is made. With `allow_missing` weights that the
+    checkpoint lacks are random. With a `distributed_config` the model has this process's shards. Other keywords go to
+    the hub, to the config or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -117,6 +122,7 @@ def load_pretrained(
     checkpoint = Checkpoint.open(path)
     if verify_checksums:
         checkpoint.verify()
+    pages = bring_in(checkpoint)
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
         config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)
@@ -130,7 +136,7 @@ def load_pretrained(
     kept = offload if offload.mappings else None
     if kept is None:
         offload.close()
-    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, folder=kept)
+    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, pages=pages, folder=kept)
 
 
 def described(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -64,7 +65,8 @@ class PageCache:
     without them ranges are only read ahead."""
 
     def __init__(self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None) -> None:
-        self._arena, self._pins, self._node = Arena(pin, unpin), pin is not None, node
+        self.pins = pin is not None
+        self._arena, self._node = Arena(pin, unpin), node
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -78,20 +80,22 @@ class PageCache:
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
 
-        Pages that are pinned and still wanted as a whole stay where they are; what is not wanted is unpinned.
+        Pages that are pinned and still wanted as a whole, however it is cut, stay where they are; others are unpinned.
         `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
         """
         self._stop()
-        wanted = set(ranges)
-        kept = [each for each in self._pages if each.window is not None and each.ranges <= wanted]
+        wanted = _in_pages([each for each in self._pages if each.window is not None], ranges)
+        kept = [each for each, found in wanted.items() if _num_bytes(found) >= _num_bytes(each.ranges)]
+        for each in kept:
+            each.ranges = wanted[each]
         self._arena.keep(each.window.memory for each in kept if each.window is not None)
         held = set[Range]().union(*(each.ranges for each in kept))
         pages = _merged([each for each in ranges if each not in held])
         self._pages = [*kept, *pages]
-        for each in () if self._pins else pages:
+        for each in () if self.pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        ahead = _Ahead(pages, self._closed, self._node) if self._pins else None
+        ahead = _Ahead(pages, self._closed, self._node) if self.pins else None
         job = partial(_bring_in, pages, self._arena if ahead is not None else None, ahead, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
         self._thread = threading.Thread(target=settled(job, self._node), name="weightstream-pages", daemon=False)
@@ -200,6 +204,28 @@ def _populate(where: FileMapping | Window, each: Pages, closed: threading.Event)
 
 def _has_ended(closed: threading.Event) -> bool:
     return closed.is_set() or not threading.main_thread().is_alive()
+
+
+def _in_pages(pages: Sequence[Pages], ranges: Sequence[Range]) -> dict[Pages, set[Range]]:
+    """Of the pages that hold any of these ranges, these."""
+    of_file: dict[FileMapping, list[Pages]] = {}
+    for each in sorted(pages, key=lambda each: each.begin):
+        of_file.setdefault(each.mapping, []).append(each)
+    begins = {mapping: [each.begin for each in there] for mapping, there in of_file.items()}
+    found: dict[Pages, set[Range]] = {}
+    for mapping, begin, end in ranges:
+        index = bisect(begins.get(mapping, ()), begin) - 1
+        if index >= 0 and end <= (there := of_file[mapping][index]).end:
+            found.setdefault(there, set()).add((mapping, begin, end))
+    return found
+
+
+def _num_bytes(ranges: Iterable[Range]) -> int:
+    """Of all of these ranges of one file together."""
+    num = last = 0
+    for _, begin, end in sorted(ranges, key=lambda each: each[1:]):
+        num, last = num + max(0, end - max(begin, last)), max(last, end)
+    return num
 
 
 def _merged(ranges: Sequence[Range]) -> list[Pages]:
