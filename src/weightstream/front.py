@@ -180,8 +180,9 @@ def from_pretrained(
             )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
             prospects.can_decode(backend, config, progress)
-        if loaded.folder is not None:
-            on_failure.callback(loaded.folder.close)
+        for owned in (loaded.folder, loaded.pages):
+            if owned is not None:
+                on_failure.callback(owned.close)
         memories = *loaded.mappings, *loaded.lazy
         given = Given(memories=memories, pages=loaded.pages, folder=loaded.folder, ranks=ranks)
         _placed(loaded.model, backends, config, given)

@@ -30,6 +30,7 @@ from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
+from weightstream.runtime.driver import pins_read_only
 from weightstream.store import near
 from weightstream.store.file import DirectFile
 from weightstream.store.limits import available_nbytes, describe_limits
@@ -168,7 +169,7 @@ def _link(backend: Backend) -> Iterator[Finding]:
     with host_memory(backend.device, 64 << 20) as memory:
         pins = memory.is_pinned()
     yield _judged("pinning", "works" if pins else "refused", pins, pins, otherwise="broken")
-    if cuda.reads_pages(backend.device):
+    if pins_read_only(backend.device.index):
         yield Finding("file pages", "can be pinned where they are, in the page cache")
     else:
         yield Finding("file pages", "cannot be pinned by this device: checkpoints are staged through RAM", "note")

@@ -48,7 +48,7 @@ def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Prof
             return found
         prepare(backend.device, uses_codes=False)  # compiles beside what is made ready
         started, others = time.time(), _load(backend.device)
-        with told(f"measuring {backend.device}", progress, bench.NUM_ROUNDS) as advance:
+        with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_ROUNDS) as advance:
             found, complete = bench.measure(backend, advance)
         found = replace(found, measured_at=started, load=others)
         logger.info("measured in %.1f s: %s", time.time() - started, found)

@@ -74,6 +74,10 @@ class Backend(Protocol):
     device: torch.device
     profile: Profile
 
+    @property
+    def pinning(self) -> AbstractContextManager[object]:
+        """Held while host memory is pinned, and while that would disturb what is timed."""
+
     def alloc(self, nbytes: int) -> torch.Tensor:
         """Flat uint8 memory on the device."""
 

@@ -68,6 +68,7 @@ class CpuBackend:
     def __init__(self, profile: Profile = CPU_PROFILE) -> None:
         self.device = torch.device("cpu")
         self.profile = profile
+        self.pinning = nullcontext()  # nothing is pinned
         self._copies = Worker("weightstream-copy")
         self._close = weakref.finalize(self, self._copies.stop)
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from threading import RLock
 from typing import Any
 
 import torch
@@ -141,11 +142,6 @@ def unregister(memory: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def reads_pages(device: torch.device) -> bool:
-    """Whether pages of a file can be pinned where they are: `cudaHostRegisterReadOnly`."""
-    return driver.pins_read_only(device.index)
-
-
 class _Addresses:
     """Bytes at an address of the device, in `memory`; a tensor made of them keeps that alive."""
 
@@ -183,6 +179,7 @@ class CudaBackend:
             raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
         self.device = torch.device("cuda", index)
         self.profile = profile
+        self.pinning = RLock()
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these

@@ -14,7 +14,7 @@ import torch
 from weightstream.codec.device import on
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.runtime import cuda
+from weightstream.runtime import cuda, driver
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.lent import Borrowing, Neighbour
@@ -99,7 +99,11 @@ def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageC
     nothing is pinned, read ahead."""
     if backend.device.type != "cuda" or not config.pin_memory:
         return None, PageCache()
-    pin, node = partial(cuda.register, device=backend.device), cuda.node(backend.device)
-    reads_pages = cuda.reads_pages(backend.device)
-    pages = PageCache(partial(pin, read_only=True), cuda.unregister, node) if reads_pages else None
+    node, index = cuda.node(backend.device), backend.device.index
+
+    def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
+        with backend.pinning:
+            cuda.register(memory, backend.device, read_only=read_only)
+
+    pages = PageCache(partial(pin, read_only=True), cuda.unregister, node) if driver.pins_read_only(index) else None
     return Arena(pin, cuda.unregister, node), pages

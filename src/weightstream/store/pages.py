@@ -26,6 +26,7 @@ from weightstream.store.near import Node, settled
 
 _PINNED_NBYTES = 512 << 20  # of one registration: the first range is ready soon, and their number stays small
 _PIECE_NBYTES = 64 << 20  # close() waits for one
+_SPARSEST = 3  # of so many bytes that stay pinned one is wanted: a column of experts, which lie in turns with others
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
 Range = tuple[FileMapping, int, int]
@@ -80,12 +81,12 @@ class PageCache:
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
 
-        Pages that are pinned and still wanted as a whole, however it is cut, stay where they are; others are unpinned.
+        Pages that are pinned, and of which a third is still wanted, stay where they are; others are unpinned.
         `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
         """
         self._stop()
         wanted = _in_pages([each for each in self._pages if each.window is not None], ranges)
-        kept = [each for each, found in wanted.items() if _num_bytes(found) >= _num_bytes(each.ranges)]
+        kept = [each for each, found in wanted.items() if _num_bytes(found) * _SPARSEST >= each.end - each.begin]
         for each in kept:
             each.ranges = wanted[each]
         self._arena.keep(each.window.memory for each in kept if each.window is not None)
