@@ -234,8 +234,7 @@ def tried(found: Footprint, prospect: Prospect, backend: Backend) -> Footprint:
     """The same with what its operators took in a trial; on a CPU a step takes as long as one, and tells more."""
     if backend.device.type == "cpu":
         return found
-    with backend.pinning:
-        return found.tried(trial.measured(found.launches, prospect.planners[0].machine.profile, backend))
+    return found.tried(trial.measured(found.launches, prospect.planners[0].machine.profile, backend))
 
 
 def with_work(

@@ -61,7 +61,8 @@ def measured(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: 
             works = {launch: work for launch, work in found.items() if work is not None}
             if not works:
                 return {}
-            seconds = _rounds(backend, [work for work, _ in works.values()], operands)
+            with backend.pinning:
+                seconds = _rounds(backend, [work for work, _ in works.values()], operands)
             workspaces = [nbytes for _, nbytes in works.values()]
             return dict(zip(works, map(Trial, seconds, workspaces), strict=True))
         except RuntimeError as error:  # memory, above all
