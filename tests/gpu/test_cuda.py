@@ -89,7 +89,7 @@ def test_a_refused_registration_is_an_error_of_ours_and_leaves_no_trace() -> Non
 def test_pinning_refused_falls_back_to_staging(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(memory: torch.Tensor, device: torch.device) -> None:
+    def refuse(memory: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
         raise weightstream.StoreError(f"the system refused to pin {memory.numel()} bytes")
 
     monkeypatch.setattr("weightstream.runtime.cuda.register", refuse)

@@ -38,20 +38,20 @@ def pin_experts(checkpoint: Checkpoint, backend: Backend, config: OffloadConfig)
 
 
 def experts_in(checkpoint: Checkpoint) -> list[Range]:
-    """Where matrices of experts lie, one by one as published, in the order of layers: what lies together in one range.
+    """Where experts lie whose matrices are one by one, as published, in the order of layers: an expert's in one range,
+    if they lie together.
 
     Their names have two numbers, of the layer and of the expert.
     """
     found: dict[Range, int] = {}
     entries = sorted(checkpoint.entries.values(), key=lambda entry: (str(entry.path), entry.begin))
-    for (_, layer), group in groupby(entries, key=lambda entry: (entry.path, _layer_of(entry))):
-        if layer is not None:
+    for (_, numbers), group in groupby(entries, key=lambda entry: (entry.path, _numbers(entry))):
+        if numbers[1:]:
             first, *_, last = [*group] * 2
-            found[first.mapping, first.begin, last.end] = layer
+            found[first.mapping, first.begin, last.end] = numbers[0]
     return sorted(found, key=lambda each: found[each])
 
 
-def _layer_of(entry: TensorEntry) -> int | None:
-    """The layer of an expert's matrix."""
-    numbers = [int(part) for part in entry.name.split(".") if part.isdigit()]
-    return numbers[0] if numbers[1:] and entry.layout is None else None
+def _numbers(entry: TensorEntry) -> list[int]:
+    """The first two in the name of a plain tensor."""
+    return [int(part) for part in entry.name.split(".") if part.isdigit()][:2] if entry.layout is None else []
