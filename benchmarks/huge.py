@@ -83,11 +83,12 @@ def _like(name: str) -> str:
 
 
 @contextmanager
-def streamed(model: Any, given: Given, device: torch.device, config: Any) -> Iterator[Any]:
-    """Its streamer; at the end the model is plain again, its weights decoded as they are read."""
+def streamed(model: Any, given: Given, device: torch.device, config: Any, *, removes: bool) -> Iterator[Any]:
+    """Its streamer; if it `removes`, the model is plain again at the end, its weights decoded as they are read."""
     with opened(device, config) as backend, torch.no_grad():
         streamer = _offload(model, backend, config, given)
     try:
         yield streamer
     finally:
-        streamer.remove()
+        if removes:
+            streamer.remove()

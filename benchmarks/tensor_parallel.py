@@ -179,7 +179,16 @@ class Ranks:
         return {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
 
     @torch.no_grad()
-    def cell(self, system: str, folder: Path, inputs: list[torch.Tensor], want: Any, **settings: Any) -> None:
+    def cell(
+        self,
+        system: str,
+        folder: Path,
+        inputs: list[torch.Tensor],
+        want: Any,
+        *,
+        is_last: bool = False,
+        **settings: Any,
+    ) -> None:
         timing.clear(self.device)
         distributed.barrier()
         before, started = host.anon_nbytes(), time.perf_counter()
@@ -217,7 +226,8 @@ class Ranks:
             plan=plan.summary(),
         )
         del run
-        streamer.remove()
+        if not is_last:  # a large model is long in coming back as it was
+            streamer.remove()
         del model, streamer
         gc.collect()
 
@@ -263,7 +273,7 @@ class Ranks:
             inputs = self.inputs(1)
             want = self.resident("70b", folder, inputs)
             settings = {"device_budget": self.budget(80 / self.num, folder, 128.5), "codec": "auto"}
-            self.cell(f"70b, {80 / self.num:.0f} GiB each, codec auto", folder, inputs, want, **settings)
+            self.cell(f"70b, {80 / self.num:.0f} GiB each, codec auto", folder, inputs, want, is_last=True, **settings)
 
     @torch.no_grad()
     def run_405b(self) -> None:
@@ -280,11 +290,12 @@ class Ranks:
         )
         inputs, run = self.inputs(1), last(model)
         try:
-            with huge.streamed(model, replace(given, ranks=self.ranks), self.device, settings) as streamer:
+            given = replace(given, ranks=self.ranks)
+            with huge.streamed(model, given, self.device, settings, removes=self.args.tiny) as streamer:
                 want = [run(x) for x in inputs]
                 predicted = streamer.plan.step_s
                 ms, is_equal = self.timed(run, inputs, want)
-                told, plan = self.generated(model, 6, 12, 3), streamer.plan
+                told, plan = self.generated(model, 6, 12, 9), streamer.plan
                 is_equal &= all(y.isfinite().all() for y in want)
                 del told["text"]  # there is no other
                 every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))

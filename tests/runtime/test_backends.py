@@ -20,7 +20,6 @@ from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Side, owners
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.streams import Turns
 from wrapped import ClockBackend, Delay, Fault, Limit, Poison, QueueBackend, Wrapper
 
 NBYTES = 4096
@@ -559,28 +558,3 @@ def test_clock_lets_disjoint_bytes_be(clocked: Clocked) -> None:
     ring = clocked.first[0].dst
     clocked.backend.copy([Copy(dst=ring.as_strided((512,), (1,), 2048), src=host(3, 512))])
     assert clocked.backend.races == []
-
-
-def test_a_lock_that_is_taken_again_and_again_is_there_for_who_waits() -> None:
-    turns, started, is_over, num = Turns(), threading.Event(), threading.Event(), [0]
-
-    def work() -> None:
-        while not is_over.is_set() and num[0] < 200:
-            with turns:
-                num[0] += 1
-                started.set()
-                time.sleep(0.002)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    waited = []
-    for _ in range(5):
-        assert started.wait(30)
-        before = num[0]
-        with turns:
-            waited.append(num[0] - before)
-        started.clear()
-    is_over.set()
-    thread.join(30)
-    assert max(waited) <= 2
-    assert num[0] < 100

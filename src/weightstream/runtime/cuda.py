@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import driver
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import Move, Turns, Worker, move, staging
+from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.runtime.values import tensors_in
 from weightstream.store.arena import Arena
 from weightstream.store.limits import describe_limits
@@ -178,7 +179,7 @@ class CudaBackend:
             raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
         self.device = torch.device("cuda", index)
         self.profile = profile
-        self.pinning = Turns()
+        self.pinning = Lock()
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these

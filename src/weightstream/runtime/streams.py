@@ -44,21 +44,6 @@ class Point:
             raise self.error
 
 
-class Turns:
-    """A lock that is free for who waits before it is for who had it. Python's own may never be, where a thread takes it
-    again and again."""
-
-    def __init__(self) -> None:
-        self._door, self._lock = threading.Lock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._door:
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 class Worker:
     """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
 

@@ -24,7 +24,7 @@ from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
 
-_PINNED_NBYTES = 128 << 20  # of one registration, which takes 5 ms: other threads may wait for it
+_PINNED_NBYTES = 64 << 20  # of one registration, 3 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
 _SPARSEST = 3  # of so many bytes that stay pinned one is wanted: a column of experts, which lie in turns with others
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
