@@ -21,8 +21,10 @@ from weightstream.adapters.unpacking import unpack_late
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError
 from weightstream.given import unmatched_patterns
+from weightstream.measure import links
 from weightstream.measure.profile import doubt
 from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Machine
 from weightstream.plan.prospect import Prospect
 from weightstream.runtime import cuda, guards, weights
 from weightstream.runtime.backend import Backend
@@ -120,7 +122,7 @@ class Assembly:
         self._grains = prospects.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
         machine = prospects.machine_of(backend, config, self._homes)
         if given.ranks is not None:
-            config, machine = given.ranks.agreed(config, machine)
+            config, machine = _among(given.ranks, backend, config, machine)
         about = given.memories, self._grains, given.example, hosted
         self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, machine, *about)
         for owned in (given.folder, spill):
@@ -170,6 +172,13 @@ class Assembly:
         about = self._by_alias, self._grains, whole, self._backend
         found = prospects.foreseen(known, *about, args, kwargs, entry)
         return found and self.with_facts(found)
+
+
+def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
+    """What the ranks agree on; links are as fast as while all of them copy, as they do in a step."""
+    if backend.device.type != "cpu":
+        machine = links.at_most(machine, links.beside(backend.device, ranks.confirm))
+    return ranks.agreed(config, machine)
 
 
 def _weights(model: nn.Module) -> dict[str, weights.Group]:

@@ -240,7 +240,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             stripes.on_removal(given.folder.close)
         rates = _rates(backends)
         machines = (prospects.machine_of(backend, config) for backend in backends)
-        deals = shared_out(model, list(map(_at_rate, machines, rates)), config)
+        deals = shared_out(model, list(map(links.at_most, machines, rates)), config)
         for module in deals[0].around:
             stripes.keep(module)
         with ExitStack() as assembling:
@@ -252,7 +252,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
                     part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
                     found[stripes.names[lane]] = assembly = assembling.enter_context(part)
                     known, rate = assembly.prospect, rates[lane]
-                    planners = (replace(p, machine=_at_rate(p.machine, rate)) for p in known.planners)
+                    planners = (replace(p, machine=links.at_most(p.machine, rate)) for p in known.planners)
                     assembly.narrow(replace(known, planners=tuple(planners)))
                 return found
 
@@ -280,11 +280,6 @@ def _rates(backends: Sequence[Backend]) -> Sequence[float]:
     devices = tuple(backend.device for backend in backends)
     found = () if devices[0].type == "cpu" else links.together(devices)
     return found or [math.inf] * len(devices)
-
-
-def _at_rate(machine: Machine, rate: float) -> Machine:
-    link = min(machine.profile.link_bytes_per_s, rate)
-    return replace(machine, profile=replace(machine.profile, link_bytes_per_s=link))
 
 
 def _dealt_anew(

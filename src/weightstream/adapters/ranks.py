@@ -85,13 +85,15 @@ class Ranks:
         self.gather(None)
 
     def agreed(self, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
-        """Settings and a machine that all plan with: the least that any has, speeds as the first measured them, and
-        an equal share of the host's memory."""
+        """Settings and a machine that all plan with: the least that any has, the slowest link, other speeds as the
+        first measured them, and an equal share of the host's memory."""
         every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
         budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
         least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
         least |= {name: bool(least[name]) for name in ("maps_host_memory", "fetches_rows")}
-        agreed = replace(machine, profile=machines[0].profile, **least)
+        link = min(found.profile.link_bytes_per_s for found in machines)
+        profile = replace(machines[0].profile, link_bytes_per_s=link)
+        agreed = replace(machine, profile=profile, **least)
         return _divided(config.within(min(budgets, default=None)), agreed, self.num_here)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cache
 from threading import Barrier
 
@@ -14,6 +16,7 @@ import torch
 
 from weightstream.errors import StoreError
 from weightstream.measure.bench import HostMemory, backend_of, copies_s, host_memory, left_as_found, rounds_s
+from weightstream.plan.planner import Machine
 from weightstream.runtime.backend import Backend
 
 logger = logging.getLogger("weightstream")
@@ -35,6 +38,33 @@ def together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
     except (RuntimeError, StoreError) as error:
         logger.warning("links cannot be measured at once, and are taken to be as fast as alone: %s", error)
         return ()
+
+
+def beside(device: torch.device, meet: Callable[[], object]) -> float:
+    """Bytes per second of a device's link while other processes measure theirs, from when all of them `meet`: each does
+    so once. Infinite where it cannot be measured."""
+    is_here = False
+
+    def ready() -> None:
+        nonlocal is_here
+        is_here = True
+        meet()
+
+    try:
+        with left_as_found(device), closing(backend_of(device)) as backend:
+            return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, _SHORT_S, ready))
+    except (RuntimeError, StoreError) as error:
+        if is_here:  # then the others heard nothing of it yet
+            raise
+        logger.warning("the link of %s is taken to be as fast as alone: %s", device, error)
+        meet()
+        return math.inf
+
+
+def at_most(machine: Machine, rate: float) -> Machine:
+    """The machine with a link of so many bytes per second, or its own if that has less."""
+    link = min(machine.profile.link_bytes_per_s, rate)
+    return replace(machine, profile=replace(machine.profile, link_bytes_per_s=link))
 
 
 def rates(backends: Sequence[Backend], seconds: float, memory: HostMemory = host_memory) -> list[float]:
