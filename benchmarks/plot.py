@@ -5,6 +5,7 @@ python benchmarks/plot.py [folder of the rows]
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -21,6 +22,10 @@ from matplotlib.axes import Axes
 OURS, PEER, PLAIN, LINE, LATER = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020", "#8a5a9f"
 STAGES = {"device_s": ("device starts", PEER), "load_s": ("load", OURS), "first_s": ("first step", PLAIN)}
 GIB = 2**30
+SIMULATED = {  # ms by GPUs: two layers in each ring, links of 55.4 GB/s that add up, codes of 0.70
+    "none": {1: 252, 2: 126, 4: 63, 8: 31.5},
+    "auto": {1: 174, 2: 88, 4: 44, 8: 22},
+}
 COLUMNS = (
     *("bits_per_weight", "decode_tbps", "encode_gbps", "reference_tbps", "x_copy", "times_faster", "x_resident_turns"),
     *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "buffer_gib", "peak_gib", "graphs"),
@@ -234,6 +239,28 @@ def models(rows: list[Row], folder: Path) -> None:
     figure.savefig(folder / "models.png", dpi=130)
 
 
+def gpus(rows: list[Row], folder: Path) -> None:
+    """8B's shape over one, two and four GPUs, all layers streamed, beside what was simulated."""
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for codec, color in (("none", PLAIN), ("auto", OURS)):
+        label = "plain" if codec == "none" else "coded"
+        axes.plot(*zip(*SIMULATED[codec].items(), strict=True), color=color, linewidth=1, label=f"{label}, simulated")
+        for gpu, marker in (("NVIDIA H200", "o"), ("NVIDIA H100 80GB HBM3", "^")):
+            pattern = re.compile(rf"8b, striped, ((?:0\.90\+?)+) GiB, codec {codec}")
+            found = [(pattern.fullmatch(row["system"]), row) for row in rows if row["gpu"] == gpu]
+            points = [(match[1].count("+") + 1, row["ms"]["p50"]) for match, row in found if match]
+            axes.scatter(*zip(*points, strict=True), color=color, marker=marker, s=18, label=f"{label}, {gpu[7:11]}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("GPUs, 0.9 GiB of each", fontsize=8)
+    axes.set_ylabel("step, ms (p50)", fontsize=8)
+    axes.legend(fontsize=7)
+    _finish(axes, "8B's shape, one token, striped; simulated: 55.4 GB/s on every link")
+    figure.savefig(folder / "gpus.png", dpi=130)
+
+
 def _rates(axes: Axes, rows: list[Row]) -> None:
     """What decoding gives, beside a copy from device memory to device memory."""
     shown = rows[::-1]
@@ -281,8 +308,8 @@ def _finish(axes: Axes, title: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models, vllm):
+    for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models, vllm, gpus):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
-            found = read(path, last_commit=draw not in (cells, models, vllm))  # which may be measured one by one
+            found = read(path, last_commit=draw not in (cells, models, vllm, gpus))  # which may be measured one by one
             draw(found, folder)
             print(f"{draw.__name__}, commit {found[-1]['commit']}\n\n{markdown(found)}\n")

@@ -67,10 +67,11 @@ def append(path: Path, rows: list[dict[str, Any]], common: dict[str, Any] | None
 
 
 def read(path: Path, *, last_commit: bool = True) -> list[dict[str, Any]]:
-    """The rows of the last commit measured in a file, or of all; of several runs of a system, the last that worked."""
+    """The rows of the last commit measured in a file, or of all; of several runs of a system on such GPUs the last that
+    worked."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [row for row in rows if "error" not in row and (row["commit"] == rows[-1]["commit"] or not last_commit)]
-    keys = [(row["system"], row.get("tokens"), row.get("planned_for")) for row in rows]
+    keys = [(row["system"], row.get("tokens"), row.get("planned_for"), row["gpu"], row.get("gpus")) for row in rows]
     return list(dict(zip(keys, rows, strict=True)).values())
 
 

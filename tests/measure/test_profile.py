@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -517,7 +518,7 @@ def test_kernels_are_compiled_beside_what_is_made_ready(
     trials: list[Future[str | None]], measured: list[Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvml, "load", lambda _: 0.5)
-    backend = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
+    backend = SimpleNamespace(device=GPU, profile=CPU_PROFILE, pinning=nullcontext())
     assert profile.profile_for(backend).load == 0.5  # type: ignore[arg-type]
     assert len(trials) == 1
     assert not trials[0].done(), "only what is decoded waits for them"
