@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -28,6 +29,8 @@ from weightstream.striping import sketched
 
 if TYPE_CHECKING:
     from weightstream.pipeline_plans import PipelineSketch
+
+logger = logging.getLogger("weightstream")
 
 
 def plan_model(
@@ -145,7 +148,13 @@ def prospect(
     machine = _machine(config, device, profile)
     if wanted is not None and is_sharded:
         config, machine = ranks.alike(config, machine, wanted.tp_size)
-    return prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
+    found = prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
+    if wanted is not None and is_sharded and not found.planners[0].demand.work:
+        logger.warning(
+            "%s: a step of one of %d processes cannot be followed, so it may fail: heads have to divide among them",
+            *(path_or_repo_id, wanted.tp_size),
+        )
+    return found
 
 
 def _find(path_or_repo_id: str | Path, options: Mapping[str, Any]) -> None:

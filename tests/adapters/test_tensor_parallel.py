@@ -147,7 +147,7 @@ def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch._C._get_accelerator() == torch.device("cuda")
 
 
-def test_plans_that_no_processes_can_make(folder: Path) -> None:
+def test_plans_that_no_processes_can_make(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     about: dict[str, Any] = {"device": "cpu", "tp_size": 2}
     with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):
         weightstream.plan_model(folder / "llama", device_budget={0: "1MiB", 1: "1MiB"}, **about)
@@ -160,6 +160,9 @@ def test_plans_that_no_processes_can_make(folder: Path) -> None:
     unknown = {"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
     with pytest.raises(ConfigError, match=r"distributed_config: .*nowhere"):
         weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", distributed_config=unknown)
+    assert not caplog.messages
+    weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", tp_size=3)
+    assert ["cannot be followed" in message and "heads" in message for message in caplog.messages] == [True]
     for alone in ({"tp_size": 1}, {"tp_size": None}):
         several = weightstream.plan_model(folder / "llama", gpus=2, device_budget="1MiB", **alone)
         assert len(several.plans) == 2
