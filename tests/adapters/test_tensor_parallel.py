@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import distributed
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -57,7 +59,17 @@ DEVICES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sharded")
+    """Checkpoints, for all workers of pytest: jobs of several at once would take long on the same devices."""
+    root = tmp_path_factory.getbasetemp()
+    path = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharded"
+    with FileLock(f"{path}.lock"):
+        if not (path / "made").exists():
+            make_checkpoints(path)
+            (path / "made").touch()
+    return path
+
+
+def make_checkpoints(path: Path) -> None:
     for seed, (name, (kind, facts)) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         config = kind(**SHAPE | facts, initializer_range=0.3)
@@ -79,7 +91,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "mixtral" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
     with patch.object(store, "_LEAST_CODED", 8192):
         pack(str(path / "llama"), path / "pack", codec="small")
-    return path
 
 
 def launched(device: str, folder: Path, *checks: str) -> subprocess.CompletedProcess[str]:
@@ -87,18 +98,27 @@ def launched(device: str, folder: Path, *checks: str) -> subprocess.CompletedPro
     alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     alone |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = [*run, str(SCRIPT), device, str(folder), *checks]
-    return subprocess.run(
-        command, env=os.environ | alone, capture_output=True, text=True, timeout=200, check=False, cwd=folder
-    )
+    about: dict[str, Any] = {"env": os.environ | alone, "capture_output": True, "check": False, "cwd": folder}
+    try:
+        return subprocess.run(command, text=True, timeout=200, **about)
+    except subprocess.TimeoutExpired as error:  # what holds, and where it stopped, is told all the same
+        told = [(part or b"").decode(errors="replace") for part in (error.stdout, error.stderr)]
+        return subprocess.CompletedProcess(command, -1, told[0], f"{told[1]}\n{error}")
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def done(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """What checks of a kind printed, all in one job."""
+    """What checks of a kind printed, all in one job, which one worker of pytest runs."""
 
     @cache
     def checked(kind: str) -> subprocess.CompletedProcess[str]:
-        return launched(request.param, folder, *(name for of, name in CHECKS if of == kind and name != FAILING))
+        told = folder / f"checked-{kind.strip(' #')}-{request.param}"
+        with FileLock(f"{told}.lock"):
+            if not told.exists():
+                names = [name for of, name in CHECKS if of == kind and name != FAILING]
+                told.write_bytes(pickle.dumps(launched(request.param, folder, *names)))
+        found: subprocess.CompletedProcess[str] = pickle.loads(told.read_bytes())
+        return found
 
     return checked
 
