@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -98,12 +99,14 @@ def launched(device: str, folder: Path, *checks: str) -> subprocess.CompletedPro
     alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     alone |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = [*run, str(SCRIPT), device, str(folder), *checks]
-    about: dict[str, Any] = {"env": os.environ | alone, "capture_output": True, "check": False, "cwd": folder}
-    try:
-        return subprocess.run(command, text=True, timeout=200, **about)
-    except subprocess.TimeoutExpired as error:  # what holds, and where it stopped, is told all the same
-        told = [(part or b"").decode(errors="replace") for part in (error.stdout, error.stderr)]
-        return subprocess.CompletedProcess(command, -1, told[0], f"{told[1]}\n{error}")
+    about: dict[str, Any] = {"env": os.environ | alone, "cwd": folder, "start_new_session": True, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **about) as job:
+        try:
+            told = job.communicate(timeout=200)
+        except subprocess.TimeoutExpired:  # what holds, and where it stopped, is told all the same
+            os.killpg(job.pid, signal.SIGKILL)
+            told = job.communicate()
+    return subprocess.CompletedProcess(command, job.returncode, *told)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
