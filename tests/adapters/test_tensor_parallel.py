@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from filelock import FileLock
@@ -99,12 +99,13 @@ def launched(device: str, folder: Path, *checks: str) -> subprocess.CompletedPro
     alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     alone |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = [*run, str(SCRIPT), device, str(folder), *checks]
-    about: dict[str, Any] = {"env": os.environ | alone, "cwd": folder, "start_new_session": True, "text": True}
+    about: dict[str, Any] = {"env": os.environ | alone, "cwd": folder, "text": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **about) as job:
         try:
             told = job.communicate(timeout=200)
         except subprocess.TimeoutExpired:  # what holds, and where it stopped, is told all the same
-            os.killpg(job.pid, signal.SIGKILL)
+            for process in (*psutil.Process(job.pid).children(recursive=True), job):
+                process.kill()
             told = job.communicate()
     return subprocess.CompletedProcess(command, job.returncode, *told)
 
