@@ -151,7 +151,8 @@ def prospect(
     found = prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
     if wanted is not None and is_sharded and not found.planners[0].demand.work:
         logger.warning(
-            "%s: a step of one of %d processes cannot be followed, so it may fail: heads have to divide among them",
+            "%s: a step of one of %d processes cannot be followed (the log has why): it may fail, as where "
+            "heads do not divide among them",
             *(path_or_repo_id, wanted.tp_size),
         )
     return found

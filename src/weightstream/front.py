@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from weightstream import prospects
-from weightstream.adapters.early import pin_experts
 from weightstream.adapters.module import Grain
 from weightstream.adapters.ranks import join, ranks_of, together
 from weightstream.assembly import Given, assembled, rooted
@@ -24,9 +23,10 @@ from weightstream.given import dtype_given, of_model, settled
 from weightstream.measure.profile import prepare
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.devices import opened
+from weightstream.runtime.devices import opened, pinned_early
 from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.streamer import Streamer
+from weightstream.store.pages import PageCache, Range
 from weightstream.striping import Stripes, stripe
 
 logger = logging.getLogger("weightstream")
@@ -162,7 +162,13 @@ def from_pretrained(
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend, is_one = backends[0], ranks is None and not backends[1:]
+        backend, early = backends[0], list[PageCache]()
+
+        def bring_in(found: Sequence[Range]) -> None:
+            if not backends[1:] and (pages := pinned_early(found, backend, config)) is not None:
+                on_failure.callback(pages.close)
+                early.append(pages)
+
         prepare(backend.device, config.uses_codes)
         with cuda.libraries(backend.device):
             loaded = load_pretrained(
@@ -174,17 +180,16 @@ def from_pretrained(
                 progress=progress,
                 verify_checksums=config.verify_checksums,
                 decode=lambda: not prospects.can_decode(backend, config, progress),
-                bring_in=lambda checkpoint: pin_experts(checkpoint, backend, config) if is_one else None,
+                bring_in=bring_in,
                 device=backend.device,
                 **kwargs,
             )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
             prospects.can_decode(backend, config, progress)
-        for owned in (loaded.folder, loaded.pages):
-            if owned is not None:
-                on_failure.callback(owned.close)
+        if loaded.folder is not None:
+            on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
-        given = Given(memories=memories, pages=loaded.pages, folder=loaded.folder, ranks=ranks)
+        given = Given(memories=memories, pages=next(iter(early), None), folder=loaded.folder, ranks=ranks)
         _placed(loaded.model, backends, config, given)
         on_failure.pop_all()
     return loaded.model

@@ -638,37 +638,6 @@ def test_holding_again_lets_the_first_ranges_go(cache: PageCache, device: Device
     assert cache.nbytes == 0
 
 
-def test_what_is_cut_otherwise_stays_if_a_third_of_it_is_wanted(
-    cache: PageCache, device: Device, mapping: FileMapping
-) -> None:
-    whole, half, other = (0, 8 * PAGE), (10 * PAGE, 14 * PAGE), (20 * PAGE, 22 * PAGE)
-    for each, (begin, end) in zip(hold(cache, mapping, whole, half, other), (whole, half, other), strict=True):
-        assert each.source(begin, end) is not None
-    parts = [(5 * PAGE, 8 * PAGE), (0, PAGE + 7), (PAGE + 7, 5 * PAGE)]
-    parts += [(10 * PAGE, 11 * PAGE), (13 * PAGE, 13 * PAGE + PAGE // 3)]
-    found = hold(cache, mapping, *parts, other)
-    content = mapping.path.read_bytes()
-    for each, (begin, end) in zip(found, parts, strict=False):
-        memory = each.source(begin, end)
-        assert memory is not None
-        assert memory.numpy().tobytes() == content[begin:end]
-    assert extents(found[:3]) == [whole] * 3
-    assert [nbytes for _, nbytes in device.unpinned] == [4 * PAGE]
-    assert len(device.pinned) == 5
-    again = hold(cache, mapping, *parts[:1])
-    assert extents(again) == [whole]
-    again = hold(cache, mapping, parts[1])
-    assert extents(again) == [parts[1]], "less of it alone is no reason to keep it"
-
-
-def test_ranges_that_overlap_count_once(cache: PageCache, device: Device, mapping: FileMapping) -> None:
-    (first,) = hold(cache, mapping, (0, 10 * PAGE))
-    assert first.source(0, 10 * PAGE) is not None
-    found = hold(cache, mapping, (0, 3 * PAGE), (PAGE, 3 * PAGE))
-    assert all(each is not first for each in found)
-    assert device.unpinned == device.pinned[:1]
-
-
 def test_without_a_device_ranges_are_read_and_nobody_waits(
     mapping: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,16 +208,18 @@ def _by_kinds(
 ) -> dict[str, tuple[Range, ...]]:
     """As `byte_ranges`, of tensors that go to these places. Of many that differ by the numbers of their blocks alone,
     the first and the last are converted; where these two are alike, those between them are taken to be so, too."""
+    if mapping:  # which may tell blocks apart
+        return byte_ranges(model, tensors, mapping)
     kinds = _kinds(tensors, places)
     tried = [made for kind in kinds for made in (kind[0], kind[-1])]
-    found = byte_ranges(model, {name: tensors[name] for made in tried for name in made.names.values()}, mapping)
+    found = byte_ranges(model, {name: tensors[name] for made in tried for name in made.names.values()})
     owners = {name: (made, alike) for made in tried for alike, name in made.names.items()}
     told: dict[int, dict[str, list[Range]]] = {id(made): {} for made in tried}
     for full, ranges in found.items():
         made, _ = owners[ranges[0].name]
         pattern, whose = _without(full, made.numbers), [owners[part.name] for part in ranges]
         if pattern is None or any(other is not made for other, _ in whose):
-            return byte_ranges(model, tensors, mapping)
+            return byte_ranges(model, tensors)
         told[id(made)][pattern] = [part._replace(name=alike) for part, (_, alike) in zip(ranges, whose, strict=True)]
     state = model.state_dict()
     for kind in (kind for kind in kinds if kind[2:]):
@@ -225,7 +227,7 @@ def _by_kinds(
         for made, (pattern, parts) in product(kind[1:-1], first.items()):
             full, example = (_with(pattern, numbers) for numbers in (made.numbers, kind[0].numbers))
             if first != last or full not in state or not _is_like(state[full], state[example]):
-                return byte_ranges(model, tensors, mapping)
+                return byte_ranges(model, tensors)
             found[full] = tuple(part._replace(name=made.names[part.name]) for part in parts)
     return found
 

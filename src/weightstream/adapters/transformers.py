@@ -14,7 +14,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping, Memory
-from weightstream.store.pages import PageCache
+from weightstream.store.pages import Range
 
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
@@ -70,7 +70,6 @@ class LoadedModel:
     """A model in evaluation mode, the files its parameters view, and the folder that must outlive it.
 
     Parameters that are coded in the file, or lie in it in parts, view `lazy`, and hold zeros until that is populated.
-    `pages` of the files are on their way into memory.
     """
 
     model: Any
@@ -78,7 +77,6 @@ class LoadedModel:
     mappings: tuple[FileMapping, ...]
     lazy: tuple[LazyMemory, ...]
     folder: OffloadFolder | None
-    pages: PageCache | None = None
 
 
 def load_pretrained(
@@ -91,7 +89,7 @@ def load_pretrained(
     progress: bool | None = None,
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
-    bring_in: Callable[[Checkpoint], PageCache | None] = lambda checkpoint: None,
+    bring_in: Callable[[Sequence[Range]], None] = lambda ranges: None,
     device: torch.device = _CPU,
     may_write: bool = True,
     model_config: Any = None,
@@ -104,7 +102,8 @@ def load_pretrained(
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
     quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. `bring_in` may start to read before anything is made. With `allow_missing` weights that the
+    place of config.json. `bring_in` is told, before anything is made,
+    where in the files the parts of stacked tensors lie. With `allow_missing` weights that the
     checkpoint lacks are random. With a `distributed_config` the model has this process's shards. Other keywords go to
     the hub, to the config or to transformers.
 
@@ -122,7 +121,6 @@ def load_pretrained(
     checkpoint = Checkpoint.open(path)
     if verify_checksums:
         checkpoint.verify()
-    pages = bring_in(checkpoint)
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
         config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)
@@ -130,13 +128,13 @@ def load_pretrained(
         options = {"config": config, "dtype": dtype, **kwargs}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
+            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, bring_in, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
     if kept is None:
         offload.close()
-    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, pages=pages, folder=kept)
+    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, folder=kept)
 
 
 def described(
@@ -203,7 +201,9 @@ class _Load:
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
-    def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
+    def run(
+        self, wants_plain: Callable[[], bool], bring_in: Callable[[Sequence[Range]], None], device: torch.device
+    ) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
         is_sharded = "distributed_config" in self._options
         if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
@@ -214,8 +214,12 @@ class _Load:
         decode = bool(self._coded) and wants_plain()
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
-        places, conversions = hf_private.places(skeleton, checkpoint.entries)
-        gathered, used = gather(skeleton, checkpoint, places)
+        mapping = self._options.get("key_mapping")
+        places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
+        gathered, used = gather(skeleton, checkpoint, places, mapping)
+        stacks = {name: gathered[name][...] for name in skeleton.state_dict() if name in gathered}
+        lazy = [checkpoint.lazy[name] for name in stacks if name in checkpoint.lazy]
+        bring_in([extent.range for memory in lazy for extent in memory.extents])
         if decode:
             self._tell_of_decoding()
         elif self._coded:
@@ -223,7 +227,7 @@ class _Load:
         sources = {name: self._source(name, decode) for name in checkpoint.entries if name not in used}
         try:
             with register_module_parameter_registration_hook(self._on_parameter):
-                model = self._build(sources | {name: tensor[...] for name, tensor in gathered.items()})
+                model = self._build(sources | stacks)
         finally:
             trim_heap()
         if used:
@@ -305,8 +309,9 @@ class _Load:
         skeleton = build(self._cls, config, self._options["dtype"], self._checkpoint)
         with hf_private.keeping_quantised(self._checkpoint.metadata):
             hf_private.use_quantizer(skeleton, quantizer, skeleton.dtype)
-        places, conversions = hf_private.places(skeleton, self._checkpoint.entries)
-        return *gather(skeleton, self._checkpoint, places), conversions
+        mapping = self._options.get("key_mapping")
+        places, conversions = hf_private.places(skeleton, self._checkpoint.entries, mapping)
+        return *gather(skeleton, self._checkpoint, places, mapping), conversions
 
     def _source(self, name: str, decode: bool) -> torch.Tensor:
         """What transformers is given as a tensor of the checkpoint."""

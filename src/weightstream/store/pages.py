@@ -11,9 +11,8 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -26,7 +25,6 @@ from weightstream.store.near import Node, settled
 
 _PINNED_NBYTES = 64 << 20  # of one registration, 3 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
-_SPARSEST = 3  # of so many bytes that stay pinned one is wanted: a column of experts, which lie in turns with others
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
 Range = tuple[FileMapping, int, int]
@@ -81,14 +79,12 @@ class PageCache:
     def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
 
-        Pages that are pinned, and of which a third is still wanted, stay where they are; others are unpinned.
+        Pages that are pinned and still wanted as a whole stay where they are; what is not wanted is unpinned.
         `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
         """
         self._stop()
-        wanted = _in_pages([each for each in self._pages if each.window is not None], ranges)
-        kept = [each for each, found in wanted.items() if _num_bytes(found) * _SPARSEST >= each.end - each.begin]
-        for each in kept:
-            each.ranges = wanted[each]
+        wanted = set(ranges)
+        kept = [each for each in self._pages if each.window is not None and each.ranges <= wanted]
         self._arena.keep(each.window.memory for each in kept if each.window is not None)
         held = set[Range]().union(*(each.ranges for each in kept))
         pages = _merged([each for each in ranges if each not in held])
@@ -205,28 +201,6 @@ def _populate(where: FileMapping | Window, each: Pages, closed: threading.Event)
 
 def _has_ended(closed: threading.Event) -> bool:
     return closed.is_set() or not threading.main_thread().is_alive()
-
-
-def _in_pages(pages: Sequence[Pages], ranges: Sequence[Range]) -> dict[Pages, set[Range]]:
-    """Of the pages that hold any of these ranges, these."""
-    of_file: dict[FileMapping, list[Pages]] = {}
-    for each in sorted(pages, key=lambda each: each.begin):
-        of_file.setdefault(each.mapping, []).append(each)
-    begins = {mapping: [each.begin for each in there] for mapping, there in of_file.items()}
-    found: dict[Pages, set[Range]] = {}
-    for mapping, begin, end in ranges:
-        index = bisect(begins.get(mapping, ()), begin) - 1
-        if index >= 0 and end <= (there := of_file[mapping][index]).end:
-            found.setdefault(there, set()).add((mapping, begin, end))
-    return found
-
-
-def _num_bytes(ranges: Iterable[Range]) -> int:
-    """Of all of these ranges of one file together."""
-    num = last = 0
-    for _, begin, end in sorted(ranges, key=lambda each: each[1:]):
-        num, last = num + max(0, end - max(begin, last)), max(last, end)
-    return num
 
 
 def _merged(ranges: Sequence[Range]) -> list[Pages]:

@@ -24,6 +24,10 @@ class Wrapper:
         self.device = backend.device
         self.profile = backend.profile
 
+    @property
+    def pinning(self) -> AbstractContextManager[object]:
+        return self.backend.pinning
+
     def alloc(self, nbytes: int) -> torch.Tensor:
         return self.backend.alloc(nbytes)
 
