@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from weightstream.adapters.hf_private import set_inside
 from weightstream.adapters.ranges import Gathered
@@ -75,7 +76,8 @@ def on_host(kind: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(set_inside(DtensorShardOperation, "shard_tensor", sharded))
         stack.enter_context(set_inside(kind, "prepare_distribute_model", staticmethod(prepared)))
-        stack.enter_context(set_inside(modeling_utils, _EQUAL, _are_equal))
+        stack.enter_context(set_inside(modeling_utils, _EQUAL, torch.equal))  # as transformers had up to 5.22
+        stack.enter_context(_Asking())
         for module in (core_model_loading, modeling_utils):
             stack.enter_context(set_inside(module, _LIKE, _like))
         yield
@@ -111,12 +113,15 @@ def is_of_processes(value: Any) -> bool:
     return type(value).__module__.startswith((_OF_TORCH, _OF_TRANSFORMERS))
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all ranks say so: asked where a rank that refused is heard, and nobody waits in a sum for it."""
-    alike = one.shape == other.shape and getattr(one, "placements", ()) == getattr(other, "placements", ())
-    both: Any = (one, other)
-    parts = [tensor.to_local() if is_shard(tensor) else tensor for tensor in both]
-    return all(Ranks().gather(alike and torch.equal(*parts)))
+class _Asking(TorchFunctionMode):
+    """Asks all ranks whether shards are equal, where a rank that refused is heard: nobody waits in a sum for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.equal or not all(map(is_shard, args)):
+            return func(*args, **kwargs or {})
+        one, other = args
+        alike = one.shape == other.shape and one.placements == other.placements
+        return all(Ranks().gather(alike and torch.equal(one.to_local(), other.to_local())))
 
 
 def _like(local: torch.Tensor, reference: Any) -> Any:
