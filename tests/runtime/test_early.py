@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from models import TEXT  # noqa: E402
 from weightstream.config import OffloadConfig  # noqa: E402
 from weightstream.runtime import devices  # noqa: E402
 from weightstream.runtime.cpu import CpuBackend  # noqa: E402
+from weightstream.runtime.moves import Moves  # noqa: E402
 from weightstream.runtime.sources import PageWindow, Tier  # noqa: E402
 from weightstream.store.mapping import FileMapping  # noqa: E402
 from weightstream.store.pages import PageCache  # noqa: E402
@@ -199,4 +201,26 @@ def test_what_is_cast_is_not_pinned(folder: Path, pinned: list[int], tmp_path: P
             folder, device="cpu", dtype="float16", codec="none", offload_folder=tmp_path, progress=False
         )
     assert told == [[]]
+    model.weightstream.remove()
+
+
+def test_nothing_is_pinned_while_residents_are_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the driver would wait for a registration: of 400 weights that takes seconds."""
+    lock, told, made = threading.Lock(), list[bool](), CpuBackend.__init__
+    copy = Moves.to_device
+
+    def locking(self: CpuBackend) -> None:
+        made(self)
+        self.pinning = lock  # type: ignore[assignment]
+
+    def copied(self: Moves, home: Any) -> None:
+        told.append(lock.locked())
+        copy(self, home)
+
+    monkeypatch.setattr(CpuBackend, "__init__", locking)
+    monkeypatch.setattr(Moves, "to_device", copied)
+    model = weightstream.from_pretrained(folder, device="cpu", device_budget=1 << 30, codec="none", progress=False)
+    assert told
+    assert all(told)
+    assert not lock.locked()
     model.weightstream.remove()

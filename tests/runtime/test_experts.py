@@ -38,6 +38,7 @@ from weightstream import assembly
 from weightstream.adapters import experts as adapter
 from weightstream.errors import StoreError
 from weightstream.runtime import decoding
+from weightstream.runtime.binding import Binding
 from weightstream.runtime.slots import Lru, Slots
 from weightstream.store.pages import PageCache
 
@@ -253,6 +254,39 @@ def test_a_prompt_leaves_the_slots_as_they_are(selected: Selected) -> None:
         found, fetched = (after - less for after, less in zip(counts(streamer), before, strict=True))
         assert found + fetched == 2 * NUM_LAYERS * TOP_K
         assert steps(2, batch=4) == ["place"] * 2 * NUM_LAYERS
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@forms
+def test_a_unit_is_found_out_before_its_turn_unless_its_pages_are_on_their_way(
+    form: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the device copies the one before: in a first prompt it would be idle meanwhile."""
+    model, plain, ids, told = built(), built(), prompt(64), list[tuple[str, int]]()
+    find, decode = decoding.decoding, Binding.decode
+
+    def found(plan: Any, index: int, *about: Any) -> Any:
+        told.append(("found", index))
+        return find(plan, index, *about)
+
+    def decoded(binding: Binding, index: int) -> None:
+        told.append(("turn", index))
+        decode(binding, index)
+
+    monkeypatch.setattr(decoding, "decoding", found)
+    monkeypatch.setattr(Binding, "decode", decoded)
+    if waits:
+        monkeypatch.setattr(decoding.Opening, "waits", lambda _: True)
+    with held(model, form) as streamer, torch.no_grad():
+        told.clear()
+        for _ in range(2):
+            assert torch.equal(model(ids).logits, plain(ids).logits)
+        units = [unit.index for unit in streamer._binding.units if unit.coded]
+    assert len(units) >= NUM_LAYERS
+    for index in units:
+        is_after = told.index(("found", index)) > told.index(("turn", index))
+        assert is_after is (waits or index == units[0])
+        assert told.count(("found", index)) == 1
 
 
 @forms

@@ -82,6 +82,7 @@ class Binding:
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
+        decoding.in_turn(unit.opening for unit in self.units if unit.coded)
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.asked)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
         self.engine.prime()
@@ -163,8 +164,7 @@ class Binding:
         if unit.opened > 1:  # it was called from inside its own forward
             self._forget_opening(unit)
             return False
-        shown = unit.borrowed or unit.faces
-        has_views = False
+        shown, has_views = unit.borrowed or unit.faces, False
         try:
             if updated := shown.to_home(training):
                 self.updated |= {face.member.names[0] for face in updated}
@@ -210,9 +210,8 @@ class Binding:
 
     def _is_blocked(self, unit: Bound) -> bool:
         """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
-        if self.engine.is_blocked(unit.index):
-            return True
-        return bool(unit.coded) and any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)
+        others = (other for other in self.open_units if other is not unit and other.borrowed is None)
+        return self.engine.is_blocked(unit.index) or (bool(unit.coded) and any(other.coded for other in others))
 
     # -- units at fixed addresses ------------------------------------------------------------------------------------
 
@@ -271,7 +270,8 @@ class Binding:
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
             self.engine.take_over(decodes=True)
             if not self.units[index].is_picked:
-                self._backend.launch(self.units[index].opening.decode)
+                self._backend.launch((opening := self.units[index].opening).decode)
+                opening.find_next()
 
     def let_go(self, index: int) -> None:
         """The unit's last kernel is queued."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -179,7 +179,7 @@ class CudaBackend:
             raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
         self.device = torch.device("cuda", index)
         self.profile = profile
-        self.pinning = Lock()
+        self.pinning = RLock()
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these

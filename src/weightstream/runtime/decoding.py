@@ -15,10 +15,11 @@ A forward that asks for nearly all rows, many times over, reads whole stacks fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,6 +32,7 @@ from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.moves import Home
 from weightstream.runtime.slots import Slots
+from weightstream.runtime.sources import PageWindow
 from weightstream.runtime.stacks import WORD, Reading, Stack
 
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the ring, the one that is decoded into, and slots
@@ -60,10 +62,11 @@ def _unseen() -> Iterator[None]:
 
 class Opening:
     """What opens the coded and the cached weights of one unit, found out when it is first asked for: so a unit waits
-    for its own pages alone. In a capture nothing can be found out."""
+    for its own pages alone. In a capture nothing can be found out. `next` is that of the unit that comes then."""
 
     def __init__(self, plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> None:
         self._about = plan, index, homes, memory, backend
+        self.next: Opening | None = None
 
     @cached_property
     def decode(self) -> Callable[[], None]:
@@ -85,7 +88,25 @@ class Opening:
 
     def find(self) -> None:
         """Find out all of it now."""
-        _ = self.decode, self.rows
+        self.next, _ = None, (self.decode, self.rows)
+
+    def find_next(self) -> None:
+        """The same of the next one, unless pages of it are on their way: to ask while the device is busy with this."""
+        if self.next is not None and not self.next.waits():
+            following, self.next = self.next, None
+            _ = following.decode, following.rows
+
+    def waits(self) -> bool:
+        """Whether pages of its weights are on their way."""
+        plan, index, homes, *_ = self._about
+        sources = (homes[alias].source for alias in plan.decoded(index))
+        return any(isinstance(source, PageWindow) and source.is_coming for source in sources)
+
+
+def in_turn(openings: Iterable[Opening]) -> None:
+    """Each is followed by the next."""
+    for opening, following in pairwise(openings):
+        opening.next = following
 
 
 @dataclass(kw_only=True, slots=True)

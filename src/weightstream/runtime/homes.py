@@ -215,9 +215,10 @@ class Homes:
         for unit in units:  # first what leaves the device: it makes room there
             if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.hosted(unit)):
                 self._settle_unit(goal, unit)
-        self._settle_residents(goal)
-        for tensor, _ in self._empty:
-            tensor.data = tensor.data.to(self._backend.device)
+        with self._backend.pinning:  # each call of the driver would wait for it; these copies wait for no page
+            self._settle_residents(goal)
+            for tensor, _ in self._empty:
+                tensor.data = tensor.data.to(self._backend.device)
         self._keep_blocks()
         self._hold_pages(plan)
         self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])

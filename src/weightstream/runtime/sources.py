@@ -227,6 +227,11 @@ class PageWindow(Mapped):
         """Whether pages are on their way."""
         return not all(pages.done.is_set() for pages in self.pages)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether some are known not to be pinned."""
+        return any(pages.done.is_set() and pages.window is None for pages in self.pages)
+
     def window(self, index: int = 0) -> torch.Tensor | None:
         """An extent in pinned memory; None where it could not be pinned. Waits for it."""
         extent = self.extents[index]

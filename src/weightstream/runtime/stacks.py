@@ -107,11 +107,11 @@ class Stack:
 
     def why_unread(self, backend: Backend, *, waits: bool) -> str | None:
         """Why single rows cannot be fetched from where they lie; None: they can be, or else, if it does not wait for
-        pages on their way, nobody knows yet."""
+        pages, nothing is known against it."""
         source = self.home.source
         if isinstance(source, Mapped) and any(number % WORD for _, *span in source.extents for number in span):
             return f"in {source.extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
-        if not waits and isinstance(source, PageWindow) and source.is_coming:
+        if not waits and isinstance(source, PageWindow) and not source.is_refused:
             return None
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
 

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from weightstream.errors import StoreError
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
@@ -103,8 +104,8 @@ class PageCache:
     def close(self) -> None:
         """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
         self._stop()
-        self._pages.clear()
         self._arena.close()
+        self._pages.clear()
 
     def _stop(self) -> None:
         self._closed.set()
@@ -114,11 +115,20 @@ class PageCache:
 
 
 class _Ahead:
-    """Threads that map pages which need no disk, ahead of the one that pins them."""
+    """Threads that map pages which need no disk, ahead of the one that pins them.
+
+    All windows are made before any of that begins: the kernel makes one when nobody reads pages in or pins them, and
+    whoever touches new memory waits for both.
+    """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
-        self._windows: dict[Pages, Future[Window | None]] = {each: Future() for each in pages}
-        self._waiting, self._closed = deque(self._windows.items()), closed
+        self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
+        self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
+        for each, found in self._found.items():
+            try:
+                self._waiting.append((each.mapping.window(each.begin, each.end), each))
+            except StoreError as error:
+                found.set_exception(error)
         # no pool: at its end an interpreter lets one finish all that it was given
         run = settled(self._run, node)
         self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
@@ -128,31 +138,31 @@ class _Ahead:
     def _run(self) -> None:
         with suppress(IndexError):  # none are left
             while True:
-                each, found = self._waiting.popleft()
+                window, each = self._waiting.popleft()
+                found = self._found[each]
                 try:
-                    found.set_result(_mapped(each, self._closed))
+                    found.set_result((window, self._is_there(window, each)))
                 except Exception as error:
                     found.set_exception(error)
 
-    def window(self, each: Pages) -> Window | None:
-        """Waits for pages, whose window it returns; None where they are to be read first. Each is asked for once."""
+    def _is_there(self, window: Window, each: Pages) -> bool:
+        """Whether all of it is mapped now; not where a disk is to be read, or that is wanted no more."""
+        return not _has_ended(self._closed) and window.is_cached() and _populate(window, each, self._closed)
+
+    def window(self, each: Pages) -> tuple[Window, bool]:
+        """Waits for pages; returns their window, and whether it can be pinned, or is to be read first. Each is asked
+        for once."""
         try:
-            return self._windows.pop(each).result()
+            return self._found[each].result()
         finally:
-            if not self._windows:
+            del self._found[each]
+            if not self._found:
                 self.close()
 
     def close(self) -> None:
         self._waiting.clear()
         for thread in self._threads:
             thread.join()
-
-
-def _mapped(each: Pages, closed: threading.Event) -> Window | None:
-    if _has_ended(closed):
-        return None
-    window = each.mapping.window(each.begin, each.end)
-    return window if window.is_cached() and _populate(window, each, closed) else None
 
 
 def _bring_in(
@@ -180,11 +190,10 @@ def _bring_in(
 
 
 def _pin(each: Pages, arena: Arena, ahead: _Ahead, closed: threading.Event) -> None:
-    window = ahead.window(each)
-    if window is None and not _has_ended(closed):
-        window = each.mapping.window(each.begin, each.end)
+    window, is_there = ahead.window(each)
+    if not is_there and not _has_ended(closed):
         _populate(window, each, closed)
-    if window is not None and not _has_ended(closed):
+    if not _has_ended(closed):
         arena.pin(window.memory)
         each.window = window
 
