@@ -597,6 +597,44 @@ def test_what_is_in_the_page_cache_is_mapped_ahead_of_pinning(
     cache.close()
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_all_windows_are_made_before_pages_are_read_in(
+    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    """To make one waits for whoever reads pages in or pins them, and who touches new memory waits for both."""
+    mapped, made, window = Mapped(monkeypatch, is_cached), list[int](), FileMapping.window
+    monkeypatch.setattr(FileMapping, "window", lambda *about: made.append(len(mapped.begins)) or window(*about))
+    cache = PageCache(device.pin, device.unpin)
+    for num in (20, 10):
+        mapped.begins.clear()
+        made.clear()
+        cache.close()
+        pages = hold(cache, mapping, *apart(num))
+        assert all(each.source(each.begin, each.end) is not None for each in pages)
+        assert made == [0] * num, "each once"
+        assert sorted(mapped.begins) == [begin for begin, _ in apart(num)]
+    cache.close()
+
+
+def test_a_file_that_changed_is_told_in_its_turn(mapping: FileMapping, device: Device) -> None:
+    """Of windows, which are all made at once: what comes before is pinned."""
+    told, real = list[Exception](), FileMapping.window
+    begins = [begin for begin, _ in apart(6)]
+
+    def window(self: FileMapping, begin: int, end: int) -> Window:
+        if begin == begins[3]:
+            raise StoreError("changed since it was mapped")
+        return real(self, begin, end)
+
+    cache = PageCache(device.pin, device.unpin)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileMapping, "window", window)
+        pages = cache.hold([(mapping, *span) for span in apart(6)], told.append)
+    assert [each.source(each.begin, each.end) is not None for each in pages] == [True] * 3 + [False] * 3
+    assert [str(error) for error in told] == ["changed since it was mapped"]
+    cache.close()
+
+
 def test_what_a_disk_reads_one_thread_reads_in_order(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
