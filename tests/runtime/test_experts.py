@@ -256,37 +256,96 @@ def test_a_prompt_leaves_the_slots_as_they_are(selected: Selected) -> None:
         assert steps(2, batch=4) == ["place"] * 2 * NUM_LAYERS
 
 
-@pytest.mark.parametrize("waits", [False, True])
+class Turns:
+    """When what opens a unit is found out, and when it comes to its turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.fails: set[int] = set()
+        find, decode = decoding.decoding, Binding.decode
+
+        def found(plan: Any, index: int, *about: Any) -> Any:
+            self.told.append(("found", index))
+            if index in self.fails:
+                raise torch.OutOfMemoryError("no room for tables")
+            return find(plan, index, *about)
+
+        def decoded(binding: Binding, index: int) -> None:
+            self.told.append(("turn", index))
+            decode(binding, index)
+
+        monkeypatch.setattr(decoding, "decoding", found)
+        monkeypatch.setattr(Binding, "decode", decoded)
+
+    def late(self) -> list[int]:
+        """Units that were found out in their turn, in order; each was once."""
+        units = list(dict.fromkeys(index for what, index in self.told if what == "turn"))
+        assert len(units) >= NUM_LAYERS
+        assert all(self.told.count(("found", index)) == 1 for index in units)
+        return [u for u in units if self.told.index(("found", u)) > self.told.index(("turn", u))]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
 @forms
-def test_a_unit_is_found_out_before_its_turn_unless_its_pages_are_on_their_way(
-    form: str, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the device copies the one before: in a first prompt it would be idle meanwhile."""
-    model, plain, ids, told = built(), built(), prompt(64), list[tuple[str, int]]()
-    find, decode = decoding.decoding, Binding.decode
-
-    def found(plan: Any, index: int, *about: Any) -> Any:
-        told.append(("found", index))
-        return find(plan, index, *about)
-
-    def decoded(binding: Binding, index: int) -> None:
-        told.append(("turn", index))
-        decode(binding, index)
-
-    monkeypatch.setattr(decoding, "decoding", found)
-    monkeypatch.setattr(Binding, "decode", decoded)
-    if waits:
-        monkeypatch.setattr(decoding.Opening, "waits", lambda _: True)
+def test_a_unit_is_found_out_before_its_turn(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the device is busy with the one before, which in a first prompt would be idle; in the order of a step."""
+    model, plain, ids, turns = built(name), built(name), prompt(64), Turns(monkeypatch)
     with held(model, form) as streamer, torch.no_grad():
-        told.clear()
+        coded = [unit.index for unit in streamer._binding.units if unit.coded]
+        turns.told.clear()
         for _ in range(2):
             assert torch.equal(model(ids).logits, plain(ids).logits)
-        units = [unit.index for unit in streamer._binding.units if unit.coded]
-    assert len(units) >= NUM_LAYERS
-    for index in units:
-        is_after = told.index(("found", index)) > told.index(("turn", index))
-        assert is_after is (waits or index == units[0])
-        assert told.count(("found", index)) == 1
+        assert {index for what, index in turns.told if what == "turn"} <= set(coded)
+        assert len(turns.late()) == 1
+
+
+@forms
+def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain, ids, turns = built(), built(), prompt(64), Turns(monkeypatch)
+    with held(model, form), torch.no_grad():
+        turns.told.clear()
+        for each in (model, plain):  # before anything is found out: what opens this unit is another then
+            experts_of(each)[1].down_proj.data[0] *= -1
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+        assert len(turns.late()) == 1
+    last = [index for what, index in turns.told if what == "turn"][-1]
+    turns.told.clear()
+    turns.fails.add(last)
+    model, plain = built(), built()
+    with held(model, form), torch.no_grad():
+        with pytest.raises(torch.OutOfMemoryError):
+            model(ids)
+        assert [what for what, index in turns.told if index == last] == ["found", "turn", "found"], "told in its turn"
+        turns.fails.clear()
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.usefixtures("no_loading_bars")
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_waits_for_pages_is_not_found_out_early(
+    comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let = threading.Event()
+    monkeypatch.setattr(
+        assembly, "pinned", lambda *args: (None, PageCache(lambda memory: let.wait(30) and None, lambda memory: None))
+    )
+    options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
+    built().save_pretrained(tmp_path, max_shard_size="200KB")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget=1 << 30, codec="none", progress=False, **options
+    )
+    ids, turns = prompt(64), Turns(monkeypatch)
+    with model.weightstream as streamer, torch.no_grad():
+        streamer.switch(plan_of(streamer, "cached", MOST))
+        if comes:
+            let.set()
+            streamer._homes._pages._thread.join(30)
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+        assert len(turns.late()) == (1 if comes else NUM_LAYERS)
+        let.set()
 
 
 @forms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -155,8 +156,8 @@ def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache
     assert len(device.asked) == 3
 
 
-def told(stack: Stack) -> str:
-    return unread([stack.alias], {stack.alias: stack.home}, Device()) or ""
+def told(stack: Stack, device: Device | None = None, *, waits: bool = True) -> str:
+    return unread([stack.alias], {stack.alias: stack.home}, device or Device(), waits=waits) or ""
 
 
 def test_of_rows_that_begin_at_no_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
@@ -189,6 +190,38 @@ def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> No
     assert "host memory that the device does not read" in told(stack)
     assert stack.pieces(Device()) == []
     cache.close()
+
+
+@pytest.mark.parametrize("refused", [None, 1, 3])
+def test_nobody_waits_for_pages_or_asks_the_device_before_it_is_to(refused: int | None, tmp_path: Path) -> None:
+    """Each question to the driver would wait for whoever pins: of 400 windows that takes seconds."""
+    let, windows = threading.Event(), list[torch.Tensor]()
+
+    def pin(memory: torch.Tensor) -> None:
+        assert let.wait(30)
+        windows.append(memory)
+        if len(windows) == refused:
+            raise StoreError("no more")
+
+    cache, device = PageCache(pin, lambda memory: None), Device()
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert told(stack, device, waits=False) == "", "they are on their way"
+    let.set()
+    for each in stack.home.source.pages:
+        assert each.done.wait(30)
+    assert bool(told(stack, device, waits=False)) is (refused is not None)
+    assert not device.asked or refused
+    assert bool(told(stack, device)) is (refused is not None)
+    cache.close()
+
+
+def test_of_columns_of_files_it_is_told_at_once(tmp_path: Path, cache: PageCache) -> None:
+    (tmp_path / "0").write_bytes(bytes(4 * NUM_ROWS * ROW))
+    columns = Extent(FileMapping(tmp_path / "0"), 0, 2 * NUM_ROWS * ROW - ROW // 2, pitch=ROW, width=ROW // 2)
+    stack, device = stack_in([columns], cache), Device()
+    for waits in (False, True):
+        assert "it is columns of what is in files" in told(stack, device, waits=waits)
+    assert not device.asked
 
 
 def test_of_what_is_on_disk_it_is_told(tmp_path: Path, cache: PageCache) -> None:

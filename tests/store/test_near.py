@@ -124,8 +124,8 @@ def test_where_a_system_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_are_brought_in_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, mapped = [], pages._mapped
-    monkeypatch.setattr(pages, "_mapped", lambda *args: (found.append(told()), mapped(*args))[1])
+    found, is_there = [], pages._Ahead._is_there
+    monkeypatch.setattr(pages._Ahead, "_is_there", lambda *args: (found.append(told()), is_there(*args))[1])
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(1 << 16))
     with closing(PageCache(lambda memory: found.append(told()), lambda memory: None, HERE)) as cache:

@@ -630,9 +630,30 @@ def test_a_file_that_changed_is_told_in_its_turn(mapping: FileMapping, device: D
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileMapping, "window", window)
         pages = cache.hold([(mapping, *span) for span in apart(6)], told.append)
-    assert [each.source(each.begin, each.end) is not None for each in pages] == [True] * 3 + [False] * 3
+        assert [each.source(each.begin, each.end) is not None for each in pages] == [True] * 3 + [False] * 3
     assert [str(error) for error in told] == ["changed since it was mapped"]
     cache.close()
+
+
+def test_no_windows_are_made_for_what_is_wanted_no_more(mapping: FileMapping, device: Device) -> None:
+    let, made, real = threading.Event(), list[int](), FileMapping.window
+
+    def window(self: FileMapping, begin: int, end: int) -> Window:
+        made.append(begin)
+        assert let.wait(30)
+        return real(self, begin, end)
+
+    cache = PageCache(device.pin, device.unpin)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileMapping, "window", window)
+        pages = hold(cache, mapping, *apart(20))
+        cache._closed.set()
+        let.set()
+        assert [each.source(each.begin, each.end) for each in pages] == [None] * 20
+    assert len(made) <= 1
+    assert device.calls == 0
+    cache.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "weightstream-pages"]
 
 
 def test_what_a_disk_reads_one_thread_reads_in_order(

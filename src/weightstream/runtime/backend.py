@@ -76,7 +76,8 @@ class Backend(Protocol):
 
     @property
     def pinning(self) -> AbstractContextManager[object]:
-        """Held while host memory is pinned, and while that would disturb what is timed."""
+        """Held while host memory is pinned, and while that would disturb what is timed or copied; by one thread more
+        than once."""
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         """Flat uint8 memory on the device."""

@@ -82,7 +82,7 @@ class Binding:
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
-        decoding.in_turn(unit.opening for unit in self.units if unit.coded)
+        decoding.in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.asked)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
         self.engine.prime()
@@ -148,9 +148,6 @@ class Binding:
     def _forget_opening(self, unit: Bound) -> None:
         unit.opened -= 1
         unit.is_picked = False
-        if self.open_units[-1] is unit:
-            self.open_units.pop()
-            return
         place = max(place for place, other in enumerate(self.open_units) if other is unit)
         del self.open_units[place]  # threads of one forward close in any order
 
@@ -179,6 +176,8 @@ class Binding:
             if unit.borrowed is None:
                 self.let_go(index)
             unit.borrowed = None
+            if (following := unit.opening.then()) is not None:
+                self.units[following].opening.find_early()
 
     def look_for_kept(self, unit: Bound) -> None:
         """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
@@ -210,8 +209,9 @@ class Binding:
 
     def _is_blocked(self, unit: Bound) -> bool:
         """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
-        others = (other for other in self.open_units if other is not unit and other.borrowed is None)
-        return self.engine.is_blocked(unit.index) or (bool(unit.coded) and any(other.coded for other in others))
+        if self.engine.is_blocked(unit.index):
+            return True
+        return bool(unit.coded) and any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)
 
     # -- units at fixed addresses ------------------------------------------------------------------------------------
 
@@ -270,8 +270,7 @@ class Binding:
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
             self.engine.take_over(decodes=True)
             if not self.units[index].is_picked:
-                self._backend.launch((opening := self.units[index].opening).decode)
-                opening.find_next()
+                self._backend.launch(self.units[index].opening.decode)
 
     def let_go(self, index: int) -> None:
         """The unit's last kernel is queued."""
@@ -320,7 +319,7 @@ class Binding:
             faces=faces,
             storages=tuple((storage, owners(storage)) for storage in storages.values()),
             coded=coded,
-            opening=self._opening(index),
+            opening=decoding.Opening(plan, index, self._homes.homes, self.memory, self._backend),
             has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
         )
 
@@ -338,9 +337,6 @@ class Binding:
                     ring, shown = member.view(memory, offset), member.view(home.group.home, 0)
                     faces.append(Face(member=member, source=home, unit=index, home=shown, ring=ring))
         return UnitFaces(faces)
-
-    def _opening(self, index: int) -> decoding.Opening:
-        return decoding.Opening(self.plan, index, self._homes.homes, self.memory, self._backend)
 
     def _borrow(self, unit: Bound) -> UnitFaces:
         """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
@@ -366,7 +362,7 @@ class Binding:
         self.engine.forget(self._copies.forget(aliases))
         for unit in self.units:
             if unit.coded & aliases:
-                unit.opening = self._opening(unit.index)
+                unit.opening = unit.opening.again()
 
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""

@@ -179,7 +179,7 @@ class CudaBackend:
             raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
         self.device = torch.device("cuda", index)
         self.profile = profile
-        self.pinning = RLock()
+        self.pinning = RLock()  # homes settle while the device is measured
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these

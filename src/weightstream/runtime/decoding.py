@@ -15,8 +15,8 @@ A forward that asks for nearly all rows, many times over, reads whole stacks fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -62,11 +62,22 @@ def _unseen() -> Iterator[None]:
 
 class Opening:
     """What opens the coded and the cached weights of one unit, found out when it is first asked for: so a unit waits
-    for its own pages alone. In a capture nothing can be found out. `next` is that of the unit that comes then."""
+    for its own pages alone. In a capture nothing can be found out."""
 
     def __init__(self, plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> None:
         self._about = plan, index, homes, memory, backend
-        self.next: Opening | None = None
+        self.following: int | None = None  # the unit that opens then, until it was found out early
+
+    def again(self) -> Opening:
+        """The same, to be found out anew: its homes are others."""
+        made = Opening(*self._about)
+        made.following = self.following
+        return made
+
+    def then(self) -> int | None:
+        """The unit that opens then, the first time."""
+        found, self.following = self.following, None
+        return found
 
     @cached_property
     def decode(self) -> Callable[[], None]:
@@ -88,25 +99,23 @@ class Opening:
 
     def find(self) -> None:
         """Find out all of it now."""
-        self.next, _ = None, (self.decode, self.rows)
+        _ = self.decode, self.rows
 
-    def find_next(self) -> None:
-        """The same of the next one, unless pages of it are on their way: to ask while the device is busy with this."""
-        if self.next is not None and not self.next.waits():
-            following, self.next = self.next, None
-            _ = following.decode, following.rows
-
-    def waits(self) -> bool:
-        """Whether pages of its weights are on their way."""
-        plan, index, homes, *_ = self._about
+    def find_early(self) -> None:
+        """The same before its turn, while the device is busy, unless that would wait for pages. Errors are told in its
+        turn, as it may have none."""
+        plan, index, homes, _, backend = self._about
         sources = (homes[alias].source for alias in plan.decoded(index))
-        return any(isinstance(source, PageWindow) and source.is_coming for source in sources)
+        waits = any(isinstance(source, PageWindow) and source.is_coming for source in sources)
+        if not waits and not backend.capturing():
+            with suppress(Exception):
+                self.find()
 
 
-def in_turn(openings: Iterable[Opening]) -> None:
-    """Each is followed by the next."""
-    for opening, following in pairwise(openings):
-        opening.next = following
+def in_turn(plan: Plan, openings: Sequence[Opening]) -> None:
+    """Each is followed by what opens next in a step, for the first time."""
+    for index, following in pairwise(unit for unit in dict.fromkeys(plan.manifest.order) if plan.decoded(unit)):
+        openings[index].following = following
 
 
 @dataclass(kw_only=True, slots=True)

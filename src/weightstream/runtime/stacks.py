@@ -111,6 +111,8 @@ class Stack:
         source = self.home.source
         if isinstance(source, Mapped) and any(number % WORD for _, *span in source.extents for number in span):
             return f"in {source.extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
+        if isinstance(source, Mapped) and any(extent.pitch for extent in source.extents):
+            return "it is columns of what is in files"
         if not waits and isinstance(source, PageWindow) and not source.is_refused:
             return None
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"

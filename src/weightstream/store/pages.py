@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 
-from weightstream.errors import StoreError
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
@@ -117,25 +116,36 @@ class PageCache:
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them.
 
-    All windows are made before any of that begins: the kernel makes one when nobody reads pages in or pins them, and
-    whoever touches new memory waits for both.
+    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them, and whoever
+    touches new memory waits for both.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
-        for each, found in self._found.items():
-            try:
-                self._waiting.append((each.mapping.window(each.begin, each.end), each))
-            except StoreError as error:
-                found.set_exception(error)
+        self._made = threading.Event()
         # no pool: at its end an interpreter lets one finish all that it was given
         run = settled(self._run, node)
         self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
         for thread in self._threads:
             thread.start()
 
+    def make(self) -> None:
+        """Make all windows, up to one that cannot be made, as it is told in its turn."""
+        try:
+            for each, found in self._found.items():
+                if _has_ended(self._closed):
+                    return
+                try:
+                    self._waiting.append((each.mapping.window(each.begin, each.end), each))
+                except Exception as error:
+                    found.set_exception(error)
+                    return
+        finally:
+            self._made.set()
+
     def _run(self) -> None:
+        self._made.wait()
         with suppress(IndexError):  # none are left
             while True:
                 window, each = self._waiting.popleft()
@@ -156,8 +166,6 @@ class _Ahead:
             return self._found[each].result()
         finally:
             del self._found[each]
-            if not self._found:
-                self.close()
 
     def close(self) -> None:
         self._waiting.clear()
@@ -173,6 +181,8 @@ def _bring_in(
     on_refusal: Callable[[Exception], None],
 ) -> None:
     """What the thread does: it holds no PageCache, so that one that is forgotten can go."""
+    if ahead is not None:
+        ahead.make()
     for each in pages:
         try:
             if arena is None or ahead is None:
@@ -187,11 +197,15 @@ def _bring_in(
             arena = ahead = None
         finally:
             each.done.set()  # whatever happened: somebody may wait for it
+    if ahead is not None:
+        ahead.close()
 
 
 def _pin(each: Pages, arena: Arena, ahead: _Ahead, closed: threading.Event) -> None:
+    if _has_ended(closed):  # then not all have a window
+        return
     window, is_there = ahead.window(each)
-    if not is_there and not _has_ended(closed):
+    if not is_there:
         _populate(window, each, closed)
     if not _has_ended(closed):
         arena.pin(window.memory)
