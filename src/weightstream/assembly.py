@@ -177,6 +177,7 @@ class Assembly:
 def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
     """What the ranks agree on; links are as fast as while all of them copy, as they do in a step."""
     if backend.device.type != "cpu":
+        ranks.apart(cuda.facts(backend.device).uuid, backend.device)
         machine = links.at_most(machine, links.beside(backend.device, ranks.confirm))
     return ranks.agreed(config, machine)
 

@@ -72,11 +72,16 @@ def test_ranks_plan_with_the_link_that_they_have_together(
 
     monkeypatch.setattr(links, "beside", beside)
     agreed: Any = lambda config, machine: (config, machine)  # noqa: E731
-    ranks: Any = SimpleNamespace(confirm=lambda: met.append(None), agreed=agreed)
+    apart: list[tuple[str, torch.device]] = []
+    ranks: Any = SimpleNamespace(
+        confirm=lambda: met.append(None), agreed=agreed, apart=lambda *about: apart.append(about)
+    )
+    monkeypatch.setattr(assembly.cuda, "facts", lambda _: SimpleNamespace(uuid="GPU-7"))
     backend: Any = SimpleNamespace(device=torch.device(device))
     profile = replace(CPU_PROFILE, link_bytes_per_s=rate if device == "cpu" else 55e9)
     config, machine = OffloadConfig(), machine_elsewhere(profile, 0)
     found = assembly._among(ranks, backend, config, machine)[1]
     assert found.profile == replace(profile, link_bytes_per_s=rate)
     assert len(met) == (device != "cpu")
+    assert apart == ([("GPU-7", torch.device(device))] if device != "cpu" else [])
     assert links.at_most(machine, math.inf) == machine

@@ -325,6 +325,29 @@ def plans_made_ahead() -> None:
 
 
 @check
+def ranks_that_have_one_device() -> None:
+    """As where each is given device="cuda:0"; numbers may be alike where each process sees a GPU of its own."""
+    ranks = Ranks()
+    ranks.apart(f"GPU-{RANK}", "cuda:0")
+    try:
+        with ranks.together():
+            ranks.apart("GPU-0", "cuda:0")
+    except ConfigError as error:
+        told = str(error)
+    assert f"ranks 0, 1 have one device, on rank {RANK} cuda:0: give device='cuda', or none" in told
+    if DEVICE == "cuda":
+        nbytes = local_nbytes(plain("llama"))
+        try:
+            weightstream.from_pretrained(
+                FOLDER / "llama", device="cuda:0", device_budget=nbytes // 2, progress=False, **SHARDED
+            )
+        except ConfigError as error:
+            told = str(error)
+        assert "have one device" in told
+    ranks.confirm()
+
+
+@check
 def a_refusal_is_told_to_all() -> None:
     nbytes = local_nbytes(plain("llama"))
 

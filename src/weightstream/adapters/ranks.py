@@ -84,6 +84,15 @@ class Ranks:
         """Come to this point with all ranks; raises where one of them refused before."""
         self.gather(None)
 
+    def apart(self, uuid: str, device: object) -> None:
+        """Come to this point with all ranks; raises `ConfigError` on all of them where any two have one device."""
+        every = self.gather(uuid)
+        shared = [str(rank) for rank, found in enumerate(every) if every.count(found) > 1]
+        if shared:
+            raise ConfigError(
+                f"ranks {', '.join(shared)} have one device, on rank {self.rank} {device}: give device='cuda', or none"
+            )
+
     def agreed(self, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
         """Settings and a machine that all plan with: the least that any has, the slowest link, other speeds as the
         first measured them, and an equal share of the host's memory."""
