@@ -55,6 +55,16 @@ forms = pytest.mark.parametrize("form", FORMS)
 MOST = 4  # slots: two tokens of two experts
 
 
+def from_files(folder: Path, codec: str = "none") -> tuple[Any, Any]:
+    """A mixture from a checkpoint, in which experts are one by one: streamed, and plain."""
+    options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
+    built().save_pretrained(folder, max_shard_size="200KB")
+    model = weightstream.from_pretrained(
+        folder, device="cpu", device_budget=1 << 30, codec=codec, progress=False, **options
+    )
+    return model, transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
 def assert_equal(model: Any, plain: Any, *lengths: int, num: int = 6) -> None:
     for length in lengths or (2, 12):
         assert same(generated(model, prompt(length), num), generated(plain, prompt(length), num))
@@ -331,12 +341,7 @@ def test_what_waits_for_pages_is_not_found_out_early(
     monkeypatch.setattr(
         assembly, "pinned", lambda *args: (None, PageCache(lambda memory: let.wait(30) and None, lambda memory: None))
     )
-    options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
-    built().save_pretrained(tmp_path, max_shard_size="200KB")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
-    model = weightstream.from_pretrained(
-        tmp_path, device="cpu", device_budget=1 << 30, codec="none", progress=False, **options
-    )
+    model, plain = from_files(tmp_path)
     ids, turns = prompt(64), Turns(monkeypatch)
     with model.weightstream as streamer, torch.no_grad():
         streamer.switch(plan_of(streamer, "cached", MOST))
@@ -431,12 +436,7 @@ def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
 def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
     codec: str, tmp_path: Path, selected: Selected, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, options = tmp_path / "model", {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
-    built().save_pretrained(folder, max_shard_size="200KB")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    model = weightstream.from_pretrained(
-        folder, device="cpu", device_budget=1 << 30, codec=codec, progress=False, **options
-    )
+    model, plain = from_files(tmp_path / "model", codec)
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached" if codec == "none" else "coded, streams", MOST))
         assert_equal(model, plain)
@@ -464,12 +464,7 @@ def test_a_cache_waits_for_no_pages_and_ends_where_they_cannot_be_pinned(
         raise StoreError("memlock is 64 KiB.")
 
     monkeypatch.setattr(assembly, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
-    options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
-    built().save_pretrained(tmp_path, max_shard_size="200KB")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
-    model = weightstream.from_pretrained(
-        tmp_path, device="cpu", device_budget=1 << 30, codec="none", progress=False, **options
-    )
+    model, plain = from_files(tmp_path)
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached", MOST))
         assert streamer.plan.cached

@@ -117,10 +117,10 @@ class _Asking(TorchFunctionMode):
     """Asks all ranks whether shards are equal, where a rank that refused is heard: nobody waits in a sum for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.equal or len(args) != 2 or not all(map(is_shard, args)):
+        if func is not torch.equal or len(args) != 2 or not any(map(is_shard, args)):
             return func(*args, **kwargs or {})
         one, other = args
-        alike = one.shape == other.shape and one.placements == other.placements
+        alike = one.shape == other.shape and getattr(one, "placements", ()) == getattr(other, "placements", ())
         return all(Ranks().gather(alike and torch.equal(one.to_local(), other.to_local())))
 
 

@@ -148,6 +148,9 @@ class Binding:
     def _forget_opening(self, unit: Bound) -> None:
         unit.opened -= 1
         unit.is_picked = False
+        if self.open_units[-1] is unit:
+            self.open_units.pop()
+            return
         place = max(place for place, other in enumerate(self.open_units) if other is unit)
         del self.open_units[place]  # threads of one forward close in any order
 
@@ -161,7 +164,8 @@ class Binding:
         if unit.opened > 1:  # it was called from inside its own forward
             self._forget_opening(unit)
             return False
-        shown, has_views = unit.borrowed or unit.faces, False
+        shown = unit.borrowed or unit.faces
+        has_views = False
         try:
             if updated := shown.to_home(training):
                 self.updated |= {face.member.names[0] for face in updated}

@@ -220,7 +220,7 @@ class PageWindow(Mapped):
 
     @property
     def reads_file(self) -> bool:
-        return self.lazy is not None or any(not p.done.is_set() or p.window is not None for p in self.pages)
+        return self.lazy is not None or not all(pages.is_refused for pages in self.pages)
 
     @property
     def is_coming(self) -> bool:
@@ -230,7 +230,7 @@ class PageWindow(Mapped):
     @property
     def is_refused(self) -> bool:
         """Whether some are known not to be pinned."""
-        return any(pages.done.is_set() and pages.window is None for pages in self.pages)
+        return any(pages.is_refused for pages in self.pages)
 
     def window(self, index: int = 0) -> torch.Tensor | None:
         """An extent in pinned memory; None where it could not be pinned. Waits for it."""

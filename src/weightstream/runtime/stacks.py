@@ -109,9 +109,10 @@ class Stack:
         """Why single rows cannot be fetched from where they lie; None: they can be, or else, if it does not wait for
         pages, nothing is known against it."""
         source = self.home.source
-        if isinstance(source, Mapped) and any(number % WORD for _, *span in source.extents for number in span):
-            return f"in {source.extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
-        if isinstance(source, Mapped) and any(extent.pitch for extent in source.extents):
+        extents = source.extents if isinstance(source, Mapped) else ()
+        if any(number % WORD for _, *span in extents for number in span):
+            return f"in {extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
+        if any(extent.pitch for extent in extents):
             return "it is columns of what is in files"
         if not waits and isinstance(source, PageWindow) and not source.is_refused:
             return None

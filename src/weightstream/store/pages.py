@@ -41,6 +41,11 @@ class Pages:
         self.done = threading.Event()
         self._shown: torch.Tensor | None = None  # the window, as a device has it
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is known not to be pinned."""
+        return self.done.is_set() and self.window is None
+
     def source(self, begin: int, end: int) -> torch.Tensor | None:
         """Waits for the range; returns its bytes [begin, end) in pinned memory, or None where they are not pinned.
 
@@ -103,8 +108,8 @@ class PageCache:
     def close(self) -> None:
         """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
         self._stop()
-        self._arena.close()
         self._pages.clear()
+        self._arena.close()
 
     def _stop(self) -> None:
         self._closed.set()
@@ -132,17 +137,15 @@ class _Ahead:
 
     def make(self) -> None:
         """Make all windows, up to one that cannot be made, as it is told in its turn."""
-        try:
-            for each, found in self._found.items():
-                if _has_ended(self._closed):
-                    return
-                try:
-                    self._waiting.append((each.mapping.window(each.begin, each.end), each))
-                except Exception as error:
-                    found.set_exception(error)
-                    return
-        finally:
-            self._made.set()
+        for each, found in self._found.items():
+            if _has_ended(self._closed):
+                break
+            try:
+                self._waiting.append((each.mapping.window(each.begin, each.end), each))
+            except Exception as error:
+                found.set_exception(error)
+                break
+        self._made.set()
 
     def _run(self) -> None:
         self._made.wait()
@@ -160,12 +163,8 @@ class _Ahead:
         return not _has_ended(self._closed) and window.is_cached() and _populate(window, each, self._closed)
 
     def window(self, each: Pages) -> tuple[Window, bool]:
-        """Waits for pages; returns their window, and whether it can be pinned, or is to be read first. Each is asked
-        for once."""
-        try:
-            return self._found[each].result()
-        finally:
-            del self._found[each]
+        """Waits for pages; returns their window, and whether it can be pinned, or is to be read first."""
+        return self._found[each].result()
 
     def close(self) -> None:
         self._waiting.clear()
