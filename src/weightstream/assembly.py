@@ -37,7 +37,6 @@ from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
-from weightstream.store.pages import PageCache
 
 logger = logging.getLogger("weightstream")
 
@@ -46,12 +45,10 @@ _NAMED = 8  # tensors in a warning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What a caller knows of a model: the memories that its weights view, pages of these on their way, a folder that
-    goes with it, arguments of a call, who else has shards of it; or what is wanted of layers that are not a model of
-    their own."""
+    """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
+    call, who else has shards of it; or what is wanted of layers that are not a model of their own."""
 
     memories: Sequence[Memory] = ()
-    pages: PageCache | None = None
     folder: OffloadFolder | None = None
     example: prospects.Example | None = None
     ranks: Ranks | None = None
@@ -106,7 +103,7 @@ class Assembly:
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
         arena, pages = pinned(backend, config)
-        pages = (given.pages or pages) if given.memories else None  # nothing else is in files
+        pages = pages if given.memories else None  # nothing else is in files
         self._homes = Homes(
             self._by_alias,
             backend,

@@ -23,10 +23,10 @@ from weightstream.given import dtype_given, of_model, settled
 from weightstream.measure.profile import prepare
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.devices import opened, pinned_early
+from weightstream.runtime.devices import opened
 from weightstream.runtime.leaves import Role, leaves_of
+from weightstream.runtime.preload import preloading
 from weightstream.runtime.streamer import Streamer
-from weightstream.store.pages import PageCache, Range
 from weightstream.striping import Stripes, stripe
 
 logger = logging.getLogger("weightstream")
@@ -162,15 +162,9 @@ def from_pretrained(
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend, early = backends[0], list[PageCache]()
-
-        def bring_in(found: Sequence[Range]) -> None:
-            if not backends[1:] and (pages := pinned_early(found, backend, config)) is not None:
-                on_failure.callback(pages.close)
-                early.append(pages)
-
+        backend = backends[0]
         prepare(backend.device, config.uses_codes)
-        with cuda.libraries(backend.device):
+        with preloading(backend.device):
             loaded = load_pretrained(
                 path_or_repo_id,
                 dtype=dtype_given(dtype, torch_dtype),
@@ -180,7 +174,6 @@ def from_pretrained(
                 progress=progress,
                 verify_checksums=config.verify_checksums,
                 decode=lambda: not prospects.can_decode(backend, config, progress),
-                bring_in=bring_in,
                 device=backend.device,
                 **kwargs,
             )
@@ -189,7 +182,7 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
-        given = Given(memories=memories, pages=next(iter(early), None), folder=loaded.folder, ranks=ranks)
+        given = Given(memories=memories, folder=loaded.folder, ranks=ranks)
         _placed(loaded.model, backends, config, given)
         on_failure.pop_all()
     return loaded.model

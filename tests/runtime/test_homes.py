@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import mmap
+import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,11 @@ import psutil
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import weightstream.runtime.devices
+from mapped import rss_nbytes
 from rig import KIB
 from weightstream.adapters.module import find_units
 from weightstream.errors import PlanError, StoreError
@@ -116,6 +120,68 @@ def test_residents_of_a_mapped_model_are_copied_and_the_rest_stays_mapped(backen
     assert homes.held_nbytes() == {"device": WEIGHT_NBYTES + 4 * WIDTH * 4, "host": 3 * WEIGHT_NBYTES, "disk": 0}
     assert_values(model, expected)
     homes.restore()
+    assert_values(model, expected)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[nn.Sequential, Checkpoint]:
+    """More than is read by one thread, in a file."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(1000, 1200), nn.Linear(1200, 900)]).eval()
+    return model, mapped(model, tmp_path / "large.safetensors")
+
+
+def test_residents_are_read_by_threads_and_no_page_is_mapped(
+    backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint]
+) -> None:
+    model, checkpoint = large
+    expected = load_file(checkpoint.mappings[0].path)
+    (mapping,) = checkpoint.mappings
+    homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
+    homes.settle(streaming_weights(model, homes, {0, 1}))
+    assert rss_nbytes(mapping) <= 1 << 16, "its header"
+    assert {home.tier for home in homes.homes.values()} == {Tier.DEVICE}
+    assert all(mapping.locate(address) is None for address in addresses(model).values())
+    assert_values(model, expected)
+    homes.restore()
+    assert_values(model, expected)
+
+
+def test_residents_that_were_written_to_are_not_read_from_their_file(
+    backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint]
+) -> None:
+    model, checkpoint = large
+    model[0].weight.data[3, 4] = 9.0
+    model[1].bias.data.numpy()[5] = 7.0
+    expected = values(model)
+    homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
+    homes.settle(streaming_weights(model, homes, {0, 1}))
+    assert_values(model, expected)
+    assert model[0].weight[3, 4] == 9.0
+    assert model[1].bias[5] == 7.0
+
+
+def test_residents_that_cannot_be_read_stay_where_they_are(
+    backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoint = large
+    expected = values(model)
+    homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
+    real, num = os.preadv, Counter[str]()
+
+    def preadv(*about: Any) -> int:
+        num["reads"] += 1
+        if num["reads"] == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        with pytest.raises(StoreError, match=r"large.safetensors: reading .* failed: Input/output error"):
+            homes.settle(streaming_weights(model, homes, {0, 1}))
+    assert {home.tier for home in homes.homes.values()} == {Tier.DISK}
+    assert_values(model, expected)
+    homes.settle(streaming_weights(model, homes, {0, 1}))
     assert_values(model, expected)
 
 

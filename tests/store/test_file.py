@@ -23,8 +23,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mapped import rss_nbytes
 from weightstream.errors import InvariantError, StoreError
-from weightstream.store.file import DirectFile
+from weightstream.store.file import CachedFile, DirectFile
 from weightstream.store.mapping import FileMapping
 
 PAGE = 4096
@@ -463,3 +464,61 @@ def test_a_refused_file_closes(path: Path, monkeypatch: pytest.MonkeyPatch, desc
     monkeypatch.setattr(os, "open", lambda _, *rest: open_file(__file__, *rest))
     with pytest.raises(StoreError, match="changed since"):
         read(file, 0, 10)
+
+
+# -- through the page cache --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), nbytes=st.integers(1, 5 * PAGE), limit=st.integers(1, 2 * PAGE))
+def test_any_range_through_the_page_cache(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, nbytes: int, limit: int
+) -> None:
+    """Wherever memory begins, and however little a request gives: nothing else is written."""
+    path = tmp_path_factory.getbasetemp() / "cached"
+    path.write_bytes(content(nbytes))
+    begin = data.draw(st.integers(0, nbytes))
+    end = data.draw(st.integers(begin, nbytes))
+    memory = torch.full((nbytes + 3,), 7, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", shortened(lambda: limit))
+        found = CachedFile(FileMapping(path)).read(begin, end, memory[1:])
+    assert bytes(found.numpy()) == content(nbytes)[begin:end]
+    assert memory[0] == 7
+    assert memory[1 + end - begin :].unique().tolist() == [7]
+
+
+def test_the_page_cache_is_read_and_kept_and_no_page_is_mapped(path: Path) -> None:
+    forget(path)
+    mapping = FileMapping(path)
+    mapping.bytes(0, 4).fill_(9)  # of this process alone
+    before = rss_nbytes(mapping)
+    memory = torch.empty(NBYTES, dtype=torch.uint8)
+    assert bytes(CachedFile(mapping).read(0, NBYTES, memory).numpy()) == content()
+    assert num_cached(path) == 11
+    assert rss_nbytes(mapping) == before
+
+
+@pytest.mark.parametrize("change", [replace, touch, truncate, grow])
+def test_a_file_that_changed_is_refused_by_the_page_cache_too(path: Path, change: Callable[[Path], None]) -> None:
+    file, memory = CachedFile(FileMapping(path)), torch.empty(NBYTES, dtype=torch.uint8)
+    file.read(0, 10, memory)
+    change(path)
+    with pytest.raises(StoreError, match=rf"{path}: changed since .*; load the model again"):
+        file.read(0, 10, memory)
+
+
+def test_errors_of_the_page_cache_name_file_and_offset(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, memory = CachedFile(FileMapping(path)), torch.empty(NBYTES, dtype=torch.uint8)
+    with pytest.raises(StoreError, match=rf"bytes \[5, {NBYTES + 1}\) are not inside its {NBYTES}"):
+        file.read(5, NBYTES + 1, memory)
+    monkeypatch.setattr(os, "preadv", shortened(iter([100, 0]).__next__))
+    with pytest.raises(StoreError, match=rf"{path}: short read at offset 5: wanted 200 bytes, got 100"):
+        file.read(5, 205, memory)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StoreError, match=rf"{path}: reading 10 bytes at offset 7 failed: Input/output error \(EIO\)"):
+        file.read(7, 17, memory)

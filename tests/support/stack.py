@@ -160,10 +160,7 @@ class Slow(CudaBackend):
                     c.dst.fill_(0xFF)
                 self.spin()
 
-        if self._feeder is None:
-            poison()
-        else:
-            self._feeder.submit(poison)
+        self._feeder.do(poison)
         super().copy(copies)
 
     def wait(self, side: Side, event: Event) -> None:

@@ -14,7 +14,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,6 @@ from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping, Memory
-from weightstream.store.pages import Range
 
 _LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
@@ -89,7 +88,6 @@ def load_pretrained(
     progress: bool | None = None,
     verify_checksums: bool = True,
     decode: Callable[[], bool] = lambda: False,
-    bring_in: Callable[[Sequence[Range]], None] = lambda ranges: None,
     device: torch.device = _CPU,
     may_write: bool = True,
     model_config: Any = None,
@@ -102,10 +100,8 @@ def load_pretrained(
     Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
     are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
     quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. `bring_in` is told, before anything is made,
-    where in the files the parts of stacked tensors lie. With `allow_missing` weights that the
-    checkpoint lacks are random. With a `distributed_config` the model has this process's shards. Other keywords go to
-    the hub, to the config or to transformers.
+    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. With a `distributed_config`
+    the model has this process's shards. Other keywords go to the hub, to the config or to transformers.
 
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
@@ -128,7 +124,7 @@ def load_pretrained(
         options = {"config": config, "dtype": dtype, **kwargs}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, bring_in, device)
+            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
         _finish(model, folder, str(path_or_repo_id), kwargs)
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -201,9 +197,7 @@ class _Load:
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
-    def run(
-        self, wants_plain: Callable[[], bool], bring_in: Callable[[Sequence[Range]], None], device: torch.device
-    ) -> Any:
+    def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
         is_sharded = "distributed_config" in self._options
         if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
@@ -218,8 +212,6 @@ class _Load:
         places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
         gathered, used = gather(skeleton, checkpoint, places, mapping)
         stacks = {name: gathered[name][...] for name in skeleton.state_dict() if name in gathered}
-        lazy = [checkpoint.lazy[name] for name in stacks if name in checkpoint.lazy]
-        bring_in([extent.range for memory in lazy for extent in memory.extents])
         if decode:
             self._tell_of_decoding()
         elif self._coded:

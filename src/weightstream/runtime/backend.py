@@ -76,8 +76,7 @@ class Backend(Protocol):
 
     @property
     def pinning(self) -> AbstractContextManager[object]:
-        """Held while host memory is pinned, and while that would disturb what is timed or copied; by one thread more
-        than once."""
+        """Held while host memory is pinned, and while that would disturb what is timed."""
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         """Flat uint8 memory on the device."""
@@ -120,6 +119,12 @@ class Backend(Protocol):
 
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
         """From one to the other; None while the device has not passed both. Does not wait."""
+
+    def bring(self, copies: Sequence[Copy]) -> None:
+        """Make copies now, over the device's own link: compute is ordered behind them; raises what one failed with."""
+
+    def flush(self) -> None:
+        """Block until all copies so far are queued, so that whatever else is queued then comes behind them."""
 
     def synchronize(self) -> None:
         """Block until both streams are idle."""

@@ -109,6 +109,11 @@ class CpuBackend:
         moves = [(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
         self._copies.submit(lambda: move(moves, _put))
 
+    def bring(self, copies: Sequence[Copy]) -> None:
+        self.copy(copies)
+        self.record(Side.COPY, event := self.event())
+        self.wait(Side.COMPUTE, event)
+
     @cached_property
     def _staging(self) -> Staging:
         return staging(Arena().take)
@@ -129,6 +134,9 @@ class CpuBackend:
 
     def seconds(self, begin: CpuStamp, end: CpuStamp) -> float | None:
         return None if begin.at_s is None or end.at_s is None else end.at_s - begin.at_s
+
+    def flush(self) -> None:
+        pass  # nothing is queued past the thread that copies
 
     def synchronize(self) -> None:
         if self._close.alive:

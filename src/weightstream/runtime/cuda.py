@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from threading import RLock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import driver
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import Move, Worker, move, staging
+from weightstream.runtime.streams import Feeder, Move, move, staging
 from weightstream.runtime.values import tensors_in
 from weightstream.store.arena import Arena
 from weightstream.store.limits import describe_limits
@@ -68,22 +67,6 @@ def workspace_nbytes(device: torch.device, work: Callable[[], Any]) -> int:
     taken = torch.cuda.memory_stats(device).get(_ALLOCATED, 0) - before
     kept = {t.untyped_storage()._cdata: aligned(t.untyped_storage().nbytes()) for t in tensors_in(made)}
     return max(0, int(taken) - sum(kept.values()))
-
-
-@contextmanager
-def libraries(device: torch.device) -> Iterator[None]:
-    """Meanwhile a thread loads what the first product would wait a third of a second for."""
-
-    def multiply() -> None:
-        matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
-        torch.mm(matrix, matrix)
-
-    if device.type != "cuda":
-        yield
-        return
-    with ThreadPoolExecutor(1, "weightstream-libraries") as pool:
-        pool.submit(multiply)  # what it fails with, such as no memory, the first product will tell
-        yield
 
 
 def multiplies_groups(device: torch.device) -> bool:
@@ -179,11 +162,12 @@ class CudaBackend:
             raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
         self.device = torch.device("cuda", index)
         self.profile = profile
-        self.pinning = RLock()  # homes settle while the device is measured
+        self.pinning = Lock()
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
-        self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
+        self._feeder = Feeder("weightstream-feed")  # queues copies whose bytes are not there yet: nobody else waits
+        self._stop = weakref.finalize(self, self._feeder.stop)
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -208,8 +192,7 @@ class CudaBackend:
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        if self._feeder is not None:
-            raise OffloadError(_FED)
+        self.flush()
         if self.capturing():
             yield
             return
@@ -235,36 +218,43 @@ class CudaBackend:
         return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
 
     def record(self, side: Side, event: Event) -> None:
-        if side is not Side.COPY or self._feeder is None:
+        if side is not Side.COPY:
             event.record(self._stream(side))
-        elif self.capturing():
-            raise OffloadError(_FED)
-        else:
-            self._feeder.submit(lambda: event.record(self._copies))
-            event.point = self._feeder.point()
+            return
+        self._refuse_fed()
+        self._feeder.do(lambda: event.record(self._copies))
+        event.point = self._feeder.point()
 
     def wait(self, side: Side, event: Event) -> None:
-        if side is Side.COPY and self._feeder is not None:
-            if self.capturing():  # the thread knows nothing of it
-                raise OffloadError(_FED)
-            self._feeder.submit(lambda: self._copies.wait_event(event))
+        if side is Side.COPY:
+            self._refuse_fed()
+            self._feeder.do(lambda: self._copies.wait_event(event))
             return
         if side is Side.COMPUTE and (point := getattr(event, "point", None)) is not None:
             point.wait()  # what the feeder queued before it is then ahead of whoever waits
         self._stream(side).wait_event(event)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        if self._feeder is None and all(copy.pinned for copy in copies):
+        if self._feeder.is_idle and all(copy.pinned for copy in copies):
             with self._current():
                 move([(copy, None) for copy in copies], self._queue)
             return
         if self.capturing():
             raise OffloadError(_FED)
-        if self._feeder is None:
-            self._feeder = Worker("weightstream-feed")
-            self._stop = weakref.finalize(self, self._feeder.stop)
         moves = [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
-        self._feeder.submit(lambda: self._move(moves))
+        self._feeder.later(lambda: self._move(moves))
+
+    def bring(self, copies: Sequence[Copy]) -> None:
+        self.copy(copies)
+        self.record(Side.COPY, event := self.event())
+        self.wait(Side.COMPUTE, event)
+
+    def flush(self) -> None:
+        self._feeder.join()
+
+    def _refuse_fed(self) -> None:
+        if not self._feeder.is_idle and self.capturing():  # its thread knows nothing of that
+            raise OffloadError(_FED)
 
     def _move(self, moves: Sequence[Move]) -> None:
         with torch.cuda.stream(self._copies):
@@ -321,8 +311,8 @@ class CudaBackend:
 
     def stamp(self, side: Side) -> CudaStamp:
         stamp, stream = CudaStamp(), self._stream(side)
-        if side is Side.COPY and self._feeder is not None:
-            self._feeder.submit(lambda: stamp.record(stream))
+        if side is Side.COPY:
+            self._feeder.do(lambda: stamp.record(stream))
         else:
             stamp.record(stream)
         return stamp
@@ -331,14 +321,12 @@ class CudaBackend:
         return begin.event.elapsed_time(end.event) / 1e3 if begin.is_passed() and end.is_passed() else None
 
     def synchronize(self) -> None:
-        if self._feeder is not None and self._stop.alive:
-            self._feeder.join()
+        self.flush()
         torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
 
     def close(self) -> None:
         self.synchronize()
-        if self._feeder is not None:
-            self._stop()
+        self._stop()
         if "_staging" in vars(self):
             self._staging.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
@@ -16,11 +16,10 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime import cuda, driver
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.cpu import CpuBackend, free_nbytes
+from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.lent import Borrowing, Neighbour
 from weightstream.store.arena import Arena
-from weightstream.store.limits import available_nbytes
-from weightstream.store.pages import PageCache, Range
+from weightstream.store.pages import PageCache
 
 _LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of models that are in use, or garbage
 
@@ -93,22 +92,6 @@ def _borrowing(own: Backend, config: OffloadConfig) -> Backend:
             found.append(Neighbour(there, pull))
         on_failure.pop_all()
     return cast("Backend", Borrowing(own, found))
-
-
-def pinned_early(ranges: Sequence[Range], backend: Backend, config: OffloadConfig) -> PageCache | None:
-    """Starts to pin these ranges of files, from which experts will be copied, before there is a plan: to make a model
-    of 18,000 matrices takes as long. None where they may be coded, fit the device, or do not fit the host."""
-    nbytes = sum(end - begin for _, begin, end in ranges)
-    free, total = cuda.memory(backend.device) if backend.device.type == "cuda" else (0, 0)
-    room, host_room = config.device_nbytes(total), config.host_nbytes(available_nbytes())
-    host = min(free_nbytes(), host_room if host_room is not None else nbytes)
-    if config.uses_codes or not (free if room is None else room) < nbytes <= host:
-        return None
-    _, pages = pinned(backend, config)
-    if pages is None or not pages.pins:
-        return None
-    pages.hold(ranges, lambda error: None)  # who holds them with a plan is told
-    return pages
 
 
 def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:

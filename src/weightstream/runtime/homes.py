@@ -215,10 +215,9 @@ class Homes:
         for unit in units:  # first what leaves the device: it makes room there
             if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.hosted(unit)):
                 self._settle_unit(goal, unit)
-        with self._backend.pinning:  # each call of the driver would wait for it; these copies wait for no page
-            self._settle_residents(goal)
-            for tensor, _ in self._empty:
-                tensor.data = tensor.data.to(self._backend.device)
+        self._settle_residents(goal)
+        for tensor, _ in self._empty:
+            tensor.data = tensor.data.to(self._backend.device)
         self._keep_blocks()
         self._hold_pages(plan)
         self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
@@ -259,9 +258,7 @@ class Homes:
         coded = [(home, goal.coded[alias]) for alias, home in moving.items() if alias in goal.coded]
         for (home, spec), memory in zip(coded, self._moves.memory_of_coded(coded), strict=True):
             self._moves.to_code(home, spec, Resident, memory)
-        for alias, home in moving.items():
-            if alias not in goal.coded:
-                self._moves.to_device(home)
+        self._moves.to_device([home for alias, home in moving.items() if alias not in goal.coded])
 
     def _settle_unit(self, goal: Goal, unit: int) -> None:
         """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""

@@ -21,7 +21,7 @@ from weightstream.errors import StoreError
 from weightstream.plan.manifest import TensorSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
-from weightstream.runtime.backend import Backend
+from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.sources import (
     Mapped,
     OnDisk,
@@ -34,6 +34,7 @@ from weightstream.runtime.sources import (
     ZeroCopy,
     in_file,
 )
+from weightstream.runtime.streams import STAGING_NBYTES
 from weightstream.runtime.weights import Group
 from weightstream.store.arena import Arena
 from weightstream.store.decoded import DecodedMemory
@@ -195,13 +196,30 @@ class Moves:
         home.show(source)
         home.leave_pages()
 
-    def to_device(self, home: Home) -> None:
-        """Hold a group in plain form on the device; where that is the host, in place."""
-        is_plain = isinstance(home.source, Pageable) and home.layout is None
-        if is_plain and home.source.view.device == self._backend.device:
-            home.source = Resident(view=home.source.view)
-        else:
-            self.move(home, Resident(view=self._backend.alloc(home.group.nbytes)))
+    def to_device(self, homes: Sequence[Home]) -> None:
+        """Hold groups in plain form on the device; where that is the host, in place.
+
+        What lies in files is read by several threads: to map its pages, one by one, takes several times as long. For
+        little of it threads are not started.
+        """
+        files = {id(home): home.fits(0) for home in homes if home.source.is_in_file}
+        reads = sum(file.view.numel() for file in files.values() if file is not None) >= STAGING_NBYTES
+        read, copies = list[tuple[Home, Resident]](), list[Copy]()
+        for home in homes:
+            is_plain = isinstance(home.source, Pageable) and home.layout is None
+            if is_plain and home.source.view.device == self._backend.device:
+                home.source = Resident(view=home.source.view)
+                continue
+            made = Resident(view=self._backend.alloc(home.group.nbytes))
+            if reads and (file := files.get(id(home))) is not None:
+                copies += file.read_copies(made.view)
+                read.append((home, made))
+            else:
+                self.move(home, made)
+        if copies:
+            self._backend.bring(copies)
+        for home, made in read:
+            home.show(made)
 
     def is_resident(self, home: Home, bits: int) -> bool:
         """Whether a group is on the device that the model computes on, in this code."""

@@ -40,7 +40,7 @@ import torch
 from weightstream.codec.format import Layout
 from weightstream.runtime.backend import Backend, Copy
 from weightstream.store.decoded import LazyMemory
-from weightstream.store.extent import Extent
+from weightstream.store.extent import Extent, Joined
 from weightstream.store.file import DirectFile
 from weightstream.store.mapping import FileMapping, Memory
 from weightstream.store.pages import Pages
@@ -195,6 +195,11 @@ class Mapped(Source):
 
     def mapped(self) -> Mapped:
         return Mapped(view=self.view, place=self.place, layout=self.layout, extents=self.extents)
+
+    def read_copies(self, target: torch.Tensor) -> list[Copy]:
+        """What moves the file's bytes into `target`, on the device, through the page cache and a staging ring."""
+        joined = Joined(self.extents)
+        return [Copy(dst=target[: joined.nbytes], src=self.view, read=(joined, 0, joined.nbytes))]
 
     def windowed(self, pages: Sequence[Pages]) -> PageWindow:
         """The same, copied from these pages, one for each extent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from weightstream.store.near import Node
 from weightstream.store.staging import Reading, Staging
 
 STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
+_THREADS = 3, 8  # that read, a half of the cores: a disk has work with the least, in memory one copies 3 to 5 GB/s
 
 Move = tuple[Copy, Reading | None]  # a copy, and the reading that its bytes come from, if not from its source
 
@@ -50,6 +52,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
+        self._num_submitted = self._num_run = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -60,8 +63,10 @@ class Worker:
             except BaseException as error:  # carried to the thread that waits, whatever it is
                 self._error = self._error or error
             del job  # the closure holds tensors; an idle thread must not
+            self._num_run += 1
 
     def submit(self, job: Callable[[], None]) -> None:
+        self._num_submitted += 1
         self._jobs.put(job)
 
     def point(self) -> Point:
@@ -72,12 +77,19 @@ class Worker:
             point.error, self._error = self._error, None
             point.reach()
 
-        self._jobs.put(reach)
+        self.submit(reach)
         return point
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job so far has run, and no error waits for a point; asked by whoever submits."""
+        return self._num_run == self._num_submitted and self._error is None
+
     def join(self) -> None:
-        """Block until every job so far has run."""
-        self.point().block()
+        """Block until every job so far has run. An error goes on waiting."""
+        point = Point()
+        self.submit(point.reach)
+        point.block()
 
     def stop(self) -> None:
         self._jobs.put(None)
@@ -85,11 +97,53 @@ class Worker:
             self._thread.join()
 
 
+class Feeder:
+    """A stream whose jobs run at once, in the thread that gives them. Only where one has to wait for what is read it
+    runs on a thread, and so do all that follow, until there is none left. Jobs are given by one thread at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._worker: Worker | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits, and no error for a point."""
+        return self._worker is None or self._worker.is_idle
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Run a job behind all before it."""
+        if self._worker is None or self._worker.is_idle:
+            job()
+        else:
+            self._worker.submit(job)
+
+    def later(self, job: Callable[[], None]) -> None:
+        """The same of one that waits."""
+        if self._worker is None:
+            self._worker = Worker(self._name)
+        self._worker.submit(job)
+
+    def point(self) -> Point | None:
+        """The present end of the stream; None where it is reached, without an error."""
+        return None if self._worker is None or self._worker.is_idle else self._worker.point()
+
+    def join(self) -> None:
+        """Block until every job so far has run."""
+        if not self.is_idle and self._worker is not None:
+            self._worker.join()
+
+    def stop(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+
+
 def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> Staging:
     """The staging ring of a device, in memory from `take`, it and its threads at a node."""
     with nullcontext() if node is None else node.first():
         memory = take(STAGING_BUFFERS * STAGING_NBYTES)
-    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS], node=node)
+    num_threads = min(max(_THREADS[0], len(os.sched_getaffinity(0)) // 2), _THREADS[1])
+    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS], num_threads, node)
 
 
 def move(

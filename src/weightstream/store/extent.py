@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from weightstream.store.file import CachedFile
 from weightstream.store.mapping import FileMapping
 from weightstream.store.staging import Source
 
@@ -49,6 +53,10 @@ class Extent(NamedTuple):
         """What gives its own bytes in pieces, and where they begin and end there."""
         return (_Rows(self), 0, self.nbytes) if self.pitch else self.range
 
+    def cached(self) -> tuple[Source, int]:
+        """What gives its own bytes as the page cache has them, and where they begin there."""
+        return (_Rows(self), 0) if self.pitch else (CachedFile(self.mapping), self.begin)
+
 
 class _Rows(NamedTuple):
     """The rows of an extent, one after another, as a source."""
@@ -61,3 +69,22 @@ class _Rows(NamedTuple):
         start, stop = extent.begin + first * extent.pitch, extent.begin + (last - 1) * extent.pitch + extent.width
         packed = extent._replace(begin=start, end=stop).populated().reshape(-1)
         return memory[: end - begin].copy_(packed[begin - first * extent.width :][: end - begin])
+
+
+class Joined:
+    """Extents one after another, as the page cache has them, as a source."""
+
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self._sources = [extent.cached() for extent in extents]
+        self._starts = list(accumulate((extent.nbytes for extent in extents), initial=0))
+        self.nbytes = self._starts[-1]
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        """Reads bytes [begin, end) into `memory` and returns the view of these; raises `StoreError`."""
+        at, index = begin, bisect_right(self._starts, begin) - 1
+        while at < end:
+            (source, offset), start = self._sources[index], self._starts[index]
+            stop = min(end, self._starts[index + 1])
+            source.read(offset + at - start, offset + stop - start, memory[at - begin : stop - begin])
+            at, index = stop, index + 1
+        return memory[: end - begin]

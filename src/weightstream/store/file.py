@@ -1,4 +1,4 @@
-"""DirectFile: one file, read past the page cache. It knows nothing of formats, tensors' names or devices.
+"""DirectFile and CachedFile: one file, read past the page cache or through it. Neither knows formats, names or devices.
 
 A direct request begins and ends at multiples of 4096 and goes to memory that does, so a read brings in a little more
 than was asked for. Each read opens the file: microseconds beside milliseconds, and no descriptor is kept of the
@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -63,7 +64,7 @@ class DirectFile:
                 self._mapping.compare(os.fstat(descriptor))
                 while before < reached < end:
                     offset = reached // _ALIGNMENT * _ALIGNMENT
-                    before, reached = reached, offset + self._request(descriptor, view[offset - start :], offset)
+                    before, reached = reached, offset + _request(self.path, descriptor, view[offset - start :], offset)
                 if not direct:
                     os.posix_fadvise(descriptor, start, len(view), os.POSIX_FADV_DONTNEED)
             return max(before, reached)
@@ -75,11 +76,36 @@ class DirectFile:
             logger.info("%s: no direct reads here; reading through the page cache", self.path)
         return self._fill(view, start, end)
 
-    def _request(self, descriptor: int, view: memoryview, offset: int) -> int:
-        try:
-            return os.preadv(descriptor, [view], offset)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path}: reading {len(view)} bytes at offset {offset} failed: {error.strerror} "
-                f"({errno.errorcode.get(error.errno or 0, error.errno)})"
-            ) from error
+
+class CachedFile(NamedTuple):
+    """The file of a mapping, unchanged since that was made, as the page cache has it. What this process wrote to the
+    mapping is not in it; and no page is mapped, which takes longer than to copy it."""
+
+    mapping: FileMapping
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        """Reads bytes [begin, end) into `memory` and returns the view of these; several threads may call it.
+
+        Raises `StoreError` when the file changed or cannot be read.
+        """
+        path, numpy = self.mapping.path, cast(Any, memory.numpy())
+        self.mapping.check_range(begin, end)
+        view, reached, num = memoryview(numpy)[: end - begin], begin, 1
+        with opened(path) as descriptor:
+            self.mapping.compare(os.fstat(descriptor))
+            while num and reached < end:
+                num = _request(path, descriptor, view[reached - begin :], reached)
+                reached += num
+        if reached < end:
+            raise StoreError(f"{path}: short read at offset {begin}: wanted {end - begin} bytes, got {reached - begin}")
+        return memory[: end - begin]
+
+
+def _request(path: Path, descriptor: int, view: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(descriptor, [view], offset)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: reading {len(view)} bytes at offset {offset} failed: {error.strerror} "
+            f"({errno.errorcode.get(error.errno or 0, error.errno)})"
+        ) from error

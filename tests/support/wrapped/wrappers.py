@@ -67,6 +67,14 @@ class Wrapper:
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
         return self.backend.seconds(begin, end)
 
+    def bring(self, copies: Sequence[Copy]) -> None:
+        self.copy(copies)
+        self.record(Side.COPY, event := self.event())
+        self.wait(Side.COMPUTE, event)
+
+    def flush(self) -> None:
+        self.backend.flush()
+
     def synchronize(self) -> None:
         self.backend.synchronize()
 
