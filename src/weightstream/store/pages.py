@@ -23,7 +23,7 @@ from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
 
-_PINNED_NBYTES = 64 << 20  # of one registration, 3 ms: meanwhile no other thread gets memory of the system
+_PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
