@@ -173,11 +173,9 @@ class Goal:
 
     def is_settled_by(self, other: Plan) -> bool:
         """Whether another plan has all weights in the same places and forms."""
-        plan = self.plan
-        same_places = all(
-            getattr(plan, name) == getattr(other, name) for name in ("resident", "mapped", "cached", "disk")
-        )
-        return same_places and plan.manifest.units == other.manifest.units
+        places = ("resident", "mapped", "cached", "disk")
+        is_same = all(getattr(self.plan, name) == getattr(other, name) for name in places)
+        return is_same and self.plan.manifest.units == other.manifest.units
 
 
 class Moves:
@@ -199,8 +197,7 @@ class Moves:
     def to_device(self, homes: Sequence[Home]) -> None:
         """Hold groups in plain form on the device; where that is the host, in place.
 
-        What lies in files is read by several threads: to map its pages, one by one, takes several times as long. For
-        little of it threads are not started.
+        What lies in files is read by several threads, but for little: to map its pages takes several times as long.
         """
         files = {id(home): home.fits(0) for home in homes if home.source.is_in_file}
         reads = sum(file.view.numel() for file in files.values() if file is not None) >= STAGING_NBYTES
@@ -301,11 +298,20 @@ class Moves:
                 return home.layout, lazy.source()
         plain = home.source.view
         if home.source.place is not None or plain.device != self._backend.device:
-            plain = torch.empty(home.group.nbytes, dtype=torch.uint8, device=self._backend.device)
-            home.source.plain_into(plain)
+            plain = self._plain(home)
         elif plain.data_ptr() % ALIGN_NBYTES:
             plain = plain.clone()  # kernels read whole words
         return coding.encode(plain, spec.dtype, spec.bits)
+
+    def _plain(self, home: Home) -> torch.Tensor:
+        """The plain bytes in memory of the device, for as long as that is wanted."""
+        plain = self._backend.alloc(home.group.nbytes)
+        file = home.fits(0) if home.source.is_in_file else None
+        if file is not None and home.group.nbytes >= STAGING_NBYTES:
+            self._backend.bring(file.read_copies(plain))
+        else:
+            home.source.plain_into(plain)
+        return plain
 
     def decode(self, coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
         """Decode on the device, wherever the bytes are."""
