@@ -319,6 +319,7 @@ def test_close_ends_every_thread_and_may_be_called_twice() -> None:
 def test_a_forgotten_backend_ends_its_threads(make: Callable[[], Any]) -> None:
     before = set(threading.enumerate())
     made = make()
+    made.copy([Copy(dst=made.alloc(NBYTES), src=host(5))])
     assert set(threading.enumerate()) > before
     del made
     gc.collect()

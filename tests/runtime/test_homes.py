@@ -7,8 +7,10 @@ import gc
 import logging
 import mmap
 import os
+import signal
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from weightstream.errors import PlanError, StoreError
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.placement import place_homes
 from weightstream.plan.plan import Plan
+from weightstream.runtime import streams
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.homes import Homes
@@ -137,6 +140,7 @@ def test_residents_are_read_by_threads_and_no_page_is_mapped(
     model, checkpoint = large
     expected = load_file(checkpoint.mappings[0].path)
     (mapping,) = checkpoint.mappings
+    assert torch.equal(model[0].weight, expected["0.weight"]), "so its pages are mapped"
     homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
     homes.settle(streaming_weights(model, homes, {0, 1}))
     assert rss_nbytes(mapping) <= 1 << 16, "its header"
@@ -159,6 +163,42 @@ def test_residents_that_were_written_to_are_not_read_from_their_file(
     assert_values(model, expected)
     assert model[0].weight[3, 4] == 9.0
     assert model[1].bias[5] == 7.0
+
+
+def test_residents_of_whom_somebody_loses_patience(
+    backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not read yet then is not read any more."""
+    model, checkpoint = large
+    expected = values(model)
+    homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
+    real, num, begun = os.preadv, Counter[str](), threading.Event()
+    monkeypatch.setattr(streams, "STAGING_NBYTES", 1 << 16)
+
+    def preadv(*about: Any) -> int:
+        num["reads"] += 1
+        begun.set()
+        time.sleep(0.05)
+        return real(*about)
+
+    def interrupt() -> None:
+        begun.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            homes.settle(streaming_weights(model, homes, {0, 1}))
+        thread.join()
+        read = num["reads"]
+        backend.synchronize()
+        assert num["reads"] <= read + 3, "those under way"
+        assert read < 40, "of 139"
+    assert_values(model, expected)
+    homes.settle(streaming_weights(model, homes, {0, 1}))
+    assert_values(model, expected)
 
 
 def test_residents_that_cannot_be_read_stay_where_they_are(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightstream.errors import InvariantError, StoreError
-from weightstream.runtime.moves import Home
+from weightstream.runtime.home import Home
 from weightstream.runtime.slots import Piece, Slots
 from weightstream.runtime.sources import Pinned, in_file
 from weightstream.runtime.stacks import Stack, pieces_of_rows, unread

@@ -26,18 +26,11 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == NAME]
 
 
-def until_idle(feeder: Feeder) -> None:
-    end_s = time.monotonic() + 30
-    while not feeder.is_idle:
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-
-
 def test_jobs_run_where_they_are_given(feeder: Feeder) -> None:
     ran: list[int] = []
     feeder.do(lambda: ran.append(threading.get_ident()))
     assert ran == [threading.get_ident()]
-    assert feeder.point() is None
+    assert feeder.end() is None
     assert feeder.is_idle
     assert not threads(), "for a stream that never waits there is no thread"
 
@@ -52,16 +45,16 @@ def test_behind_a_job_that_waits_all_keep_their_order_and_then_run_at_once_again
     for _ in range(3):
         gate, here = threading.Event(), threading.get_ident()
         ran.clear()
-        feeder.later(partial(note, "waits", here, gate))
+        feeder.submit(partial(note, "waits", here, gate))
         feeder.do(partial(note, "behind", here))
-        point = feeder.point()
+        point = feeder.end()
         assert point is not None
         assert not feeder.is_idle
         assert ran == []
         gate.set()
         point.wait()
         assert ran == [("waits", False), ("behind", False)]
-        until_idle(feeder)
+        assert feeder.is_idle, "as soon as the point is reached"
         feeder.do(partial(note, "at once", here))
         assert ran[2:] == [("at once", True)]
     assert threads() == [NAME], "one thread for all"
@@ -73,24 +66,24 @@ def test_an_error_waits_for_a_point_and_no_job_overtakes_it(feeder: Feeder) -> N
     def fail() -> None:
         raise StoreError("the source is gone")
 
-    feeder.later(fail)
+    feeder.submit(fail)
     feeder.join()
     feeder.join()
     assert not feeder.is_idle, "somebody is to be told"
     feeder.do(lambda: ran.append("behind"))
-    point = feeder.point()
+    point = feeder.end()
     assert point is not None
     with pytest.raises(StoreError, match="gone"):
         point.wait()
     assert ran == ["behind"]
-    until_idle(feeder)
-    assert feeder.point() is None
+    assert feeder.is_idle
+    assert feeder.end() is None
 
 
 def test_many_jobs_of_both_kinds_keep_their_order(feeder: Feeder) -> None:
     ran: list[int] = []
     for number in range(2000):
-        (feeder.later if number % 7 == 3 else feeder.do)(partial(ran.append, number))
+        (feeder.submit if number % 7 == 3 else feeder.do)(partial(ran.append, number))
         if number % 50 == 0:
             time.sleep(0.0005)
     feeder.join()
@@ -99,7 +92,7 @@ def test_many_jobs_of_both_kinds_keep_their_order(feeder: Feeder) -> None:
 
 def test_the_thread_ends() -> None:
     feeder = Feeder(NAME)
-    feeder.later(lambda: None)
+    feeder.submit(lambda: None)
     assert threads() == [NAME]
     feeder.stop()
     feeder.stop()

@@ -522,3 +522,17 @@ def test_errors_of_the_page_cache_name_file_and_offset(path: Path, monkeypatch: 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StoreError, match=rf"{path}: reading 10 bytes at offset 7 failed: Input/output error \(EIO\)"):
         file.read(7, 17, memory)
+
+
+def test_a_file_that_changes_while_the_page_cache_is_read_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, memory = CachedFile(FileMapping(path)), torch.empty(NBYTES, dtype=torch.uint8)
+
+    def preadv(*about: Any) -> int:
+        touch(path)
+        return read_vector(*about)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(StoreError, match=rf"{path}: changed since"):
+        file.read(0, 10, memory)

@@ -121,7 +121,8 @@ class Backend(Protocol):
         """From one to the other; None while the device has not passed both. Does not wait."""
 
     def bring(self, copies: Sequence[Copy]) -> None:
-        """Make copies now, over the device's own link: compute is ordered behind them; raises what one failed with."""
+        """Make copies now, over the device's own link, and wait for them; raises what one failed with. What is not
+        read yet when somebody interrupts it is read no more."""
 
     def flush(self) -> None:
         """Block until all copies so far are queued, so that whatever else is queued then comes behind them."""

@@ -15,7 +15,7 @@ import torch
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, Point, Worker, move, staging
+from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, Move, Point, Worker, bring, move, staging
 from weightstream.store.arena import Arena
 from weightstream.store.limits import available_nbytes
 from weightstream.store.staging import Staging
@@ -106,13 +106,14 @@ class CpuBackend:
             point.wait()
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        moves = [(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
-        self._copies.submit(lambda: move(moves, _put))
+        moves = self._moves(copies)
+        self._copies.submit(lambda: _move(moves))
+
+    def _moves(self, copies: Sequence[Copy]) -> list[Move]:
+        return [(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
 
     def bring(self, copies: Sequence[Copy]) -> None:
-        self.copy(copies)
-        self.record(Side.COPY, event := self.event())
-        self.wait(Side.COMPUTE, event)
+        bring(self._copies, self._moves(copies), _move)
 
     @cached_property
     def _staging(self) -> Staging:
@@ -146,6 +147,10 @@ class CpuBackend:
         self._close()
         if "_staging" in vars(self):
             self._staging.close()
+
+
+def _move(moves: Sequence[Move]) -> None:
+    move(moves, _put)
 
 
 def _put(dst: torch.Tensor, src: torch.Tensor) -> None:

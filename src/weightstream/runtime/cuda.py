@@ -18,7 +18,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import driver
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import Feeder, Move, move, staging
+from weightstream.runtime.streams import Feeder, Move, bring, move, staging
 from weightstream.runtime.values import tensors_in
 from weightstream.store.arena import Arena
 from weightstream.store.limits import describe_limits
@@ -192,10 +192,11 @@ class CudaBackend:
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        self.flush()
         if self.capturing():
+            self._refuse_fed()
             yield
             return
+        self.flush()
         with recording(graph, **options):
             yield
 
@@ -223,7 +224,7 @@ class CudaBackend:
             return
         self._refuse_fed()
         self._feeder.do(lambda: event.record(self._copies))
-        event.point = self._feeder.point()
+        event.point = self._feeder.end()
 
     def wait(self, side: Side, event: Event) -> None:
         if side is Side.COPY:
@@ -241,13 +242,15 @@ class CudaBackend:
             return
         if self.capturing():
             raise OffloadError(_FED)
-        moves = [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
-        self._feeder.later(lambda: self._move(moves))
+        moves = self._moves(copies)
+        self._feeder.submit(lambda: self._move(moves))
 
     def bring(self, copies: Sequence[Copy]) -> None:
-        self.copy(copies)
-        self.record(Side.COPY, event := self.event())
-        self.wait(Side.COMPUTE, event)
+        bring(self._feeder, self._moves(copies), self._move)
+        self._copies.synchronize()
+
+    def _moves(self, copies: Sequence[Copy]) -> list[Move]:
+        return [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
 
     def flush(self) -> None:
         self._feeder.join()

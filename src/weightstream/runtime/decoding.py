@@ -30,7 +30,7 @@ from weightstream.plan.caching import NEARLY_ALL
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.moves import Home
+from weightstream.runtime.home import Home
 from weightstream.runtime.slots import Slots
 from weightstream.runtime.sources import PageWindow
 from weightstream.runtime.stacks import WORD, Reading, Stack

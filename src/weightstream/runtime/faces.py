@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weightstream.errors import OffloadError
 from weightstream.runtime.backend import owners
 from weightstream.runtime.decoding import Opening, Rows
+from weightstream.runtime.home import Home
 from weightstream.runtime.leaves import Role, Shell
-from weightstream.runtime.moves import Home
 from weightstream.runtime.parameter import Access
 from weightstream.runtime.values import tensors_in
 from weightstream.runtime.weights import Member, span

@@ -18,7 +18,8 @@ from weightstream.codec.format import Layout
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.backend import Backend, Copy
-from weightstream.runtime.moves import CPU_ALIGNMENT, CodeOverflow, Goal, Home, Moves
+from weightstream.runtime.home import Home
+from weightstream.runtime.moves import CPU_ALIGNMENT, CodeOverflow, Goal, Moves
 from weightstream.runtime.parameter import Access
 from weightstream.runtime.sources import (
     Mapped,

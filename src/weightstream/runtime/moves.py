@@ -7,8 +7,7 @@ shows it to the tensors. A home is in a whole source before and after every move
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,9 +21,9 @@ from weightstream.plan.manifest import TensorSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend, Copy
+from weightstream.runtime.home import Home
 from weightstream.runtime.sources import (
     Mapped,
-    OnDisk,
     Pageable,
     PageWindow,
     Pinned,
@@ -35,7 +34,6 @@ from weightstream.runtime.sources import (
     in_file,
 )
 from weightstream.runtime.streams import STAGING_NBYTES
-from weightstream.runtime.weights import Group
 from weightstream.store.arena import Arena
 from weightstream.store.decoded import DecodedMemory
 from weightstream.store.folder import OffloadFolder
@@ -44,108 +42,6 @@ logger = logging.getLogger("weightstream")
 
 CPU_ALIGNMENT = 64  # what PyTorch gives tensors on the CPU
 _STAGED = "Copies go through a small staging ring instead: the CPU copies each byte once more."
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Home:
-    """The true bytes of one alias group: where they are, the device they came from, and the file that holds them too.
-
-    `file` is given up when the bytes are written to. Of bytes that left it `version` tells whether tensors were.
-    """
-
-    group: Group
-    origin: torch.device
-    source: Source
-    file: OnDisk | None = None
-    version: int = 0
-
-    @property
-    def tier(self) -> Tier:
-        return self.source.tier
-
-    @property
-    def layout(self) -> Layout | None:
-        """Of the coded form in force."""
-        return self.source.layout
-
-    @property
-    def bits(self) -> int:
-        """Of the code in force; 0: plain."""
-        return bits_of(self.layout)
-
-    @property
-    def coded(self) -> torch.Tensor | None:
-        """The coded form, if it is in memory."""
-        return self.source.coded
-
-    @property
-    def is_undecoded(self) -> bool:
-        """Whether the tensors view memory that holds nothing yet."""
-        return self.source.is_unread
-
-    def check(self) -> None:
-        """Make sure that the bytes can be read; raises `StoreError`."""
-        self.source.check()
-
-    def show(self, source: Source) -> None:
-        """Let every tensor of the group view this source; those that were given data of their own keep it."""
-        before, self.source = self.group.home, source
-        if source.view is before:
-            return
-        shown = [(m, m.tensor.data, m.view(before, 0)) for m in self.group.members]
-        self.group.home, self.version = source.view, self.versions()
-        for member, data, view in shown:
-            is_own = data.data_ptr() != view.data_ptr()
-            member.show(data.to(source.view.device) if is_own else member.view(source.view, 0))
-
-    def versions(self) -> int:
-        """Grows with every update in place that torch sees."""
-        return sum(member.version for member in self.group.members)
-
-    @property
-    def has_file(self) -> bool:
-        """Whether a file may still hold the bytes: no tensor was updated in place since they left it."""
-        return self.file is not None and self.version == self.versions()
-
-    def leave_pages(self) -> None:
-        """The bytes are held elsewhere: those that were read from the file need not be in this process, too."""
-        for extent in () if self.file is None else self.file.extents:
-            extent.mapping.leave(extent.begin, extent.end)
-
-    def after_write(self) -> None:
-        """The tensors were written to: no file holds their bytes any more."""
-        if self.is_undecoded:
-            self.check()
-        self.source, self.file = self.source.after_write(), None
-
-    def fits(self, bits: int) -> OnDisk | None:
-        """The file, if it holds the bytes in the code of so many bits (0: plain)."""
-        return self.file if self.file is not None and bits_of(self.file.layout) == bits else None
-
-    def forget_other_file(self) -> None:
-        """Give the file up where its bytes are others, or cannot be read: compared byte by byte."""
-        if self.file is not None and not self.holds_same(self.file):
-            self.file = None
-
-    def forget(self) -> None:
-        """The weights are the model's alone again: whoever keeps the streamer keeps no memory of them."""
-        self.source, self.file = Pageable(view=torch.empty(0, dtype=torch.uint8, device="cpu")), None
-        self.group.home = self.source.view
-
-    def holds_same(self, source: Source) -> bool:
-        """Whether these are the plain bytes of a source; False where it cannot be read."""
-        if source.view is self.source.view or self.is_undecoded:  # what was not read was not written to
-            return True
-        return self.holds_same_as(source.plain_into)
-
-    def holds_same_as(self, write: Callable[[torch.Tensor], None]) -> bool:
-        """Whether these are the bytes that `write` writes; False where it cannot."""
-        plain = torch.empty(self.group.nbytes, dtype=torch.uint8, device="cpu")
-        try:
-            write(plain)
-        except StoreError:
-            return False
-        return torch.equal(plain, self.source.plain.cpu())
 
 
 class CodeOverflow(Exception):
@@ -199,8 +95,9 @@ class Moves:
 
         What lies in files is read by several threads, but for little: to map its pages takes several times as long.
         """
-        files = {id(home): home.fits(0) for home in homes if home.source.is_in_file}
-        reads = sum(file.view.numel() for file in files.values() if file is not None) >= STAGING_NBYTES
+        files = {home: file for home in homes if (file := home.readable) is not None}
+        if sum(home.group.nbytes for home in files) < STAGING_NBYTES:
+            files.clear()
         read, copies = list[tuple[Home, Resident]](), list[Copy]()
         for home in homes:
             is_plain = isinstance(home.source, Pageable) and home.layout is None
@@ -208,8 +105,8 @@ class Moves:
                 home.source = Resident(view=home.source.view)
                 continue
             made = Resident(view=self._backend.alloc(home.group.nbytes))
-            if reads and (file := files.get(id(home))) is not None:
-                copies += file.read_copies(made.view)
+            if home in files:
+                copies += files[home].read_copies(made.view)
                 read.append((home, made))
             else:
                 self.move(home, made)
@@ -217,6 +114,7 @@ class Moves:
             self._backend.bring(copies)
         for home, made in read:
             home.show(made)
+            home.leave_pages()
 
     def is_resident(self, home: Home, bits: int) -> bool:
         """Whether a group is on the device that the model computes on, in this code."""
@@ -306,8 +204,7 @@ class Moves:
     def _plain(self, home: Home) -> torch.Tensor:
         """The plain bytes in memory of the device, for as long as that is wanted."""
         plain = self._backend.alloc(home.group.nbytes)
-        file = home.fits(0) if home.source.is_in_file else None
-        if file is not None and home.group.nbytes >= STAGING_NBYTES:
+        if home.group.nbytes >= STAGING_NBYTES and (file := home.readable) is not None:
             self._backend.bring(file.read_copies(plain))
         else:
             home.source.plain_into(plain)
@@ -389,11 +286,6 @@ class Moves:
         if not self._told:
             logger.warning("%s %s", str(error), _STAGED)  # text alone: a record must not hold the error's frames
         self._told = True
-
-
-def bits_of(layout: Layout | None) -> int:
-    """Of a code; 0: plain."""
-    return 0 if layout is None else layout.bits
 
 
 def _host_memory(nbytes: int) -> torch.Tensor:

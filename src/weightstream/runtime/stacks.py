@@ -18,7 +18,7 @@ from weightstream.codec import coding
 from weightstream.codec.format import TILE
 from weightstream.errors import InvariantError
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.moves import Home
+from weightstream.runtime.home import Home
 from weightstream.runtime.slots import Piece, put_rows
 from weightstream.runtime.sources import Mapped, PageWindow, Pinned
 

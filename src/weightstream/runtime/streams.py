@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
+from typing import cast
 
 import torch
 
@@ -21,13 +22,14 @@ Move = tuple[Copy, Reading | None]  # a copy, and the reading that its bytes com
 
 
 class Point:
-    """One recorded point of a stream: reached once, with the error of what ran before it."""
+    """One recorded point of a stream: reached once, with the error of what ran before it, if it `takes` that."""
 
-    __slots__ = ("_ahead", "error")
+    __slots__ = ("_ahead", "error", "takes")
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes: bool = True) -> None:
         self._ahead = threading.Lock()  # held until then; a threading.Event takes five times as many calls
         self._ahead.acquire()
+        self.takes = takes
         self.error: BaseException | None = None
 
     def reach(self) -> None:
@@ -47,95 +49,80 @@ class Point:
 
 
 class Worker:
-    """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
+    """A stream: a thread that runs jobs in order, from the first one on. The first error stays until a recorded point
+    carries it away. Jobs are given by one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | Point | None] = SimpleQueue()
         self._error: BaseException | None = None
-        self._num_submitted = self._num_run = 0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._num_given = self._num_run = 0  # jobs, without points
+        self._name, self._thread = name, cast(threading.Thread | None, None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # carried to the thread that waits, whatever it is
-                self._error = self._error or error
+            if isinstance(job, Point):
+                if job.takes:
+                    job.error, self._error = self._error, None
+                job.reach()
+            else:
+                self._run_one(job)
             del job  # the closure holds tensors; an idle thread must not
-            self._num_run += 1
+
+    def _run_one(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # carried to the thread that waits, whatever it is
+            self._error = self._error or error
+        self._num_run += 1
+
+    def _put(self, job: Callable[[], None] | Point) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
 
     def submit(self, job: Callable[[], None]) -> None:
-        self._num_submitted += 1
-        self._jobs.put(job)
+        self._num_given += 1
+        self._put(job)
 
     def point(self) -> Point:
         """The present end of the stream."""
-        point = Point()
-
-        def reach() -> None:
-            point.error, self._error = self._error, None
-            point.reach()
-
-        self.submit(reach)
+        self._put(point := Point())
         return point
 
     @property
     def is_idle(self) -> bool:
-        """Whether every job so far has run, and no error waits for a point; asked by whoever submits."""
-        return self._num_run == self._num_submitted and self._error is None
+        """Whether every job so far has run, and no error waits for a point."""
+        return self._num_run == self._num_given and self._error is None
 
     def join(self) -> None:
         """Block until every job so far has run. An error goes on waiting."""
-        point = Point()
-        self.submit(point.reach)
-        point.block()
+        if self._num_run < self._num_given:
+            self._put(point := Point(takes=False))
+            point.block()
 
     def stop(self) -> None:
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            if threading.current_thread() is not thread:
+                thread.join()
 
 
-class Feeder:
-    """A stream whose jobs run at once, in the thread that gives them. Only where one has to wait for what is read it
-    runs on a thread, and so do all that follow, until there is none left. Jobs are given by one thread at a time."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._worker: Worker | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job waits, and no error for a point."""
-        return self._worker is None or self._worker.is_idle
+class Feeder(Worker):
+    """A stream whose jobs run at once, in the thread that gives them. Only where one is submitted, as it waits for what
+    is read, it runs on a thread, and so do all that follow, until there is none left."""
 
     def do(self, job: Callable[[], None]) -> None:
         """Run a job behind all before it."""
-        if self._worker is None or self._worker.is_idle:
+        if self.is_idle:
             job()
         else:
-            self._worker.submit(job)
+            self.submit(job)
 
-    def later(self, job: Callable[[], None]) -> None:
-        """The same of one that waits."""
-        if self._worker is None:
-            self._worker = Worker(self._name)
-        self._worker.submit(job)
-
-    def point(self) -> Point | None:
+    def end(self) -> Point | None:
         """The present end of the stream; None where it is reached, without an error."""
-        return None if self._worker is None or self._worker.is_idle else self._worker.point()
-
-    def join(self) -> None:
-        """Block until every job so far has run."""
-        if not self.is_idle and self._worker is not None:
-            self._worker.join()
-
-    def stop(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.stop()
+        return None if self.is_idle else self.point()
 
 
 def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> Staging:
@@ -166,4 +153,19 @@ def move(
         for _, reading in moves:  # else whoever holds the error holds their buffers, and all wait
             if reading is not None:
                 reading.cancel()
+        raise
+
+
+def bring(stream: Worker, moves: Sequence[Move], run: Callable[[Sequence[Move]], None]) -> None:
+    """Have a stream make copies by `run`, and wait; raises what one failed with. What is not read yet when somebody
+    interrupts that is read no more."""
+    stream.submit(lambda: run(moves))
+    end = stream.point()
+    try:
+        end.wait()
+    except BaseException:
+        for _, reading in moves:
+            if reading is not None:
+                reading.cancel()
+        end.block()  # whatever the rest fails with is told nobody else
         raise

@@ -1,4 +1,7 @@
-"""Extent: bytes of a file, all in a row or those of some columns of a matrix. It knows no model and no device."""
+"""Extent: bytes of a file, all in a row or those of some columns of a matrix; and extents read as one.
+
+Neither knows a model or a device.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,6 @@ class Extent(NamedTuple):
         """What gives its own bytes in pieces, and where they begin and end there."""
         return (_Rows(self), 0, self.nbytes) if self.pitch else self.range
 
-    def cached(self) -> tuple[Source, int]:
-        """What gives its own bytes as the page cache has them, and where they begin there."""
-        return (_Rows(self), 0) if self.pitch else (CachedFile(self.mapping), self.begin)
-
 
 class _Rows(NamedTuple):
     """The rows of an extent, one after another, as a source."""
@@ -72,10 +71,10 @@ class _Rows(NamedTuple):
 
 
 class Joined:
-    """Extents one after another, as the page cache has them, as a source."""
+    """Extents without a pitch, one after another, read through the page cache."""
 
     def __init__(self, extents: Sequence[Extent]) -> None:
-        self._sources = [extent.cached() for extent in extents]
+        self._parts = [(CachedFile(extent.mapping), extent.begin) for extent in extents]
         self._starts = list(accumulate((extent.nbytes for extent in extents), initial=0))
         self.nbytes = self._starts[-1]
 
@@ -83,8 +82,8 @@ class Joined:
         """Reads bytes [begin, end) into `memory` and returns the view of these; raises `StoreError`."""
         at, index = begin, bisect_right(self._starts, begin) - 1
         while at < end:
-            (source, offset), start = self._sources[index], self._starts[index]
+            (file, offset), start = self._parts[index], self._starts[index]
             stop = min(end, self._starts[index + 1])
-            source.read(offset + at - start, offset + stop - start, memory[at - begin : stop - begin])
+            file.read(offset + at - start, offset + stop - start, memory[at - begin : stop - begin])
             at, index = stop, index + 1
         return memory[: end - begin]

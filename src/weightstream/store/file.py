@@ -96,6 +96,7 @@ class CachedFile(NamedTuple):
             while num and reached < end:
                 num = _request(path, descriptor, view[reached - begin :], reached)
                 reached += num
+            self.mapping.compare(os.fstat(descriptor))  # not while it was read
         if reached < end:
             raise StoreError(f"{path}: short read at offset {begin}: wanted {end - begin} bytes, got {reached - begin}")
         return memory[: end - begin]

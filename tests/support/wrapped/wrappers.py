@@ -68,9 +68,7 @@ class Wrapper:
         return self.backend.seconds(begin, end)
 
     def bring(self, copies: Sequence[Copy]) -> None:
-        self.copy(copies)
-        self.record(Side.COPY, event := self.event())
-        self.wait(Side.COMPUTE, event)
+        self.backend.bring(copies)
 
     def flush(self) -> None:
         self.backend.flush()
