@@ -39,8 +39,7 @@ from weightstream.plan.turns import PipelinePlan
 from weightstream.prospects import can_decode
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
-from weightstream.runtime.devices import opened
-from weightstream.runtime.preload import preloading
+from weightstream.runtime.devices import libraries, opened
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
@@ -137,7 +136,7 @@ def pipeline_from_pretrained(
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
-        with preloading(backend.device):
+        with libraries(backend.device):
             loaded = load_pipeline(
                 path_or_repo_id,
                 dtype=dtype_given(dtype, torch_dtype),

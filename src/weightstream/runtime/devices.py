@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
@@ -56,6 +57,22 @@ def _uncollected() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         gc.enable()
+
+
+@contextmanager
+def libraries(device: torch.device) -> Iterator[None]:
+    """Meanwhile a thread loads what the first product would wait a third of a second for."""
+
+    def multiply() -> None:
+        matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+        torch.mm(matrix, matrix)
+
+    if device.type != "cuda":
+        yield
+        return
+    with ThreadPoolExecutor(1, "weightstream-libraries") as pool:
+        pool.submit(multiply)  # what it fails with, such as no memory, the first product will tell
+        yield
 
 
 def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
