@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,8 @@ from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Side, owners
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.streams import move
+from weightstream.store.staging import MemorySource, Staging
 from wrapped import ClockBackend, Delay, Fault, Limit, Poison, QueueBackend, Wrapper
 
 NBYTES = 4096
@@ -319,11 +321,31 @@ def test_close_ends_every_thread_and_may_be_called_twice() -> None:
 def test_a_forgotten_backend_ends_its_threads(make: Callable[[], Any]) -> None:
     before = set(threading.enumerate())
     made = make()
-    made.copy([Copy(dst=made.alloc(NBYTES), src=host(5))])
     assert set(threading.enumerate()) > before
     del made
     gc.collect()
     assert set(threading.enumerate()) <= before
+
+
+def test_a_copy_that_fails_gives_its_buffer_back() -> None:
+    """While its error, and with it the frames that hold the piece, is alive."""
+    with closing(Staging([torch.empty(NBYTES, dtype=torch.uint8) for _ in range(2)])) as staging:
+        source, out = host(3), torch.zeros(NBYTES, dtype=torch.uint8)
+
+        def moves() -> list[Any]:
+            copy = Copy(dst=out, src=source)
+            return [(copy, staging.start(MemorySource(source), 0, NBYTES))]
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError("no")
+
+        errors = []
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="no") as error:
+                move(moves(), refuse)
+            errors.append(error)
+        move(moves(), lambda dst, src: dst.copy_(src))
+        assert torch.equal(out, source)
 
 
 def test_an_idle_copy_thread_holds_no_memory() -> None:

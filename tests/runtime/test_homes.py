@@ -81,6 +81,13 @@ def streaming_weights(model: nn.Module, homes: Homes, resident: set[int] = froze
     return Plan.build(made, frozenset(stays), WEIGHT_NBYTES)
 
 
+def whole_units(model: nn.Module, homes: Homes, resident: set[int]) -> Plan:
+    """These units stay; there is room for all others in the ring."""
+    made = manifest(find_units(model), {alias: home.group for alias, home in homes.homes.items()})
+    stays = {a for a in made.aliases if int(a.split(".")[0]) in resident}
+    return Plan.build(made, frozenset(stays), sum(made.aliases.values()))
+
+
 def within(budget: int, plan: Plan, homes: Homes) -> Plan:
     return place_homes(plan, host_budget=budget, movable=homes.movable, remedy="Raise host_budget.")
 
@@ -163,6 +170,42 @@ def test_residents_that_were_written_to_are_not_read_from_their_file(
     assert_values(model, expected)
     assert model[0].weight[3, 4] == 9.0
     assert model[1].bias[5] == 7.0
+
+
+@pytest.mark.parametrize("why", ["a read", "room"])
+def test_a_switch_that_fails_leaves_the_residents_of_the_plan_before(
+    why: str, backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that has room for these and hardly more, while the error, and all that its frames hold, is alive."""
+    torch.manual_seed(5)
+    model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(8)]).eval()
+    checkpoint = mapped(model, tmp_path / "large.safetensors")
+    expected = values(model)
+    unit = 1000 * 1001 * 4
+    limited = Limit(backend, 5 * unit if why == "a read" else 4 * unit)
+    homes = Homes(groups(model), limited, mappings=checkpoint.mappings)
+    before = whole_units(model, homes, {0, 1, 2, 3})
+    homes.settle(before)
+    real, num = os.preadv, Counter[str]()
+
+    def preadv(*about: Any) -> int:
+        num["reads"] += 1
+        if num["reads"] == 3 and why == "a read":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*about)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    errors = StoreError if why == "a read" else torch.OutOfMemoryError
+    with pytest.raises(errors) as error:
+        homes.settle(whole_units(model, homes, {0, 4, 5, 6} if why == "a read" else {1, 4, 5, 6, 7}))
+    assert error.value.__traceback__ is not None
+    assert homes.plan is before
+    assert homes.held_nbytes()["device"] == 4 * unit
+    assert limited.held_nbytes == 4 * unit
+    assert_values(model, expected)
+    monkeypatch.undo()
+    homes.settle(whole_units(model, homes, {4, 5, 6, 7}))
+    assert_values(model, expected)
 
 
 def test_residents_of_whom_somebody_loses_patience(

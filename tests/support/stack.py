@@ -160,7 +160,10 @@ class Slow(CudaBackend):
                     c.dst.fill_(0xFF)
                 self.spin()
 
-        self._feeder.do(poison)
+        if self._feeder is None:
+            poison()
+        else:
+            self._feeder.submit(poison)
         super().copy(copies)
 
     def wait(self, side: Side, event: Event) -> None:

@@ -108,6 +108,9 @@ class Backend(Protocol):
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queue copies on the copy stream."""
 
+    def bring(self, copies: Sequence[Copy]) -> None:
+        """Make copies now, into memory that nothing else reads or writes, and wait for them."""
+
     def launch(self, kernel: Callable[[], None]) -> None:
         """Queue a kernel on the compute stream: `kernel` queues it, or is it."""
 
@@ -119,13 +122,6 @@ class Backend(Protocol):
 
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
         """From one to the other; None while the device has not passed both. Does not wait."""
-
-    def bring(self, copies: Sequence[Copy]) -> None:
-        """Make copies now, over the device's own link, and wait for them; raises what one failed with. What is not
-        read yet when somebody interrupts it is read no more."""
-
-    def flush(self) -> None:
-        """Block until all copies so far are queued, so that whatever else is queued then comes behind them."""
 
     def synchronize(self) -> None:
         """Block until both streams are idle."""

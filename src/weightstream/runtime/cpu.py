@@ -15,7 +15,7 @@ import torch
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, Move, Point, Worker, bring, move, staging
+from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, Move, Point, Worker, move, staging
 from weightstream.store.arena import Arena
 from weightstream.store.limits import available_nbytes
 from weightstream.store.staging import Staging
@@ -107,13 +107,13 @@ class CpuBackend:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         moves = self._moves(copies)
-        self._copies.submit(lambda: _move(moves))
+        self._copies.submit(lambda: move(moves, _put))
+
+    def bring(self, copies: Sequence[Copy]) -> None:
+        move(self._moves(copies), _put)
 
     def _moves(self, copies: Sequence[Copy]) -> list[Move]:
         return [(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
-
-    def bring(self, copies: Sequence[Copy]) -> None:
-        bring(self._copies, self._moves(copies), _move)
 
     @cached_property
     def _staging(self) -> Staging:
@@ -136,9 +136,6 @@ class CpuBackend:
     def seconds(self, begin: CpuStamp, end: CpuStamp) -> float | None:
         return None if begin.at_s is None or end.at_s is None else end.at_s - begin.at_s
 
-    def flush(self) -> None:
-        pass  # nothing is queued past the thread that copies
-
     def synchronize(self) -> None:
         if self._close.alive:
             self._copies.join()
@@ -147,10 +144,6 @@ class CpuBackend:
         self._close()
         if "_staging" in vars(self):
             self._staging.close()
-
-
-def _move(moves: Sequence[Move]) -> None:
-    move(moves, _put)
 
 
 def _put(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import driver
 from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.streams import Feeder, Move, bring, move, staging
+from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.runtime.values import tensors_in
 from weightstream.store.arena import Arena
 from weightstream.store.limits import describe_limits
@@ -166,8 +166,7 @@ class CudaBackend:
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
-        self._feeder = Feeder("weightstream-feed")  # queues copies whose bytes are not there yet: nobody else waits
-        self._stop = weakref.finalize(self, self._feeder.stop)
+        self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -192,11 +191,11 @@ class CudaBackend:
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        if self._feeder is not None:
+            raise OffloadError(_FED)
         if self.capturing():
-            self._refuse_fed()
             yield
             return
-        self.flush()
         with recording(graph, **options):
             yield
 
@@ -219,45 +218,43 @@ class CudaBackend:
         return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
 
     def record(self, side: Side, event: Event) -> None:
-        if side is not Side.COPY:
+        if side is not Side.COPY or self._feeder is None:
             event.record(self._stream(side))
-            return
-        self._refuse_fed()
-        self._feeder.do(lambda: event.record(self._copies))
-        event.point = self._feeder.end()
+        elif self.capturing():
+            raise OffloadError(_FED)
+        else:
+            self._feeder.submit(lambda: event.record(self._copies))
+            event.point = self._feeder.point()
 
     def wait(self, side: Side, event: Event) -> None:
-        if side is Side.COPY:
-            self._refuse_fed()
-            self._feeder.do(lambda: self._copies.wait_event(event))
+        if side is Side.COPY and self._feeder is not None:
+            if self.capturing():  # the thread knows nothing of it
+                raise OffloadError(_FED)
+            self._feeder.submit(lambda: self._copies.wait_event(event))
             return
         if side is Side.COMPUTE and (point := getattr(event, "point", None)) is not None:
             point.wait()  # what the feeder queued before it is then ahead of whoever waits
         self._stream(side).wait_event(event)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        if self._feeder.is_idle and all(copy.pinned for copy in copies):
+        if self._feeder is None and all(copy.pinned for copy in copies):
             with self._current():
                 move([(copy, None) for copy in copies], self._queue)
             return
         if self.capturing():
             raise OffloadError(_FED)
+        if self._feeder is None:
+            self._feeder = Worker("weightstream-feed")
+            self._stop = weakref.finalize(self, self._feeder.stop)
         moves = self._moves(copies)
         self._feeder.submit(lambda: self._move(moves))
 
     def bring(self, copies: Sequence[Copy]) -> None:
-        bring(self._feeder, self._moves(copies), self._move)
+        self._move(self._moves(copies))
         self._copies.synchronize()
 
     def _moves(self, copies: Sequence[Copy]) -> list[Move]:
         return [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
-
-    def flush(self) -> None:
-        self._feeder.join()
-
-    def _refuse_fed(self) -> None:
-        if not self._feeder.is_idle and self.capturing():  # its thread knows nothing of that
-            raise OffloadError(_FED)
 
     def _move(self, moves: Sequence[Move]) -> None:
         with torch.cuda.stream(self._copies):
@@ -314,8 +311,8 @@ class CudaBackend:
 
     def stamp(self, side: Side) -> CudaStamp:
         stamp, stream = CudaStamp(), self._stream(side)
-        if side is Side.COPY:
-            self._feeder.do(lambda: stamp.record(stream))
+        if side is Side.COPY and self._feeder is not None:
+            self._feeder.submit(lambda: stamp.record(stream))
         else:
             stamp.record(stream)
         return stamp
@@ -324,12 +321,14 @@ class CudaBackend:
         return begin.event.elapsed_time(end.event) / 1e3 if begin.is_passed() and end.is_passed() else None
 
     def synchronize(self) -> None:
-        self.flush()
+        if self._feeder is not None and self._stop.alive:
+            self._feeder.join()
         torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
 
     def close(self) -> None:
         self.synchronize()
-        self._stop()
+        if self._feeder is not None:
+            self._stop()
         if "_staging" in vars(self):
             self._staging.close()
 

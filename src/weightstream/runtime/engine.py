@@ -244,7 +244,6 @@ class Engine:
             if self.fences[unit].state is State.EMPTY:
                 self.fill(unit, planned=False)
         self.settle(reads)
-        self._backend.flush()  # what the graph waits for itself is recorded
 
     def after_graph(self, read: AbstractSet[int], filled: Sequence[int], held: AbstractSet[int]) -> Event:
         """A graph was launched: it read and filled these units, and these are in the ring at its end. Returns the end.

@@ -11,7 +11,6 @@ from weightstream.codec.format import Layout
 from weightstream.errors import StoreError
 from weightstream.runtime.sources import OnDisk, Pageable, Source, Tier
 from weightstream.runtime.weights import Group
-from weightstream.store.mapping import FileMapping
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,12 +76,8 @@ class Home:
 
     def leave_pages(self) -> None:
         """The bytes are held elsewhere: those that were read from the file need not be in this process, too."""
-        spans: dict[FileMapping, tuple[int, int]] = {}  # of hundreds of extents each would be one call of the system
-        for mapping, begin, end, *_ in () if self.file is None else self.file.extents:
-            first, last = spans.get(mapping, (begin, end))
-            spans[mapping] = min(first, begin), max(last, end)
-        for mapping, (begin, end) in spans.items():
-            mapping.leave(begin, end)
+        for extent in () if self.file is None else self.file.extents:
+            extent.mapping.leave(extent.begin, extent.end)
 
     def after_write(self) -> None:
         """The tensors were written to: no file holds their bytes any more."""

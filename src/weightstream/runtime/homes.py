@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from traceback import clear_frames
 
 import torch
 
@@ -119,7 +120,8 @@ class Homes:
         self._refuse(goal)
         try:
             self._place(goal)
-        except BaseException:
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they hold memory of the device, which has no room for it twice
             self._put_back()
             raise
         self.plan = plan

@@ -113,8 +113,10 @@ class Moves:
         if copies:
             self._backend.bring(copies)
         for home, made in read:
+            was_read = not home.is_undecoded
             home.show(made)
-            home.leave_pages()
+            if was_read:  # of the hundreds of parts of a stack that nobody read each would be a call of the system
+                home.leave_pages()
 
     def is_resident(self, home: Home, bits: int) -> bool:
         """Whether a group is on the device that the model computes on, in this code."""

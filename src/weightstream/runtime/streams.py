@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import cast
 
 import torch
 
@@ -22,14 +21,13 @@ Move = tuple[Copy, Reading | None]  # a copy, and the reading that its bytes com
 
 
 class Point:
-    """One recorded point of a stream: reached once, with the error of what ran before it, if it `takes` that."""
+    """One recorded point of a stream: reached once, with the error of what ran before it."""
 
-    __slots__ = ("_ahead", "error", "takes")
+    __slots__ = ("_ahead", "error")
 
-    def __init__(self, *, takes: bool = True) -> None:
+    def __init__(self) -> None:
         self._ahead = threading.Lock()  # held until then; a threading.Event takes five times as many calls
         self._ahead.acquire()
-        self.takes = takes
         self.error: BaseException | None = None
 
     def reach(self) -> None:
@@ -49,80 +47,44 @@ class Point:
 
 
 class Worker:
-    """A stream: a thread that runs jobs in order, from the first one on. The first error stays until a recorded point
-    carries it away. Jobs are given by one thread at a time."""
+    """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | Point | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
-        self._num_given = self._num_run = 0  # jobs, without points
-        self._name, self._thread = name, cast(threading.Thread | None, None)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, Point):
-                if job.takes:
-                    job.error, self._error = self._error, None
-                job.reach()
-            else:
-                self._run_one(job)
+            try:
+                job()
+            except BaseException as error:  # carried to the thread that waits, whatever it is
+                self._error = self._error or error
             del job  # the closure holds tensors; an idle thread must not
 
-    def _run_one(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:  # carried to the thread that waits, whatever it is
-            self._error = self._error or error
-        self._num_run += 1
-
-    def _put(self, job: Callable[[], None] | Point) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
     def submit(self, job: Callable[[], None]) -> None:
-        self._num_given += 1
-        self._put(job)
+        self._jobs.put(job)
 
     def point(self) -> Point:
         """The present end of the stream."""
-        self._put(point := Point())
+        point = Point()
+
+        def reach() -> None:
+            point.error, self._error = self._error, None
+            point.reach()
+
+        self._jobs.put(reach)
         return point
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether every job so far has run, and no error waits for a point."""
-        return self._num_run == self._num_given and self._error is None
-
     def join(self) -> None:
-        """Block until every job so far has run. An error goes on waiting."""
-        if self._num_run < self._num_given:
-            self._put(point := Point(takes=False))
-            point.block()
+        """Block until every job so far has run."""
+        self.point().block()
 
     def stop(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            if threading.current_thread() is not thread:
-                thread.join()
-
-
-class Feeder(Worker):
-    """A stream whose jobs run at once, in the thread that gives them. Only where one is submitted, as it waits for what
-    is read, it runs on a thread, and so do all that follow, until there is none left."""
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Run a job behind all before it."""
-        if self.is_idle:
-            job()
-        else:
-            self.submit(job)
-
-    def end(self) -> Point | None:
-        """The present end of the stream; None where it is reached, without an error."""
-        return None if self.is_idle else self.point()
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
 
 def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> Staging:
@@ -147,25 +109,12 @@ def move(
                 put(copy.dst, copy.src)
                 continue
             for piece in reading:
-                put(copy.dst[piece.begin : piece.end], piece.memory)
-                piece.release(None if drained is None else drained())
+                try:
+                    put(copy.dst[piece.begin : piece.end], piece.memory)
+                finally:  # else whoever holds the error holds the buffer
+                    piece.release(None if drained is None else drained())
     except BaseException:
         for _, reading in moves:  # else whoever holds the error holds their buffers, and all wait
             if reading is not None:
                 reading.cancel()
-        raise
-
-
-def bring(stream: Worker, moves: Sequence[Move], run: Callable[[Sequence[Move]], None]) -> None:
-    """Have a stream make copies by `run`, and wait; raises what one failed with. What is not read yet when somebody
-    interrupts that is read no more."""
-    stream.submit(lambda: run(moves))
-    end = stream.point()
-    try:
-        end.wait()
-    except BaseException:
-        for _, reading in moves:
-            if reading is not None:
-                reading.cancel()
-        end.block()  # whatever the rest fails with is told nobody else
         raise

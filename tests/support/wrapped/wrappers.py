@@ -58,6 +58,9 @@ class Wrapper:
     def copy(self, copies: Sequence[Copy]) -> None:
         self.backend.copy(copies)
 
+    def bring(self, copies: Sequence[Copy]) -> None:
+        self.backend.bring(copies)
+
     def launch(self, kernel: Callable[[], None]) -> None:
         self.backend.launch(kernel)
 
@@ -66,12 +69,6 @@ class Wrapper:
 
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
         return self.backend.seconds(begin, end)
-
-    def bring(self, copies: Sequence[Copy]) -> None:
-        self.backend.bring(copies)
-
-    def flush(self) -> None:
-        self.backend.flush()
 
     def synchronize(self) -> None:
         self.backend.synchronize()
