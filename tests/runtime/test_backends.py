@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Side, owners
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.streams import move
+from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, move
 from weightstream.store.staging import MemorySource, Staging
 from wrapped import ClockBackend, Delay, Fault, Limit, Poison, QueueBackend, Wrapper
 
@@ -253,6 +254,26 @@ def test_an_error_reaches_who_waits_for_it_and_nobody_else(backend: Any) -> None
     backend.wait(Side.COMPUTE, after)
     backend.synchronize()
     assert torch.equal(ring.cpu(), host(3))
+
+
+def test_what_is_brought_is_there_at_once_and_an_error_leaves_nothing_behind(backend: Any) -> None:
+    """More than the staging ring holds, in pieces and from several sources."""
+    size = STAGING_NBYTES * (STAGING_BUFFERS + 1) + 5
+    sources = [torch.randint(0, 256, (num,), dtype=torch.uint8) for num in (size, 3, STAGING_NBYTES)]
+    rings = [torch.empty(len(source), dtype=torch.uint8, device=backend.device) for source in sources]
+    copies = [
+        Copy(dst=ring, src=source, read=(MemorySource(source), 0, len(source)))
+        for ring, source in zip(rings, sources, strict=True)
+    ]
+    with pytest.raises(StoreError, match="gone"):
+        backend.bring([*copies[:2], replace(copies[2], prepare=fails), copies[0]])
+    backend.bring(copies)
+    for ring, source in zip(rings, sources, strict=True):
+        assert torch.equal(ring.cpu(), source)
+    again = backend.alloc(NBYTES)
+    backend.wait(Side.COMPUTE, filled_event(backend, [Copy(dst=again, src=host(9))]))
+    backend.synchronize()
+    assert torch.equal(again.cpu(), host(9))
 
 
 def test_an_error_that_nobody_waits_for_does_not_stop_the_copies(backend: Any) -> None:
