@@ -726,6 +726,8 @@ def test_a_cache_that_is_forgotten_unpins_everything_once(mapping: FileMapping, 
     cache = PageCache(device.pin, device.unpin)
     pages = hold(cache, mapping, *apart(3))
     assert all(each.source(each.begin, each.end) is not None for each in pages)
+    assert cache._thread is not None
+    cache._thread.join(30)  # it holds what is pinned until it ends
     del cache
     gc.collect()
     assert sorted(device.unpinned) == sorted(device.pinned)
