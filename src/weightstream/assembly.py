@@ -103,14 +103,13 @@ class Assembly:
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
         arena, pages = pinned(backend, config)
-        pages = pages if given.memories else None  # nothing else is in files
         self._homes = Homes(
             self._by_alias,
             backend,
             empty=weights.empty_tensors(model),
             mappings=given.memories,
             arena=arena,
-            pages=pages,
+            pages=pages if given.memories else None,  # nothing else is in files
             spill=spill,
             by_row=prospects.tables_of(model, self._by_alias),
         )

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,20 @@ def addresses(model: nn.Module) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
+def manifest_of(model: nn.Module, homes: Homes) -> Manifest:
+    return manifest(find_units(model), {alias: home.group for alias, home in homes.homes.items()})
+
+
 def streaming_weights(model: nn.Module, homes: Homes, resident: set[int] = frozenset()) -> Plan:  # type: ignore[assignment]
     """Biases and the units in `resident` stay; the other weights stream through one slot."""
-    made = manifest(find_units(model), {alias: home.group for alias, home in homes.homes.items()})
+    made = manifest_of(model, homes)
     stays = {a for a in made.aliases if a.endswith("bias") or int(a.split(".")[0]) in resident}
     return Plan.build(made, frozenset(stays), WEIGHT_NBYTES)
 
 
 def whole_units(model: nn.Module, homes: Homes, resident: set[int]) -> Plan:
     """These units stay; there is room for all others in the ring."""
-    made = manifest(find_units(model), {alias: home.group for alias, home in homes.homes.items()})
+    made = manifest_of(model, homes)
     stays = {a for a in made.aliases if int(a.split(".")[0]) in resident}
     return Plan.build(made, frozenset(stays), sum(made.aliases.values()))
 
@@ -141,6 +146,18 @@ def large(tmp_path: Path) -> tuple[nn.Sequential, Checkpoint]:
     return model, mapped(model, tmp_path / "large.safetensors")
 
 
+def fail_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """The disk fails at this read, counted from here."""
+    real, reads = os.preadv, count(1)
+
+    def preadv(*about: Any) -> int:
+        if next(reads) == number:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*about)
+
+    patch.setattr(os, "preadv", preadv)
+
+
 def test_residents_are_read_by_threads_and_no_page_is_mapped(
     backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint]
 ) -> None:
@@ -186,15 +203,8 @@ def test_a_switch_that_fails_leaves_the_residents_of_the_plan_before(
     homes = Homes(groups(model), limited, mappings=checkpoint.mappings)
     before = whole_units(model, homes, {0, 1, 2, 3})
     homes.settle(before)
-    real, num = os.preadv, Counter[str]()
-
-    def preadv(*about: Any) -> int:
-        num["reads"] += 1
-        if num["reads"] == 3 and why == "a read":
-            raise OSError(errno.EIO, "Input/output error")
-        return real(*about)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    if why == "a read":
+        fail_at(3, monkeypatch)
     errors = StoreError if why == "a read" else torch.OutOfMemoryError
     with pytest.raises(errors) as error:
         homes.settle(whole_units(model, homes, {0, 4, 5, 6} if why == "a read" else {1, 4, 5, 6, 7}))
@@ -250,16 +260,8 @@ def test_residents_that_cannot_be_read_stay_where_they_are(
     model, checkpoint = large
     expected = values(model)
     homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
-    real, num = os.preadv, Counter[str]()
-
-    def preadv(*about: Any) -> int:
-        num["reads"] += 1
-        if num["reads"] == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(*about)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", preadv)
+        fail_at(2, patch)
         with pytest.raises(StoreError, match=r"large.safetensors: reading .* failed: Input/output error"):
             homes.settle(streaming_weights(model, homes, {0, 1}))
     assert {home.tier for home in homes.homes.values()} == {Tier.DISK}
@@ -411,7 +413,7 @@ def test_streamed_units_move_into_one_block_each_where_the_device_wants_pinned_m
     unpinned: list[int] = []
     arena = Arena(lambda block: None, lambda block: unpinned.append(block.numel()))
     homes = Homes(groups(model), backend, arena=arena)
-    made = manifest(find_units(model), {alias: home.group for alias, home in homes.homes.items()})
+    made = manifest_of(model, homes)
     plan = Plan.build(made, frozenset(), 17 * KIB)
     homes.settle(plan)
     for unit in range(4):  # the same distances in the block as in the ring, so that one copy can move both

@@ -20,7 +20,7 @@ from weightstream.errors import StoreError
 from weightstream.plan.manifest import TensorSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
-from weightstream.runtime.backend import Backend, Copy
+from weightstream.runtime.backend import Backend
 from weightstream.runtime.home import Home
 from weightstream.runtime.sources import (
     Mapped,
@@ -98,7 +98,7 @@ class Moves:
         files = {home: file for home in homes if (file := home.readable) is not None}
         if sum(home.group.nbytes for home in files) < STAGING_NBYTES:
             files.clear()
-        read, copies = list[tuple[Home, Resident]](), list[Copy]()
+        read: dict[Home, Resident] = {}
         for home in homes:
             is_plain = isinstance(home.source, Pageable) and home.layout is None
             if is_plain and home.source.view.device == self._backend.device:
@@ -106,13 +106,12 @@ class Moves:
                 continue
             made = Resident(view=self._backend.alloc(home.group.nbytes))
             if home in files:
-                copies += files[home].read_copies(made.view)
-                read.append((home, made))
+                read[home] = made
             else:
                 self.move(home, made)
-        if copies:
-            self._backend.bring(copies)
-        for home, made in read:
+        if read:
+            self._backend.bring([files[home].cached_copy(made.view) for home, made in read.items()])
+        for home, made in read.items():
             was_read = not home.is_undecoded
             home.show(made)
             if was_read:  # of the hundreds of parts of a stack that nobody read each would be a call of the system
@@ -207,7 +206,7 @@ class Moves:
         """The plain bytes in memory of the device, for as long as that is wanted."""
         plain = self._backend.alloc(home.group.nbytes)
         if home.group.nbytes >= STAGING_NBYTES and (file := home.readable) is not None:
-            self._backend.bring(file.read_copies(plain))
+            self._backend.bring([file.cached_copy(plain)])
         else:
             home.source.plain_into(plain)
         return plain

@@ -4,7 +4,7 @@
 What stays in a file can be copied from three places. `PageWindow`: a second map of the file, shared, whose pages the
 device has pinned. `Mapped`: the private map that the tensors view, through a staging ring where the device needs one.
 `OnDisk`: direct reads past the page cache, for what host memory has no room for. What is brought to the device once is
-read through the page cache (`read_copies`), where no page has to be mapped. Their bytes are the same until this
+read through the page cache (`cached_copy`), where no page has to be mapped. Their bytes are the same until this
 process writes to the private map: a page that was written leaves the file for good, and is in the private map alone.
 So a source that reads the file (`reads_file`) is right only as long as nothing wrote to the tensors, and
 `after_write` gives the one that is right from then on. On a device that cannot pin pages of a file, or on the CPU,
@@ -197,11 +197,6 @@ class Mapped(Source):
     def mapped(self) -> Mapped:
         return Mapped(view=self.view, place=self.place, layout=self.layout, extents=self.extents)
 
-    def read_copies(self, target: torch.Tensor) -> list[Copy]:
-        """What moves the bytes of the files into `target`, on the device, through the page cache and a staging ring."""
-        joined = Joined(self.extents)
-        return [Copy(dst=target[: joined.nbytes], src=self.view, read=(joined, 0, joined.nbytes))]
-
     def windowed(self, pages: Sequence[Pages]) -> PageWindow:
         """The same, copied from these pages, one for each extent."""
         parts = tuple(pages)
@@ -269,6 +264,11 @@ class OnDisk(Mapped):
         extent = self.extents[index]
         read = extent.reading() if extent.pitch else (DirectFile(extent.mapping), extent.begin, extent.end)
         return Copy(dst=dst, src=self._bytes(index), read=read)
+
+    def cached_copy(self, dst: torch.Tensor) -> Copy:
+        """One copy of whole rows, read through the page cache; for what is brought to a device once."""
+        joined = Joined(self.extents)
+        return Copy(dst=dst[: joined.nbytes], src=self.view, read=(joined, 0, joined.nbytes))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -50,10 +50,7 @@ class DirectFile:
         numpy: Any = memory.numpy()
         reached = self._fill(memoryview(numpy)[:span], start, end)
         self._mapping.check()
-        if reached < end:
-            raise StoreError(
-                f"{self.path}: short read at offset {begin}: wanted {end - begin} bytes, got {max(reached - begin, 0)}"
-            )
+        _refuse_short(self.path, begin, end, reached)
         return memory[begin - start : end - start]
 
     def _fill(self, view: memoryview, start: int, end: int) -> int:
@@ -97,9 +94,15 @@ class CachedFile(NamedTuple):
                 num = _request(path, descriptor, view[reached - begin :], reached)
                 reached += num
             self.mapping.compare(os.fstat(descriptor))  # not while it was read
-        if reached < end:
-            raise StoreError(f"{path}: short read at offset {begin}: wanted {end - begin} bytes, got {reached - begin}")
+        _refuse_short(path, begin, end, reached)
         return memory[: end - begin]
+
+
+def _refuse_short(path: Path, begin: int, end: int, reached: int) -> None:
+    if reached < end:
+        raise StoreError(
+            f"{path}: short read at offset {begin}: wanted {end - begin} bytes, got {max(reached - begin, 0)}"
+        )
 
 
 def _request(path: Path, descriptor: int, view: memoryview, offset: int) -> int:
