@@ -23,8 +23,9 @@ from weightstream.given import dtype_given, of_model, settled
 from weightstream.measure.profile import prepare
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.devices import libraries, opened
+from weightstream.runtime.devices import opened
 from weightstream.runtime.leaves import Role, leaves_of
+from weightstream.runtime.preload import preloading
 from weightstream.runtime.streamer import Streamer
 from weightstream.striping import Stripes, stripe
 
@@ -163,7 +164,7 @@ def from_pretrained(
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend = backends[0]
         prepare(backend.device, config.uses_codes)
-        with libraries(backend.device):
+        with preloading(backend.device):
             loaded = load_pretrained(
                 path_or_repo_id,
                 dtype=dtype_given(dtype, torch_dtype),

@@ -96,8 +96,13 @@ class Device:
 
 
 @pytest.fixture
-def cache() -> Iterator[PageCache]:
-    made = PageCache(lambda memory: None, lambda memory: None)
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def cache(device: Device) -> Iterator[PageCache]:
+    made = PageCache(lambda memory: None, lambda memory: None, show=device.device_view)
     yield made
     made.close()
 
@@ -139,17 +144,17 @@ def test_rows_are_fetched_from_windows_of_several_files(num: int, tmp_path: Path
 
 
 def test_rows_are_fetched_from_several_windows_of_one_file(
-    tmp_path: Path, cache: PageCache, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: PageCache, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages_module, "_PINNED_NBYTES", 2 * ROW)
     data = data_of()
-    stack, device = stack_in(shards(tmp_path, data, 1), cache), Device()
+    stack = stack_in(shards(tmp_path, data, 1), cache)
     assert torch.equal(fetched(stack.pieces(device)), data.view(NUM_ROWS, ROW))
     assert len(device.asked) > 2
 
 
-def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache) -> None:
-    stack, device = stack_in(shards(tmp_path, data_of(), 3), cache), Device()
+def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache, device: Device) -> None:
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
     assert len(stack.home.source.extents) == 2 * NUM_ROWS
     for _ in range(2):
         stack.pieces(device)
@@ -185,7 +190,7 @@ def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> No
         if len(windows) == num:
             raise StoreError("no more")
 
-    cache = PageCache(refuse, lambda memory: None)
+    cache = PageCache(refuse, lambda memory: None, show=lambda memory: memory)
     stack = stack_in(shards(tmp_path, data_of(), 3), cache)
     assert "host memory that the device does not read" in told(stack)
     assert stack.pieces(Device()) == []
@@ -193,9 +198,9 @@ def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("refused", [None, 1, 3])
-def test_nobody_waits_for_pages_or_asks_the_device_before_it_is_to(refused: int | None, tmp_path: Path) -> None:
-    """Each question to the driver would wait for whoever pins: of 400 windows that takes seconds."""
-    let, windows = threading.Event(), list[torch.Tensor]()
+def test_nobody_waits_for_pages_before_it_is_to_or_asks_the_device(refused: int | None, tmp_path: Path) -> None:
+    """But for who pins: each question to the driver would wait for that, and of 400 windows that takes seconds."""
+    let, windows, asking = threading.Event(), list[torch.Tensor](), set[str]()
 
     def pin(memory: torch.Tensor) -> None:
         assert let.wait(30)
@@ -203,15 +208,21 @@ def test_nobody_waits_for_pages_or_asks_the_device_before_it_is_to(refused: int 
         if len(windows) == refused:
             raise StoreError("no more")
 
-    cache, device = PageCache(pin, lambda memory: None), Device()
+    def show(memory: torch.Tensor) -> torch.Tensor:
+        asking.add(threading.current_thread().name)
+        return memory
+
+    cache, device = PageCache(pin, lambda memory: None, show=show), Device()
     stack = stack_in(shards(tmp_path, data_of(), 3), cache)
     assert told(stack, device, waits=False) == "", "they are on their way"
     let.set()
     for each in stack.home.source.pages:
         assert each.done.wait(30)
     assert bool(told(stack, device, waits=False)) is (refused is not None)
-    assert not device.asked or refused
     assert bool(told(stack, device)) is (refused is not None)
+    assert not device.asked
+    assert asking <= {"weightstream-pages"}
+    assert bool(asking) is (refused != 1)
     cache.close()
 
 

@@ -241,8 +241,9 @@ def _copy_plain(home: Home, out: torch.Tensor, backend: Backend) -> None:
 
 
 def _copy_each(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in parts:
-        target.copy_(source)
+    with _unseen():
+        for target, source in parts:
+            target.copy_(source)
 
 
 def rows(plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, backend: Backend) -> Rows | None:

@@ -122,5 +122,6 @@ def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageC
         with backend.pinning:
             cuda.register(memory, backend.device, read_only=read_only)
 
-    pages = PageCache(partial(pin, read_only=True), cuda.unregister, node) if driver.pins_read_only(index) else None
+    pins = partial(pin, read_only=True), cuda.unregister, node, backend.device_view
+    pages = PageCache(*pins) if driver.pins_read_only(index) else None
     return Arena(pin, cuda.unregister, node), pages

@@ -16,7 +16,7 @@ more than they save: the device itself leaves them out, but for one call in some
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 
 from weightstream.codec.device import on
 from weightstream.plan.caching import MOST_AHEAD
+from weightstream.plan.schedule import aligned
 
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
 _PROGRAMS = 64  # they fill the link, and leave the other units to whoever computes beside
@@ -186,31 +187,35 @@ class _OnDevice:
         num, device = len(stacks[0][0]), stacks[0][0].device
 
         def table(rows: Any) -> torch.Tensor:
-            return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+            return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+        def full(number: int, value: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((number,), value, dtype=dtype, device="cpu")
 
         pieces = [piece for _, of_stack in stacks for piece in of_stack]
         self._kernels = slot_kernels
         self._num = num_rows, num
-        self._held = (  # the slot of each row; of each slot its row, and when that was used
-            torch.full((num_rows,), -1, dtype=torch.int32, device=device),
-            torch.full((num,), -1, dtype=torch.int32, device=device),
-            torch.full((num,), -1, dtype=torch.int64, device=device),
-        )
-        self._state = torch.zeros(9, dtype=torch.int64, device=device)
-        self._missed = torch.zeros(2 * num, dtype=torch.int32, device=device)
-        self._ahead = torch.zeros(2 * MOST_AHEAD, dtype=torch.int32, device=device)
-        self._first_at = torch.full((num_rows,), slot_kernels.NEVER.value, dtype=torch.int32, device=device)
-        self._by_age = torch.zeros(num, dtype=torch.int32, device=device)
-        self._guarded = torch.full((num,), -1, dtype=torch.int64, device=device)
         self._memory = stacks  # the tables have their addresses
         per_row = list(zip(*(piece.rows for piece in pieces), strict=True))
-        chunks = list(_chunks(pieces))
-        self._places = (
+        chunks = _chunks(pieces)
+        tables = (
+            full(num_rows, -1, torch.int32),
+            full(num, -1, torch.int32),
+            full(num, -1, torch.int64),
             table([[data.data_ptr() for data in row] for row in per_row]),
             table([[data.numel() for data in row] for row in per_row]),
             table([[m.data_ptr() + piece.at, m.stride(0)] for m, of_stack in stacks for piece in of_stack]),
-            table(chunks),
+            chunks,
+            full(9, 0, torch.int64),
+            full(2 * num, 0, torch.int32),
+            full(2 * MOST_AHEAD, 0, torch.int32),
+            full(num_rows, slot_kernels.NEVER.value, torch.int32),
+            full(num, 0, torch.int32),
+            full(num, -1, torch.int64),
         )
+        found = _brought(tables, device)
+        self._held, self._places = tuple(found[:3]), found[3:7]  # the slot of each row; of each slot its row, and when
+        self._state, self._missed, self._ahead, self._first_at, self._by_age, self._guarded = found[7:]
         self._pieces = len(pieces), len(chunks)
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
@@ -246,6 +251,16 @@ class _OnDevice:
         return Found(hits, misses, ahead, used)
 
 
+def _brought(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The same on a device, by one copy of a few kilobytes, for which the host does not wait."""
+    sizes = [aligned(tensor.nbytes) for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    for part, tensor in zip(flat.split(sizes), tensors, strict=True):
+        part[: tensor.nbytes] = tensor.view(-1).view(torch.uint8)
+    parts = flat.to(device, non_blocking=True).split(sizes)
+    return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
 def put_rows(
     slots: torch.Tensor, target: torch.Tensor, _: object, found: torch.Tensor, *, places: torch.Tensor
 ) -> None:
@@ -265,11 +280,11 @@ def put_rows(
         slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS)
 
 
-def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+def _chunks(pieces: Sequence[Piece]) -> torch.Tensor:
     """The chunks that any row may have: of which piece, and where in it they begin."""
-    for index, piece in enumerate(pieces):
-        longest = max(data.numel() for data in piece.rows)
-        yield from ((index, begin) for begin in range(0, longest, _CHUNK))
+    longest = [max(data.numel() for data in piece.rows) for piece in pieces]
+    parts = [torch.arange(0, nbytes, _CHUNK, dtype=torch.int64, device="cpu") for nbytes in longest]
+    return torch.cat([torch.stack((torch.full_like(part, index), part), 1) for index, part in enumerate(parts)])
 
 
 def _power_of_2(number: int) -> int:

@@ -239,10 +239,10 @@ class PageWindow(Mapped):
         data = self.pages[index].source(extent.begin, extent.end)
         return None if data is None else extent.within(data)
 
-    def shown(self, index: int, backend: Backend) -> torch.Tensor | None:
+    def shown(self, index: int) -> torch.Tensor | None:
         """The same by addresses of the device, where kernels can read it in a row."""
         extent = self.extents[index]
-        return None if extent.pitch else self.pages[index].shown(extent.begin, extent.end, backend.device_view)
+        return None if extent.pitch else self.pages[index].shown(extent.begin, extent.end)
 
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
         if (memory := self.window(index)) is None:

@@ -141,7 +141,7 @@ class Stack:
         if backend.device.type == "cpu":  # what is in a file may be gone when it is read: whole stacks tell that
             parts = [source.view if source.place is None else None]
         elif isinstance(source, PageWindow):
-            parts = [source.shown(k, backend) for k in range(len(source.extents))]
+            parts = [source.shown(k) for k in range(len(source.extents))]
         else:
             parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
         there = [part for part in parts if part is not None and not part.data_ptr() % WORD]
@@ -173,6 +173,8 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
     ends = list(accumulate(segment.numel() for segment in segments))
     if ends[-1] != num_rows * nbytes:
         raise InvariantError(f"{num_rows} rows of {nbytes} bytes are not the {ends[-1]} bytes of their segments")
+    if len(segments) == num_rows and all(segment.numel() == nbytes for segment in segments):
+        return [Piece(rows=tuple(segments), at=0)]
     cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
     if any(cut % WORD for cut in cuts):
         return []

@@ -19,12 +19,15 @@ from functools import partial
 
 import torch
 
+from weightstream.store import heap
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
 
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
+_ROOM_NBYTES = 64 << 20
+_PAUSE_S = 1e-3  # between two registrations: the driver lets nobody in while one is made
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
 Range = tuple[FileMapping, int, int]
@@ -38,8 +41,8 @@ class Pages:
         self.mapping, self.begin, self.end = mapping, begin, end
         self.ranges: set[Range] = set()
         self.window: Window | None = None
+        self.view: torch.Tensor | None = None  # the window, as a device has it
         self.done = threading.Event()
-        self._shown: torch.Tensor | None = None  # the window, as a device has it
 
     @property
     def is_refused(self) -> bool:
@@ -54,22 +57,25 @@ class Pages:
         self.done.wait()
         return self.window.bytes(begin, end) if self.window is not None else None
 
-    def shown(self, begin: int, end: int, show: Show) -> torch.Tensor | None:
-        """The same as a device has it, if it can: `show` is asked once for all that was pinned together."""
+    def shown(self, begin: int, end: int) -> torch.Tensor | None:
+        """The same as the device has it, if it can."""
         self.done.wait()
-        if self.window is None:
+        if self.window is None or self.view is None:
             return None
-        if self._shown is None:
-            self._shown = show(self.window.memory)
-        return None if self._shown is None else self._shown[begin - self.window.begin : end - self.window.begin]
+        return self.view[begin - self.window.begin : end - self.window.begin]
 
 
 class PageCache:
-    """Holds ranges of files in memory, which its threads read to their `node`. `pin` and `unpin` are the device's;
-    without them ranges are only read ahead."""
+    """Holds ranges of files in memory, which its threads read to their `node`.
 
-    def __init__(self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None) -> None:
-        self.pins = pin is not None
+    `pin` and `unpin` are the device's; without them ranges are only read ahead. `show` gives what was pinned as the
+    device has it, if it can.
+    """
+
+    def __init__(
+        self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None, show: Show | None = None
+    ) -> None:
+        self.pins, self._show = pin is not None, show
         self._arena, self._node = Arena(pin, unpin), node
         self._pages: list[Pages] = []
         self._closed = threading.Event()
@@ -97,8 +103,9 @@ class PageCache:
         for each in () if self.pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        ahead = _Ahead(pages, self._closed, self._node) if self.pins else None
-        job = partial(_bring_in, pages, self._arena if ahead is not None else None, ahead, self._closed, on_refusal)
+        ahead = _Ahead(pages, self._closed, self._node) if self.pins and pages else None
+        arena = self._arena if ahead is not None else None
+        job = partial(_bring_in, pages, arena, ahead, self._show, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
         self._thread = threading.Thread(target=settled(job, self._node), name="weightstream-pages", daemon=False)
         self._thread.start()
@@ -121,14 +128,15 @@ class PageCache:
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them.
 
-    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them, and whoever
-    touches new memory waits for both.
+    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them. So it does where
+    a heap grows: there is room in that of the calling thread, for kernels that a first step loads.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
         self._made = threading.Event()
+        self._leave_room = heap.room(_ROOM_NBYTES)
         # no pool: at its end an interpreter lets one finish all that it was given
         run = settled(self._run, node)
         self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
@@ -170,12 +178,14 @@ class _Ahead:
         self._waiting.clear()
         for thread in self._threads:
             thread.join()
+        self._leave_room()
 
 
 def _bring_in(
     pages: list[Pages],
     arena: Arena | None,
     ahead: _Ahead | None,
+    show: Show | None,
     closed: threading.Event,
     on_refusal: Callable[[Exception], None],
 ) -> None:
@@ -187,7 +197,7 @@ def _bring_in(
             if arena is None or ahead is None:
                 _populate(each.mapping, each, closed)
             else:
-                _pin(each, arena, ahead, closed)
+                _pin(each, arena, ahead, show, closed)
         except Exception as error:
             if arena is not None:
                 on_refusal(error)
@@ -200,7 +210,7 @@ def _bring_in(
         ahead.close()
 
 
-def _pin(each: Pages, arena: Arena, ahead: _Ahead, closed: threading.Event) -> None:
+def _pin(each: Pages, arena: Arena, ahead: _Ahead, show: Show | None, closed: threading.Event) -> None:
     if _has_ended(closed):  # then not all have a window
         return
     window, is_there = ahead.window(each)
@@ -208,7 +218,8 @@ def _pin(each: Pages, arena: Arena, ahead: _Ahead, closed: threading.Event) -> N
         _populate(window, each, closed)
     if not _has_ended(closed):
         arena.pin(window.memory)
-        each.window = window
+        each.window, each.view = window, None if show is None else show(window.memory)
+        closed.wait(_PAUSE_S)
 
 
 def _populate(where: FileMapping | Window, each: Pages, closed: threading.Event) -> bool:

@@ -1,0 +1,97 @@
+"""Kernels that a first call would wait for, loaded while a model is made: that takes the host, and these the device.
+
+A GPU loads a kernel when it is first launched, and a library with its first product. For `generate` these are some
+hundred megabytes, which take a second, or three beside a thread that pins memory: to load one, the driver asks the
+system for memory, piece by piece. What is launched here is what nearly all language models launch, in bfloat16. What it
+leaves out is loaded when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional
+
+_TOKENS, _HEADS, _WIDTH, _CHOSEN = 64, 4, 256, 8
+_HALF, _SINGLE = torch.bfloat16, torch.float32  # all are named: a load changes the default of the process
+
+
+@contextmanager
+def preloading(device: torch.device) -> Iterator[None]:
+    """Meanwhile a thread loads kernels; it is through at the end."""
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():  # then some raise, or warn
+        yield
+        return
+    with ThreadPoolExecutor(1, "weightstream-preload") as pool:
+        pool.submit(_launch, device)  # what it fails with, such as no memory, the first call will tell
+        yield
+
+
+@torch.inference_mode()
+def _launch(device: torch.device) -> None:
+    weight = torch.zeros(_WIDTH, _WIDTH, dtype=_HALF, device=device)
+    hidden = functional.linear(weight, weight)  # the library first: it takes longest
+    ids = torch.arange(_TOKENS, device=device)[None]
+    positions = _inputs(ids)
+    hidden = functional.embedding(ids, weight)
+    hidden = hidden + _attention(_normed(hidden, weight), weight, positions)
+    hidden = hidden + _experts(_normed(hidden, weight)[0], weight)
+    _token(ids, functional.linear(hidden[:, -1:], weight).float()[:, -1])
+
+
+def _inputs(ids: torch.Tensor) -> torch.Tensor:
+    """What `generate` makes of ids: which of them are padding, and their positions."""
+    padding, ones = torch.zeros((), dtype=ids.dtype, device=ids.device), torch.ones_like(ids)
+    is_padded = torch.isin(ids, padding).any() * ~torch.isin(padding, padding).any()
+    mask = ids.ne(padding).long() * is_padded + ones * ~is_padded
+    positions = mask.cumsum(-1) - 1
+    positions.masked_fill_(mask == 0, 1)
+    bool((mask == 1).all() | (mask < 0).any())
+    return positions.clone()
+
+
+def _normed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    exact = hidden.to(_SINGLE)
+    return weight[0] * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+
+
+def _attention(hidden: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    heads = functional.linear(hidden, weight).view(1, _TOKENS, _HEADS, -1).transpose(1, 2)
+    half = heads.shape[-1] // 2
+    rates = torch.ones(half, dtype=_SINGLE, device=hidden.device)
+    angles = positions[..., None].to(_SINGLE) * rates
+    angles = angles + (rates[:, None] @ positions.to(_SINGLE)).transpose(0, 1)
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = (angles.cos() * 1.0).to(_HALF), (angles.sin() * 1.0).to(_HALF)
+    heads = heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sin
+    places = torch.arange(_TOKENS, device=hidden.device)
+    places += 0
+    cache = torch.zeros_like(heads).index_copy_(2, places, heads)
+    mask = (places[:, None] >= places) & torch.ones(1, _TOKENS, dtype=torch.bool, device=hidden.device)
+    found = functional.scaled_dot_product_attention(heads, cache, cache, attn_mask=mask[None, None])
+    found = found + functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return functional.linear(found.transpose(1, 2).reshape(1, _TOKENS, -1), weight)
+
+
+def _experts(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    scores, chosen = functional.linear(hidden, weight).softmax(-1, dtype=_SINGLE).topk(_CHOSEN, dim=-1)
+    scores = (scores / scores.sum(-1, keepdim=True)).to(_HALF)
+    chosen, order = chosen.flatten().sort()
+    torch.cumsum(torch.histc(chosen.to(_SINGLE), _WIDTH, 0, _WIDTH - 1), 0, dtype=torch.int32)
+    rows = hidden[order // _CHOSEN]
+    rows = functional.silu(rows) * rows * scores.flatten()[order, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return rows[back].view(_TOKENS, _CHOSEN, -1).sum(1)
+
+
+def _token(ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """What `generate` makes of logits."""
+    going = torch.ones(1, dtype=ids.dtype, device=ids.device)
+    token = logits.argmax(-1) * going + 0 * (1 - going)
+    torch.cat((ids, token[:, None]), dim=-1)
+    ends = torch.full((1,), False, device=ids.device) | torch.isin(token, going)
+    bool((going & ~ends).max() == 0)
