@@ -199,8 +199,8 @@ class _OnDevice:
         per_row = list(zip(*(piece.rows for piece in pieces), strict=True))
         chunks = _chunks(pieces)
         tables = (
-            full(num_rows, -1, torch.int32),
-            full(num, -1, torch.int32),
+            full(num_rows, -1, torch.int32),  # the slot of each row
+            full(num, -1, torch.int32),  # of each slot its row, and when that was used
             full(num, -1, torch.int64),
             table([[data.data_ptr() for data in row] for row in per_row]),
             table([[data.numel() for data in row] for row in per_row]),
@@ -214,7 +214,7 @@ class _OnDevice:
             full(num, -1, torch.int64),
         )
         found = _brought(tables, device)
-        self._held, self._places = tuple(found[:3]), found[3:7]  # the slot of each row; of each slot its row, and when
+        self._held, self._places = found[:3], found[3:7]
         self._state, self._missed, self._ahead, self._first_at, self._by_age, self._guarded = found[7:]
         self._pieces = len(pieces), len(chunks)
 

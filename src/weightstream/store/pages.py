@@ -19,15 +19,13 @@ from functools import partial
 
 import torch
 
-from weightstream.store import heap
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
 
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
-_ROOM_NBYTES = 64 << 20
-_PAUSE_S = 1e-3  # between two registrations: the driver lets nobody in while one is made
+_PAUSE_S = 1e-3  # behind each: the driver lets nobody in while one is made, and who pins would be the first again
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
 Range = tuple[FileMapping, int, int]
@@ -103,7 +101,7 @@ class PageCache:
         for each in () if self.pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        ahead = _Ahead(pages, self._closed, self._node) if self.pins and pages else None
+        ahead = _Ahead(pages, self._closed, self._node) if self.pins else None
         arena = self._arena if ahead is not None else None
         job = partial(_bring_in, pages, arena, ahead, self._show, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
@@ -128,15 +126,14 @@ class PageCache:
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them.
 
-    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them. So it does where
-    a heap grows: there is room in that of the calling thread, for kernels that a first step loads.
+    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them, and whoever
+    touches new memory waits for both.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
         self._made = threading.Event()
-        self._leave_room = heap.room(_ROOM_NBYTES)
         # no pool: at its end an interpreter lets one finish all that it was given
         run = settled(self._run, node)
         self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
@@ -178,7 +175,6 @@ class _Ahead:
         self._waiting.clear()
         for thread in self._threads:
             thread.join()
-        self._leave_room()
 
 
 def _bring_in(
@@ -206,6 +202,8 @@ def _bring_in(
             arena = ahead = None
         finally:
             each.done.set()  # whatever happened: somebody may wait for it
+        if ahead is not None:
+            closed.wait(_PAUSE_S)
     if ahead is not None:
         ahead.close()
 
@@ -219,7 +217,6 @@ def _pin(each: Pages, arena: Arena, ahead: _Ahead, show: Show | None, closed: th
     if not _has_ended(closed):
         arena.pin(window.memory)
         each.window, each.view = window, None if show is None else show(window.memory)
-        closed.wait(_PAUSE_S)
 
 
 def _populate(where: FileMapping | Window, each: Pages, closed: threading.Event) -> bool:
