@@ -39,7 +39,8 @@ from weightstream.plan.turns import PipelinePlan
 from weightstream.prospects import can_decode
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
-from weightstream.runtime.devices import libraries, opened
+from weightstream.runtime.devices import opened
+from weightstream.runtime.preload import preloading
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
@@ -136,7 +137,7 @@ def pipeline_from_pretrained(
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
-        with libraries(backend.device):
+        with preloading(backend.device):
             loaded = load_pipeline(
                 path_or_repo_id,
                 dtype=dtype_given(dtype, torch_dtype),

@@ -14,12 +14,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_all_that_is_launched_runs(dtype: torch.dtype) -> None:
-    before = torch.get_default_dtype()
+    before, state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(dtype)
     try:
         preload._launch(CPU)
     finally:
         torch.set_default_dtype(before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda")])

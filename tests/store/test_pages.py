@@ -1149,3 +1149,36 @@ def test_an_error_while_it_settles_lets_everything_go(
     assert_steps_equal(model, reference, "cpu", range(2))
     with stream_file(model, checkpoint):
         assert_steps_equal(model, reference, "cpu", range(3))
+
+
+def test_nobody_waits_for_the_pause_behind_what_was_pinned(
+    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "_PAUSE_S", 60)
+    cache, begin = PageCache(device.pin, device.unpin), time.perf_counter()
+    first, second = hold(cache, mapping, (0, PAGE), (8 * PAGE, 9 * PAGE))
+    assert first.source(0, PAGE) is not None
+    time.sleep(0.2)
+    assert not second.done.is_set(), "who pins lets others use the driver meanwhile"
+    cache.close()
+    assert second.done.is_set()
+    assert time.perf_counter() - begin < 30
+
+
+def test_who_pins_asks_how_the_device_has_it(mapping: FileMapping, device: Device) -> None:
+    asked: list[str] = []
+
+    def show(memory: torch.Tensor) -> torch.Tensor | None:
+        asked.append(threading.current_thread().name)
+        return memory if len(asked) == 1 else None
+
+    with contextlib.closing(PageCache(device.pin, device.unpin, show=show)) as cache:
+        first, second = hold(cache, mapping, (5, 900), (8 * PAGE, 9 * PAGE))
+        shown, source = first.shown(7, 800), first.source(7, 800)
+        assert shown is not None
+        assert source is not None
+        assert shown.data_ptr() == source.data_ptr()
+        assert torch.equal(shown, source)
+        assert second.source(8 * PAGE, 9 * PAGE) is not None
+        assert second.shown(8 * PAGE, 9 * PAGE) is None, "it cannot"
+    assert asked == ["weightstream-pages"] * 2

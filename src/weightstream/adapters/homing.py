@@ -6,7 +6,6 @@ folder and views that from then on, one tensor at a time in memory.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.leaves import Role, Shell, behind
+from weightstream.store import heap
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
@@ -73,7 +73,7 @@ class Homing:
             raise self.refused
         self._freed_nbytes += tensor.nbytes
         if self._freed_nbytes >= _TRIM_NBYTES:
-            trim_heap()
+            heap.trim()
             self._freed_nbytes = 0
         home = self._folder.write(name, tensor)
         self._written.add(home.data_ptr())
@@ -101,10 +101,3 @@ class Homing:
             for name, tensor in named.items():
                 if tensor is not None:
                     self.take(name, tensor)
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system."""
-    # glibc keeps freed tensors between small live blocks: without this, memory grew by half of what was converted
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)

@@ -25,7 +25,7 @@ import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters import hf_private, hf_sharded
-from weightstream.adapters.homing import Homing, trim_heap
+from weightstream.adapters.homing import Homing
 from weightstream.adapters.hub import (
     DESCRIBING,
     build,
@@ -44,6 +44,7 @@ from weightstream.adapters.unpacking import unpack_late
 from weightstream.config import OffloadConfig, no_such_option
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
 from weightstream.plan.amounts import human
+from weightstream.store import heap
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.decoded import LazyMemory
 from weightstream.store.folder import OffloadFolder
@@ -221,7 +222,7 @@ class _Load:
             with register_module_parameter_registration_hook(self._on_parameter):
                 model = self._build(sources | stacks)
         finally:
-            trim_heap()
+            heap.trim()
         if used:
             hf_private.remember_conversions(model, conversions)
         for memory in checkpoint.lazy.values():
@@ -254,7 +255,7 @@ class _Load:
             ):
                 model = self._build(tensors)
         finally:
-            trim_heap()
+            heap.trim()
         if used:
             hf_private.remember_conversions(model, conversions)
         if num := self._homing.num_written:

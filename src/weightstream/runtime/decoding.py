@@ -30,6 +30,7 @@ from weightstream.plan.caching import NEARLY_ALL
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend
+from weightstream.runtime.garbage import uncollected
 from weightstream.runtime.home import Home
 from weightstream.runtime.slots import Slots
 from weightstream.runtime.sources import PageWindow
@@ -82,13 +83,13 @@ class Opening:
     @cached_property
     def decode(self) -> Callable[[], None]:
         """What decodes or copies all of them."""
-        with _unseen():
+        with _unseen(), uncollected():
             return decoding(*self._about)
 
     @cached_property
     def rows(self) -> Rows | None:
         """What single rows of its stacks are read by, where that may be in place of all."""
-        with _unseen():
+        with _unseen(), uncollected():
             return rows(*self._about)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
@@ -18,6 +17,7 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime import cuda, driver
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.garbage import uncollected
 from weightstream.runtime.lent import Borrowing, Neighbour
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
@@ -33,46 +33,13 @@ def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: b
     """
     if loads and _LEFT:
         gc.collect()
-    with _uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
+    with uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
         backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
         on_failure.callback(backend.close)
         with on(backend.device):
             yield backend
         on_failure.pop_all()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
-    second. What was made counts as old then, so that none of the next looks is at it."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
-
-
-@contextmanager
-def libraries(device: torch.device) -> Iterator[None]:
-    """Meanwhile a thread loads what the first product would wait a third of a second for."""
-
-    def multiply() -> None:
-        matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
-        torch.mm(matrix, matrix)
-
-    if device.type != "cuda":
-        yield
-        return
-    with ThreadPoolExecutor(1, "weightstream-libraries") as pool:
-        pool.submit(multiply)  # what it fails with, such as no memory, the first product will tell
-        yield
 
 
 def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from weightstream.store import heap
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
@@ -26,6 +27,7 @@ from weightstream.store.near import Node, settled
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
 _PAUSE_S = 1e-3  # behind each: the driver lets nobody in while one is made, and who pins would be the first again
+_ROOM_NBYTES = 64 << 20
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
 Range = tuple[FileMapping, int, int]
@@ -126,14 +128,15 @@ class PageCache:
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them.
 
-    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them, and whoever
-    touches new memory waits for both.
+    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them. So it does where
+    a heap grows: there is room in that of the calling thread, for what a first step takes.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
         self._made = threading.Event()
+        self._leave_room = heap.room(_ROOM_NBYTES) if pages else lambda: None
         # no pool: at its end an interpreter lets one finish all that it was given
         run = settled(self._run, node)
         self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
@@ -175,6 +178,7 @@ class _Ahead:
         self._waiting.clear()
         for thread in self._threads:
             thread.join()
+        self._leave_room()
 
 
 def _bring_in(
