@@ -164,7 +164,7 @@ def from_pretrained(
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend = backends[0]
         prepare(backend.device, config.uses_codes)
-        with preloading(backend.device):
+        with preloading(backend.device, generates=True):
             loaded = load_pretrained(
                 path_or_repo_id,
                 dtype=dtype_given(dtype, torch_dtype),

@@ -137,7 +137,7 @@ def pipeline_from_pretrained(
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         prepare(backend.device, config.uses_codes)
-        with preloading(backend.device):
+        with preloading(backend.device, generates=False):
             loaded = load_pipeline(
                 path_or_repo_id,
                 dtype=dtype_given(dtype, torch_dtype),

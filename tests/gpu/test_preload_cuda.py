@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 import torch
 
@@ -13,11 +15,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_is_launched_runs(dtype: torch.dtype) -> None:
     device, before = torch.device("cuda", torch.cuda.current_device()), torch.get_default_dtype()
-    preload._launch(device)  # libraries keep a workspace
+    preload._launch(device, Event(), generates=True)  # libraries keep a workspace
     state, held = torch.cuda.get_rng_state(device), torch.cuda.memory_allocated(device)
     torch.set_default_dtype(dtype)
     try:
-        preload._launch(device)
+        preload._launch(device, Event(), generates=True)
     finally:
         torch.set_default_dtype(before)
     torch.cuda.synchronize(device)

@@ -3,49 +3,96 @@
 from __future__ import annotations
 
 import threading
+from threading import Event
 
 import pytest
 import torch
 
 from weightstream.runtime import preload
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stages that ran."""
+    found: list[str] = []
+    for name in ("_inputs", "_attention", "_experts", "_token"):
+
+        def stage(*given: torch.Tensor, name: str = name, real: object = getattr(preload, name)) -> object:
+            found.append(name)
+            assert callable(real)
+            return real(*given)
+
+        monkeypatch.setattr(preload, name, stage)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_all_that_is_launched_runs(dtype: torch.dtype) -> None:
+def test_all_that_is_launched_runs(dtype: torch.dtype, launched: list[str]) -> None:
     before, state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(dtype)
     try:
-        preload._launch(CPU)
+        preload._launch(CPU, Event(), generates=True)
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(torch.get_rng_state(), state)
+    assert launched == ["_inputs", "_attention", "_experts", "_token"]
 
 
-@pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_where_nothing_generates_or_all_is_deterministic_there_is_one_product(
+    deterministic: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    preload._launch(CPU, Event(), generates=deterministic)
+    assert launched == []
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
 def test_it_runs_on_a_thread_for_a_gpu_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[torch.device, bool]] = []
+    ran: list[tuple[torch.device, bool, bool]] = []
     here = threading.get_ident()
-    monkeypatch.setattr(preload, "_launch", lambda d: ran.append((d, threading.get_ident() == here)))
-    with preload.preloading(device):
-        pass
-    assert ran == ([] if device == CPU else [(device, False)])
+
+    def launch(device: torch.device, failed: Event, *, generates: bool) -> None:
+        ran.append((device, threading.get_ident() == here, generates))
+
+    monkeypatch.setattr(preload, "_launch", launch)
+    for generates in (True, False):
+        with preload.preloading(device, generates=generates):
+            pass
+    assert ran == ([] if device == CPU else [(device, False, True), (device, False, False)])
 
 
-def test_where_operators_are_to_be_deterministic_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[torch.device] = []
-    monkeypatch.setattr(preload, "_launch", ran.append)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with preload.preloading(torch.device("cuda")):
-        pass
-    assert ran == []
+def test_a_load_that_fails_waits_for_a_stage_alone(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, inputs, launch = Event(), Event(), preload._inputs, preload._launch
+
+    def slow(ids: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(30)
+        return inputs(ids)
+
+    def on_cpu(_: torch.device, failed: Event, *, generates: bool) -> None:
+        real = failed.set
+        monkeypatch.setattr(failed, "set", lambda: (real(), go_on.set()))
+        launch(CPU, failed, generates=generates)
+
+    monkeypatch.setattr(preload, "_inputs", slow)
+    monkeypatch.setattr(preload, "_launch", on_cpu)
+
+    def load() -> None:
+        assert begun.wait(30)
+        raise KeyError("no such weight")
+
+    with pytest.raises(KeyError), preload.preloading(CUDA, generates=True):
+        load()
+    assert launched == ["_inputs"]
 
 
 def test_what_it_fails_with_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: torch.device) -> None:
+    def fail(_: torch.device, failed: Event, *, generates: bool) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(preload, "_launch", fail)
-    with preload.preloading(torch.device("cuda")):
+    with preload.preloading(CUDA, generates=True):
         pass

@@ -38,6 +38,7 @@ from weightstream.assembly import Given
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError, StoreError
 from weightstream.runtime.homes import Homes
+from weightstream.store import heap
 from weightstream.store import mapping as mapping_module
 from weightstream.store import pages as pages_module
 from weightstream.store.checkpoint import Checkpoint
@@ -1154,8 +1155,13 @@ def test_an_error_while_it_settles_lets_everything_go(
 def test_nobody_waits_for_the_pause_behind_what_was_pinned(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages_module, "_PAUSE_S", 60)
-    cache, begin = PageCache(device.pin, device.unpin), time.perf_counter()
+    def pin(memory: torch.Tensor) -> None:
+        time.sleep(0.06)
+        device.pin(memory)
+
+    monkeypatch.setattr(pages_module, "_PAUSE", 1000)
+    monkeypatch.setattr(pages_module, "_LONGEST_PAUSE_S", 60)
+    cache, begin = PageCache(pin, device.unpin), time.perf_counter()
     first, second = hold(cache, mapping, (0, PAGE), (8 * PAGE, 9 * PAGE))
     assert first.source(0, PAGE) is not None
     time.sleep(0.2)
@@ -1182,3 +1188,70 @@ def test_who_pins_asks_how_the_device_has_it(mapping: FileMapping, device: Devic
         assert second.source(8 * PAGE, 9 * PAGE) is not None
         assert second.shown(8 * PAGE, 9 * PAGE) is None, "it cannot"
     assert asked == ["weightstream-pages"] * 2
+
+
+def test_where_the_device_cannot_have_it_in_place_it_is_pinned_all_the_same(
+    mapping: FileMapping, device: Device
+) -> None:
+    def show(memory: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room for a view")
+
+    refused: list[Exception] = []
+    with contextlib.closing(PageCache(device.pin, device.unpin, show=show)) as cache:
+        found = hold(cache, mapping, (5, 900), (8 * PAGE, 9 * PAGE), refused=refused.append)
+        assert [pages.source(pages.begin, pages.end) is None for pages in found] == [False, False]
+        assert [pages.shown(pages.begin, pages.end) for pages in found] == [None, None]
+    assert not refused
+
+
+def test_malloc_has_room_for_whoever_holds_pages_until_they_are_there(
+    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+
+    def tell(what: str) -> None:
+        told.append((what, threading.current_thread().name))
+
+    def room(nbytes: int) -> Callable[[], None]:
+        assert nbytes == pages_module._ROOM_NBYTES
+        tell("room")
+        return lambda: tell("left")
+
+    def pin(memory: torch.Tensor) -> None:
+        tell("pin")
+        device.pin(memory)
+
+    monkeypatch.setattr(heap, "room", room)
+    with contextlib.closing(PageCache(pin, device.unpin)) as cache:
+        for pages in hold(cache, mapping, (5, 900), (8 * PAGE, 9 * PAGE)):
+            pages.done.wait(30)
+        assert cache._thread is not None
+        cache._thread.join(30)
+        here, there = threading.current_thread().name, "weightstream-pages"
+        assert told == [("room", here), ("pin", there), ("pin", there), ("left", there)]
+        hold(cache, mapping, (5, 900))  # which is there
+    with contextlib.closing(PageCache()) as cache:
+        hold(cache, mapping, (5, 900))
+    assert told[4:] == []
+
+
+@pytest.mark.parametrize("num", [0, 2])
+def test_where_the_system_has_no_more_threads_fewer_map_pages(
+    num: int, mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, start = list[threading.Thread](), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if len(begun) > num:  # the first one pins
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    content = mapping.path.read_bytes()
+    with contextlib.closing(PageCache(device.pin, device.unpin)) as cache, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        for pages in hold(cache, mapping, *((4 * n * PAGE, (4 * n + 1) * PAGE) for n in range(8))):
+            memory = pages.source(pages.begin, pages.end)
+            assert memory is not None
+            assert memory.numpy().tobytes() == content[pages.begin : pages.end]
+    assert len(begun) == num + 1

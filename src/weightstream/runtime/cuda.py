@@ -200,9 +200,10 @@ class CudaBackend:
             yield
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
-        if (pointer := driver.on_device(memory)) is None:
-            return None
-        view = torch.as_tensor(_Addresses(memory, pointer, memory.numel()), device=self.device)
+        with self._current():
+            if (pointer := driver.on_device(memory)) is None:
+                return None
+            view = torch.as_tensor(_Addresses(memory, pointer, memory.numel()), device=self.device)
         return view if view.data_ptr() == pointer else None
 
     def _stream(self, side: Side) -> torch.cuda.Stream:

@@ -30,7 +30,6 @@ from weightstream.plan.caching import NEARLY_ALL
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.backend import Backend
-from weightstream.runtime.garbage import uncollected
 from weightstream.runtime.home import Home
 from weightstream.runtime.slots import Slots
 from weightstream.runtime.sources import PageWindow
@@ -83,13 +82,13 @@ class Opening:
     @cached_property
     def decode(self) -> Callable[[], None]:
         """What decodes or copies all of them."""
-        with _unseen(), uncollected():
+        with _unseen():
             return decoding(*self._about)
 
     @cached_property
     def rows(self) -> Rows | None:
         """What single rows of its stacks are read by, where that may be in place of all."""
-        with _unseen(), uncollected():
+        with _unseen():
             return rows(*self._about)
 
     @property
@@ -229,8 +228,7 @@ def _copying(home: Home, out: torch.Tensor, backend: Backend) -> Callable[[], No
         return partial(_copy_plain, home, out[: home.group.nbytes], backend)
     if home.layout is None:
         sizes = [segment.numel() for segment in segments]
-        parts = list(zip(out[: home.group.nbytes].split(sizes), segments, strict=True))
-        return partial(_copy_each, parts)
+        return partial(_copy_each, out[: home.group.nbytes].split(sizes), segments)
     pick = coding.picking(segments[0], home.layout, out, stack.num_rows, heads=stack.heads().to(out.device))
     return partial(pick, torch.arange(stack.num_rows, device=out.device))
 
@@ -241,9 +239,9 @@ def _copy_plain(home: Home, out: torch.Tensor, backend: Backend) -> None:
     home.source.plain_into(out)
 
 
-def _copy_each(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     with _unseen():
-        for target, source in parts:
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
 

@@ -17,7 +17,6 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime import cuda, driver
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.garbage import uncollected
 from weightstream.runtime.lent import Borrowing, Neighbour
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
@@ -33,13 +32,30 @@ def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: b
     """
     if loads and _LEFT:
         gc.collect()
-    with uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
+    with _uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
         backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
         on_failure.callback(backend.close)
         with on(backend.device):
             yield backend
         on_failure.pop_all()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
+    second. What was made counts as old then, so that none of the next looks is at it."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
 
 
 def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:

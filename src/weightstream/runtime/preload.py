@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 
 import torch
 from torch.nn import functional
@@ -20,26 +21,37 @@ _HALF, _SINGLE = torch.bfloat16, torch.float32  # all are named: a load changes 
 
 
 @contextmanager
-def preloading(device: torch.device) -> Iterator[None]:
-    """Meanwhile a thread loads kernels; it is through at the end."""
-    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():  # then some raise, or warn
+def preloading(device: torch.device, *, generates: bool) -> Iterator[None]:
+    """Meanwhile a thread loads kernels, and is through at the end: the library of products, and what `generate` asks
+    for where the model may be one that does."""
+    if device.type != "cuda":
         yield
         return
+    failed = Event()
     with ThreadPoolExecutor(1, "weightstream-preload") as pool:
-        pool.submit(_launch, device)  # what it fails with, such as no memory, the first call will tell
-        yield
+        # what it fails with, such as no memory, the first call will tell
+        pool.submit(_launch, device, failed, generates=generates)
+        try:
+            yield
+        except BaseException:
+            failed.set()
+            raise
 
 
 @torch.inference_mode()
-def _launch(device: torch.device) -> None:
+def _launch(device: torch.device, failed: Event, *, generates: bool) -> None:
     weight = torch.zeros(_WIDTH, _WIDTH, dtype=_HALF, device=device)
-    hidden = functional.linear(weight, weight)  # the library first: it takes longest
+    functional.linear(weight, weight)  # first, as it takes longest
+    if not generates or torch.are_deterministic_algorithms_enabled():  # then some raise, or warn
+        return
     ids = torch.arange(_TOKENS, device=device)[None]
-    positions = _inputs(ids)
     hidden = functional.embedding(ids, weight)
-    hidden = hidden + _attention(_normed(hidden, weight), weight, positions)
-    hidden = hidden + _experts(_normed(hidden, weight)[0], weight)
-    _token(ids, functional.linear(hidden[:, -1:], weight).float()[:, -1])
+    positions = _inputs(ids)
+    if not failed.is_set():
+        hidden = hidden + _attention(_normed(hidden, weight), weight, positions)
+    if not failed.is_set():
+        hidden = hidden + _experts(_normed(hidden, weight)[0], weight)
+        _token(ids, functional.linear(hidden[:, -1:], weight).float()[:, -1])
 
 
 def _inputs(ids: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,6 @@ class _OnDevice:
         pieces = [piece for _, of_stack in stacks for piece in of_stack]
         self._kernels = slot_kernels
         self._num = num_rows, num
-        self._memory = stacks  # the tables have their addresses
         per_row = list(zip(*(piece.rows for piece in pieces), strict=True))
         chunks = _chunks(pieces)
         tables = (
@@ -213,7 +212,8 @@ class _OnDevice:
             full(num, 0, torch.int32),
             full(num, -1, torch.int64),
         )
-        found = _brought(tables, device)
+        found, sent = _brought(tables, device)
+        self._memory = stacks, sent  # the tables have their addresses; the device may come to read them later
         self._held, self._places = found[:3], found[3:7]
         self._state, self._missed, self._ahead, self._first_at, self._by_age, self._guarded = found[7:]
         self._pieces = len(pieces), len(chunks)
@@ -251,14 +251,14 @@ class _OnDevice:
         return Found(hits, misses, ahead, used)
 
 
-def _brought(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The same on a device, by one copy of a few kilobytes, for which the host does not wait."""
+def _brought(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The same on a device, by one copy, for which the host does not wait; and what it reads."""
     sizes = [aligned(tensor.nbytes) for tensor in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     for part, tensor in zip(flat.split(sizes), tensors, strict=True):
         part[: tensor.nbytes] = tensor.view(-1).view(torch.uint8)
     parts = flat.to(device, non_blocking=True).split(sizes)
-    return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+    return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)], flat
 
 
 def put_rows(

@@ -173,11 +173,11 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
     ends = list(accumulate(segment.numel() for segment in segments))
     if ends[-1] != num_rows * nbytes:
         raise InvariantError(f"{num_rows} rows of {nbytes} bytes are not the {ends[-1]} bytes of their segments")
-    if len(segments) == num_rows and all(segment.numel() == nbytes for segment in segments):
-        return [Piece(rows=tuple(segments), at=0)]
     cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
     if any(cut % WORD for cut in cuts):
         return []
+    if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):  # as files have matrices, one by one
+        return [Piece(rows=tuple(segments), at=0)]
     found: list[list[torch.Tensor]] = [[] for _ in cuts[1:]]
     index = begin = 0  # of the segment
     for row in range(num_rows):

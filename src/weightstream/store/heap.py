@@ -18,9 +18,10 @@ def trim() -> None:
 
 
 def room(nbytes: int) -> Callable[[], None]:
-    """Have malloc find so many bytes for the calling thread without asking the system; call the result to end that.
+    """Have malloc find so many bytes for the calling thread without asking the system, until the result is called.
 
-    They take memory where they are used. Nobody gives them back meanwhile, as the last block is in use.
+    It is to be called once. They take a page of each block now, and memory where they are used. Nobody gives them back
+    meanwhile, as the last block is in use. What malloc maps by itself, 128 KiB and more at first, is asked for as ever.
     """
     malloc, free = _library().malloc, _library().free
     *blocks, last = [malloc(_BLOCK_NBYTES) for _ in range(max(1, nbytes // _BLOCK_NBYTES))]

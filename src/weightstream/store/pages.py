@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ from weightstream.store.near import Node, settled
 
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
-_PAUSE_S = 1e-3  # behind each: the driver lets nobody in while one is made, and who pins would be the first again
+_PAUSE = 1 / 6  # of its time, behind it: the driver lets nobody in meanwhile, and who pins would be the first again
+_LONGEST_PAUSE_S = 0.01  # its time may be that of whoever measured the device
 _ROOM_NBYTES = 64 << 20
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
@@ -128,23 +130,19 @@ class PageCache:
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them.
 
-    They wait until all windows are made: the kernel makes one when nobody reads pages in or pins them. So it does where
+    They begin when all windows are made: the kernel makes one when nobody reads pages in or pins them. So it does where
     a heap grows: there is room in that of the calling thread, for what a first step takes.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
-        self._made = threading.Event()
-        self._leave_room = heap.room(_ROOM_NBYTES) if pages else lambda: None
-        # no pool: at its end an interpreter lets one finish all that it was given
-        run = settled(self._run, node)
-        self._threads = [threading.Thread(target=run, name="weightstream-pages") for _ in pages[:_AHEAD]]
-        for thread in self._threads:
-            thread.start()
+        self._leave_room = weakref.finalize(self, heap.room(_ROOM_NBYTES)) if pages else lambda: None
+        self._threads = list[threading.Thread]()  # no pool: an interpreter that ends lets one do all it was given
+        self._node = node
 
-    def make(self) -> None:
-        """Make all windows, up to one that cannot be made, as it is told in its turn."""
+    def begin(self) -> None:
+        """Make all windows, up to one that cannot be made, as it is told in its turn; then let the threads begin."""
         for each, found in self._found.items():
             if _has_ended(self._closed):
                 break
@@ -153,10 +151,15 @@ class _Ahead:
             except Exception as error:
                 found.set_exception(error)
                 break
-        self._made.set()
+        with suppress(RuntimeError):  # the system has no more of them
+            for _ in range(min(_AHEAD, len(self._found))):
+                thread = threading.Thread(target=settled(self._run, self._node), name="weightstream-pages")
+                thread.start()
+                self._threads.append(thread)
+        if not self._threads:
+            self._run()
 
     def _run(self) -> None:
-        self._made.wait()
         with suppress(IndexError):  # none are left
             while True:
                 window, each = self._waiting.popleft()
@@ -191,13 +194,14 @@ def _bring_in(
 ) -> None:
     """What the thread does: it holds no PageCache, so that one that is forgotten can go."""
     if ahead is not None:
-        ahead.make()
+        ahead.begin()
     for each in pages:
+        took_s = 0.0
         try:
             if arena is None or ahead is None:
                 _populate(each.mapping, each, closed)
             else:
-                _pin(each, arena, ahead, show, closed)
+                took_s = _pin(each, arena, ahead, show, closed)
         except Exception as error:
             if arena is not None:
                 on_refusal(error)
@@ -206,21 +210,26 @@ def _bring_in(
             arena = ahead = None
         finally:
             each.done.set()  # whatever happened: somebody may wait for it
-        if ahead is not None:
-            closed.wait(_PAUSE_S)
+        closed.wait(min(took_s * _PAUSE, _LONGEST_PAUSE_S))
     if ahead is not None:
         ahead.close()
 
 
-def _pin(each: Pages, arena: Arena, ahead: _Ahead, show: Show | None, closed: threading.Event) -> None:
+def _pin(each: Pages, arena: Arena, ahead: _Ahead, show: Show | None, closed: threading.Event) -> float:
+    """The seconds in which it was pinned."""
     if _has_ended(closed):  # then not all have a window
-        return
+        return 0.0
     window, is_there = ahead.window(each)
     if not is_there:
         _populate(window, each, closed)
-    if not _has_ended(closed):
-        arena.pin(window.memory)
-        each.window, each.view = window, None if show is None else show(window.memory)
+    if _has_ended(closed):
+        return 0.0
+    begin = time.perf_counter()
+    arena.pin(window.memory)
+    each.window = window
+    with suppress(RuntimeError):  # it is pinned; where the device cannot have it so, it is copied whole
+        each.view = None if show is None else show(window.memory)
+    return time.perf_counter() - begin
 
 
 def _populate(where: FileMapping | Window, each: Pages, closed: threading.Event) -> bool:
