@@ -126,6 +126,28 @@ def test_views_cost_nothing_and_rows_not_the_table() -> None:
     assert op == Op(nbytes=2 * (14 * 16 * 4) + 14 * 8)
 
 
+def test_what_is_written_in_place_and_cast_is_counted_each_time_and_a_reshape_where_it_copies() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                y = x.to(torch.float32)
+                assert y.add_(1) is y
+                y.div_(y)
+                y.reshape(4, 48).to(torch.float32)  # a view, and no work
+                y.t().reshape(-1)
+                x = y.to(torch.bfloat16, copy=True)
+            return x
+
+    given, single = 8 * 24 * 2, 8 * 24 * 4
+    found = watched(Model(), torch.randn(8, 24, dtype=BF16))
+    of_one = [given + single, 2 * single, 3 * single, 2 * single, single + given]
+    assert [op.nbytes for _, _, op in found.ops] == 3 * of_one
+    nums = sorted((launch.op.nbytes, num) for launch, num in found.launches if launch.op is not None)
+    assert nums == sorted((nbytes, 3) for nbytes in of_one)
+    assert all(launch.is_in_place != launch.is_repeatable for launch, _ in found.launches)
+    assert found.activation_nbytes == 2 * 512 + 2 * 1024  # what is given, x, y, and the next y
+
+
 class Reordered(nn.Module):
     """Declares a, b, c and runs c, a, a, b; what it computes itself has no unit."""
 

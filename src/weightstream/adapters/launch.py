@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,6 +22,10 @@ _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FREE = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach_))
+_IN_PLACE = frozenset(  # they change values alone
+    getattr(_aten, name)
+    for name in ("add_", "sub_", "mul_", "div_", "masked_fill_", "copy_", "index_copy_", "index_put_")
+)
 _BY_ROW = frozenset(  # of their first argument, a table, they touch as much as the other ones name
     getattr(_aten, name)
     for name in ("embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "index_add_", "scatter_")
@@ -48,11 +53,12 @@ def _spec(tensor: torch.Tensor) -> Spec:
 class Launch:
     """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
-    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing. `call` runs
-    it on other tensors. `alive_nbytes`: the most that is alive right behind it.
+    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing.
+    `is_in_place`: so may its first argument, of which it changes values alone. `call` runs it on other tensors.
+    `alive_nbytes`: the most that is alive right behind it.
     """
 
-    __slots__ = ("_call", "_made", "alive_nbytes", "is_repeatable", "op", "workspace_nbytes")
+    __slots__ = ("_call", "_made", "alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
@@ -61,6 +67,7 @@ class Launch:
         changes: bool = func._schema.is_mutable
         parts = output if isinstance(output, tuple) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
+        self.is_in_place = func.overloadpacket in _IN_PLACE and output is given[0]
         self._made = [_spec(tensor) for tensor in made]
         self._call = func, tree_map_only(torch.Tensor, _spec, (args, kwargs))
         self.op: Op | None = None
@@ -85,6 +92,17 @@ class Launch:
         """What it returns, without running it."""
         made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._made)
         return made if len(made) > 1 else made[0]
+
+
+def simpler(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """What the two most frequent composite operators come to, a kernel and a view; all else as it is."""
+    if func is _aten.to.dtype and len(args) == 2 and not kwargs and args[0].dtype is not args[1]:
+        return _aten._to_copy.default, args[:1], {"dtype": args[1]}
+    if func is _aten.reshape.default:
+        with suppress(RuntimeError):  # its strides may not let it be a view
+            args[0].view(args[1])
+            return _aten.view.default, args, kwargs
+    return func, args, kwargs
 
 
 def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:

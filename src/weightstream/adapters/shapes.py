@@ -317,6 +317,7 @@ class _Forward(OperatorMode):
             for tensor in tensors_in(output):
                 self._made[_memory_of(tensor)] = tensor.untyped_storage()
             return output
+        func, args, kwargs = launch.simpler(func, args, kwargs)
         if _is_composite(func) and not launch.is_kernel(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -324,8 +325,8 @@ class _Forward(OperatorMode):
             return func(*args, **kwargs)
         key = func, _signed(args), _signed(tuple(kwargs.items()))
         seen = self.launches.get(key)
-        if seen is not None and seen.is_repeatable:
-            output = seen.repeat()
+        if seen is not None and (seen.is_repeatable or seen.is_in_place):
+            output = args[0] if seen.is_in_place else seen.repeat()
         else:
             output = launch.run(func, args, kwargs)
             seen = self.launches[key] = Launch(func, args, kwargs, output)
