@@ -88,8 +88,10 @@ class Launch:
         args, kwargs = tree_map_only(Spec, tensor, (args, kwargs))
         return partial(func, *args, **kwargs)
 
-    def repeat(self) -> Any:
-        """What it returns, without running it."""
+    def repeat(self, args: Any) -> Any:
+        """What it returns for such arguments, without running it."""
+        if self.is_in_place:
+            return args[0]
         made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._made)
         return made if len(made) > 1 else made[0]
 

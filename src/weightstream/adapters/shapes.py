@@ -326,7 +326,7 @@ class _Forward(OperatorMode):
         key = func, _signed(args), _signed(tuple(kwargs.items()))
         seen = self.launches.get(key)
         if seen is not None and (seen.is_repeatable or seen.is_in_place):
-            output = args[0] if seen.is_in_place else seen.repeat()
+            output = seen.repeat(args)
         else:
             output = launch.run(func, args, kwargs)
             seen = self.launches[key] = Launch(func, args, kwargs, output)

@@ -29,7 +29,7 @@ _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thr
 _PIECE_NBYTES = 64 << 20  # close() waits for one
 _PAUSE = 1 / 6  # of its time, behind it: the driver lets nobody in meanwhile, and who pins would be the first again
 _LONGEST_PAUSE_S = 0.01  # its time may be that of whoever measured the device
-_ROOM_NBYTES = 64 << 20
+_ROOM_NBYTES = 64 << 20  # a first step took 36, for kernels that were not loaded before [H100]
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
 Range = tuple[FileMapping, int, int]
@@ -105,7 +105,7 @@ class PageCache:
         for each in () if self.pins else pages:
             each.done.set()  # no copy waits: the first read of a page brings it in
         self._closed.clear()
-        ahead = _Ahead(pages, self._closed, self._node) if self.pins else None
+        ahead = _Ahead(pages, self._closed, self._node) if self.pins and pages else None
         arena = self._arena if ahead is not None else None
         job = partial(_bring_in, pages, arena, ahead, self._show, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
@@ -137,7 +137,7 @@ class _Ahead:
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
-        self._leave_room = weakref.finalize(self, heap.room(_ROOM_NBYTES)) if pages else lambda: None
+        self._leave_room = weakref.finalize(self, heap.room(_ROOM_NBYTES))
         self._threads = list[threading.Thread]()  # no pool: an interpreter that ends lets one do all it was given
         self._node = node
 
