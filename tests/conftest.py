@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +29,27 @@ os.environ.pop("COLUMNS", None)  # tests of screens say how wide these are
 _NUM_MODULES = pytest.StashKey[int]()
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long goes first, or one worker would wait for it alone in the end."""
+    _thin(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `few(n)`, all cases but n are for stress: those n that its name draws, so that others
+    are drawn of the same grid elsewhere."""
+    cases = defaultdict[tuple[object, ...], list[pytest.Function]](list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("stress"):
+            assert isinstance(item, pytest.Function)
+            cases[item.path, item.cls, item.originalname].append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("few")
+        assert marker is not None
+        kept = random.Random(found[0].originalname).sample(range(len(found)), min(marker.args[0], len(found)))
+        for item in (item for index, item in enumerate(found) if index not in kept):
+            item.add_marker("stress")
 
 
 @pytest.hookimpl(trylast=True)

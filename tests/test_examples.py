@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = sorted(Path(__file__).parents[1].joinpath("examples").glob("*.py"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_identical(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As scripts, but in this process: an interpreter for each would import transformers and diffusers again."""

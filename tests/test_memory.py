@@ -67,6 +67,7 @@ RUN = """
 """
 
 
+@pytest.mark.stress
 @pytest.mark.slow
 def test_peak_memory_follows_the_budget(checkpoint: Path) -> None:
     done = subprocess.run(

@@ -542,6 +542,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
     return profile
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
 def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_reader(
@@ -559,6 +560,7 @@ def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_rea
         assert not any(name.endswith("conv") for name in names(offloader))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("first", "kind", "is_compiled"), thinned([0.5, 0.8, 2.0], [peeking, partial], [False, True]))
 def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
     first: float, kind: Callable[[], Iterator[nn.Module]], is_compiled: bool, profile: Profile
@@ -581,6 +583,7 @@ def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
     assert chosen[-1] or not is_compiled  # what must stay has room
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.7, 0.95, 1.2])
 def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(share: float, profile: Profile) -> None:
     """Even those that stay: their bytes are decoded where the module that owns them runs, and only then."""

@@ -142,6 +142,7 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["900KiB", "2MiB", "16MiB"])
 @pytest.mark.parametrize("codec", ["3bit", "4bit"])
 def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, codec: str, budget: str) -> None:
@@ -184,6 +185,7 @@ def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return run
 
 
+@pytest.mark.stress
 def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
     found = {codec: plan("--codec", codec) for codec in ("none", "3bit", "4bit", "auto")}
     assert [found[codec]["code"] for codec in ("none", "3bit", "4bit")] == [None, "small", "fast"]
@@ -194,6 +196,7 @@ def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
     assert found["auto"] == plan()
 
 
+@pytest.mark.stress
 def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = importlib.import_module("weightstream.measure.bench")
     sizes: list[int] = []

@@ -131,6 +131,7 @@ def assert_equal_for_a_while(model: Any, reference: Any, name: str, dtype: torch
         assert torch.equal(model.generate(tokens(1), **options), reference.generate(tokens(1), **options))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "codec"), EVERY_SECOND)
 def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, codec: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
@@ -175,6 +176,7 @@ def values(model: Any) -> dict[str, Any]:
     return {name: (kind, *facts[1:-2], facts[-1]) for name, (kind, *facts) in exact(model).items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
@@ -202,6 +204,7 @@ def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told
     assert [line for line in told if "converted" not in line] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama tied", "vit"])
 @pytest.mark.parametrize("codec", ["auto", "none"])
 def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
@@ -220,6 +223,7 @@ def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
     assert values(model) == values(reference)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "codec"), thinned(["plain", "3bit"], ["3bit", "none", "auto"]))
 def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, folder: Any) -> None:
     reference = plain(folder("llama"), "llama", dtype=torch.float16)
@@ -265,6 +269,7 @@ def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) 
     assert_equal_for_a_while(model, reference, "llama tied")
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("kind", ["plain", "3bit"])
 def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama"), "llama")
@@ -282,6 +287,7 @@ def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder:
     assert_equal_for_a_while(model, reference, "llama")
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(("packed", "host_budget"), thinned(CODECS, [None, "250KiB"]))
 def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | None, folder: Any) -> None:
     reference = plain(folder("llama"), "llama")
@@ -305,6 +311,7 @@ def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | Non
     assert values(model) == values(reference)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     ["t5", "mamba"]

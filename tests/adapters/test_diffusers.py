@@ -57,6 +57,7 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
 
 
 # from files are sd3 and qwen in CI, and sdxl is in a pipeline of the same components
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "controlnet", "wan"))
 def test_images_are_the_same_bits(name: str, device: str) -> None:
     """At three budgets, after a plain call, in the first call and the second, with other steps, and once removed."""
@@ -113,6 +114,7 @@ def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str
         pipe.vae.weightstream  # noqa: B018
 
 
+@pytest.mark.stress
 def test_a_cast_that_has_no_room() -> None:
     """It is refused with the remedy, and the pipeline goes on as it was."""
     pipe = pipelines.build("flux")
@@ -131,6 +133,7 @@ def test_a_cast_that_has_no_room() -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "wan"))
 def test_a_rehearsal_tells_which_calls_come(name: str) -> None:
     """As many of each component as the call then makes."""
@@ -153,6 +156,7 @@ def test_a_rehearsal_tells_which_calls_come(name: str) -> None:
     assert f"{plan.seconds:.2f} s per call" in text
 
 
+@pytest.mark.stress
 def test_more_steps_and_larger_images_take_longer() -> None:
     pipe = offloaded("flux")
     few, many, large = (
@@ -177,6 +181,7 @@ def test_components_have_one_ring_in_turn() -> None:
     assert held < sum(rings) + sum(plan.resident_nbytes for plan in plans)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("name", only(["flux", "controlnet", "wan"], "flux", "wan"))
 def test_no_fill_on_demand_and_none_in_vain(name: str) -> None:
     """Once calls were seen: a turn begins with what it needs first, and ends without what another would fill over."""
@@ -193,6 +198,7 @@ def test_no_fill_on_demand_and_none_in_vain(name: str) -> None:
     assert nbytes_after - nbytes_before <= nbytes_before - before
 
 
+@pytest.mark.stress
 def test_most_of_the_budget_is_for_what_runs_most() -> None:
     pipe = offloaded("flux", share=0.5)
     kept = {name: s.plan.resident_nbytes for name, s in pipe.weightstream.components.items()}
@@ -244,6 +250,7 @@ def test_a_component_may_call_another() -> None:
     assert pipe.weightstream.stats().components["outer"].fills > 4
 
 
+@pytest.mark.stress
 def test_threads_wait_for_each_other() -> None:
     pipe = offloaded("flux", share=0.35)
     encoder, transformer = pipe.text_encoder_2, pipe.text_encoder
@@ -265,6 +272,7 @@ def test_threads_wait_for_each_other() -> None:
     assert not any(failed)
 
 
+@pytest.mark.stress
 def test_methods_beside_forward_are_steps() -> None:
     """Those of a VAE are known by name; others once a unit runs in them."""
     pipe = offloaded("sdxl", share=0.35)
@@ -292,6 +300,7 @@ def test_methods_beside_forward_are_steps() -> None:
     assert "compute" not in vars(net)
 
 
+@pytest.mark.stress
 def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan(device: str) -> None:
     from diffusers import FirstBlockCacheConfig
 
@@ -316,6 +325,7 @@ def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan(device: str) ->
     assert pipe.weightstream.plan(**pipelines.arguments("flux", steps=8)).turns[2].num == 8, "as if none were left out"
 
 
+@pytest.mark.stress
 def test_a_cache_that_comes_later_moves_less() -> None:
     """Blocks that are left out are not filled, nor anything on demand."""
     from diffusers import FirstBlockCacheConfig
@@ -379,6 +389,7 @@ def test_adapters_that_are_loaded_later(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(with_lora(pipe, state), want, strict=True))
 
 
+@pytest.mark.stress
 def test_adapters_that_are_fused(device: str) -> None:
     """As close as fusing itself is; bit for bit on the CPU, where it is done."""
     pytest.importorskip("peft")
@@ -394,6 +405,7 @@ def test_adapters_that_are_fused(device: str) -> None:
     assert not torch.allclose(images[0], pipelines.image(pipelines.build("flux", device), "flux"), atol=1e-3)
 
 
+@pytest.mark.stress
 def test_a_pipeline_of_the_same_components() -> None:
     picture = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
@@ -413,6 +425,7 @@ def test_a_pipeline_of_the_same_components() -> None:
         weightstream.offload_pipeline(other, device="cpu", device_budget="1MiB")
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("form", ["gguf q8_0", "layerwise casting"])
 def test_quantised_components(form: str, device: str) -> None:
     pytest.importorskip("gguf")
@@ -439,6 +452,7 @@ def test_quantised_components(form: str, device: str) -> None:
         assert torch.equal(pipelines.image(pipe, "flux"), want)
 
 
+@pytest.mark.stress
 def test_another_call_than_the_one_that_was_planned_for() -> None:
     plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
     calls: list[dict[str, Any]] = [
@@ -451,6 +465,7 @@ def test_another_call_than_the_one_that_was_planned_for() -> None:
         assert torch.equal(pipelines.image(pipe, "flux", **call), pipelines.image(plain, "flux", **call))
 
 
+@pytest.mark.stress
 def test_a_call_that_is_interrupted() -> None:
     plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
 
@@ -469,6 +484,7 @@ def test_a_call_that_is_interrupted() -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain, "flux"))
 
 
+@pytest.mark.stress
 def test_calls_that_come_last_and_cannot_be_told() -> None:
     """A safety checker reads values: the plan ends before it and says so; images are flagged as by the plain one."""
     call = {key: value for key, value in pipelines.arguments("checked").items() if key != "prompt"}
@@ -505,6 +521,7 @@ def test_components_that_come_later() -> None:
     pipe.weightstream.remove()
 
 
+@pytest.mark.stress
 def test_every_budget_from_the_least_on_plans() -> None:
     pipe = offloaded("flux")
     example, refused = pipelines.arguments("flux"), []
@@ -531,6 +548,7 @@ def pipe() -> Any:
     return offloaded("flux")
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("args", [("cpu",), (torch.device("cpu"),), ("cpu", torch.float32), (torch.float32,)])
 def test_a_move_to_where_it_is_does_nothing(pipe: Any, args: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "weightstream"):
@@ -573,6 +591,7 @@ def test_other_ways_to_offload_are_refused_with_the_remedy(pipe: Any, name: str)
         getattr(pipe, name)(torch.device("cpu"))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_is_a_plain_pipeline(way: str) -> None:
     want, pipe = plain_image("flux"), offloaded("flux")
@@ -627,6 +646,7 @@ def test_it_is_saved_as_the_plain_one(pipe: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, plain[name]) for name, value in again.state_dict().items())
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("when", only(["before", "after"], "before"))
 def test_compiled_blocks(when: str) -> None:
     """`compile_repeated_blocks` on an offloaded component, before its first call and after: close to the plain one."""
@@ -660,6 +680,7 @@ def test_what_is_no_pipeline_is_refused() -> None:
             weightstream.offload(value)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
@@ -679,6 +700,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], kind: type[Exception]
     assert not any(hasattr(part, "weightstream") for part in parts(pipe).values())
 
 
+@pytest.mark.stress
 def test_twice() -> None:
     pipe = offloaded("flux")
     with pytest.raises(weightstream.OffloadError, match="offloaded already"):
@@ -690,6 +712,7 @@ def test_twice() -> None:
         found.plan()
 
 
+@pytest.mark.stress
 def test_a_call_that_cannot_be_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is offloaded all the same, and the first call teaches."""
     want = plain_image("flux")

@@ -25,6 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(path.stem, None)
 
 
+@pytest.mark.stress
 @pytest.mark.usefixtures("no_loading_bars")
 def test_a_row_of_a_load(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = tmp_path / "model", tmp_path / "rows.jsonl"

@@ -64,6 +64,7 @@ def assert_equal_weights(model: Any, expected: Any) -> None:
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("saved", "share"), thinned(NAMES, [0.3, 0.6, 2]), indirect=["saved"])
 def test_streams_from_parts_of_files(share: float, saved: Any, tmp_path: Path, caplog: Any) -> None:
     original, folder = saved
@@ -82,6 +83,7 @@ def test_streams_from_parts_of_files(share: float, saved: Any, tmp_path: Path, c
     assert os.listdir(tmp_path / "offload") == []
 
 
+@pytest.mark.few(1)
 def test_streams_from_disk(saved: Any, tmp_path: Path) -> None:
     original, folder = saved
     expected = reference(original, folder)
@@ -97,6 +99,7 @@ def test_streams_from_disk(saved: Any, tmp_path: Path) -> None:
     model.weightstream.remove()
 
 
+@pytest.mark.few(1)
 def test_updates_arrive(saved: Any) -> None:
     original, folder = saved
     expected = reference(original, folder)
@@ -112,6 +115,7 @@ def test_updates_arrive(saved: Any) -> None:
     assert_equal_weights(model, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saved", ["qwen3_moe-bf16"], indirect=True)
 @pytest.mark.parametrize("codec", ["3bit", "4bit"])
 def test_what_is_in_parts_can_be_coded(codec: str, saved: Any, caplog: Any) -> None:
@@ -129,6 +133,7 @@ def test_what_is_in_parts_can_be_coded(codec: str, saved: Any, caplog: Any) -> N
     assert_equal_weights(model, expected)
 
 
+@pytest.mark.few(1)
 def test_a_model_is_saved_as_it_was(saved: Any, tmp_path: Path) -> None:
     original, folder = saved
     expected = reference(original, folder)
@@ -150,6 +155,7 @@ UPDATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("saved", "update"), thinned(NAMES, UPDATES), indirect=["saved"])
 def test_updates_between_steps_however_they_are_made(update: str, saved: Any) -> None:
     """Of memory that was gathered no kernel tells which pages were written to."""

@@ -57,6 +57,7 @@ def is_sliding(model: Any) -> bool:
     return bool(getattr(model.config, "sliding_window", None)) and model.config.model_type != "qwen3_moe"
 
 
+@pytest.mark.few(1)
 def test_tokens_equal_those_of_a_static_cache(model: Any) -> None:
     for ids in (prompt(5), prompt(9)):  # twice, and with another length
         want = model.generate(ids, **options(), **STATIC)
@@ -69,6 +70,7 @@ def test_tokens_equal_those_of_a_static_cache(model: Any) -> None:
         assert cuda.replays == decoding.replays
 
 
+@pytest.mark.few(2)
 def test_sampling_draws_the_same_tokens(model: Any) -> None:
     sampled = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "num_return_sequences": 2}
     torch.manual_seed(5)
@@ -80,6 +82,7 @@ def test_sampling_draws_the_same_tokens(model: Any) -> None:
     assert decoding.replays > 15
 
 
+@pytest.mark.few(2)
 def test_logits_and_states_of_all_steps_are_kept(model: Any) -> None:
     kept = {"return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
     want = model.generate(prompt(), **options(**kept), **STATIC)
@@ -93,6 +96,7 @@ def test_logits_and_states_of_all_steps_are_kept(model: Any) -> None:
         assert int(ours.get_seq_length()) == int(theirs.get_seq_length()) == 5 + 23
 
 
+@pytest.mark.few(2)
 def test_left_padding(model: Any) -> None:
     ids = prompt(6, rows=3)
     mask = torch.ones_like(ids)
@@ -199,6 +203,7 @@ def test_an_offloaded_model_without_cuda() -> None:
             assert torch.equal(generate(llama, prompt(), on_decoding=lambda _: None, **options()), want)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
@@ -352,6 +357,7 @@ def test_the_window_makes_its_index_on_the_device() -> None:
     assert not {"update", "get_seq_length", "get_mask_sizes"} & set(vars(layer))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("called_before", [False, True])
 def test_an_offloaded_model_learns_its_order_first(called_before: bool) -> None:
     llama = build("llama")
@@ -389,6 +395,7 @@ class ReadsByToken(transformers.LlamaForCausalLM):
         return output
 
 
+@pytest.mark.stress
 def test_a_weight_that_only_steps_of_one_token_read_is_not_forgotten() -> None:
     """With so little memory that it cannot stay there."""
     llama = randomise(ReadsByToken(build("llama").config).eval(), 11)

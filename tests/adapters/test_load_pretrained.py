@@ -203,6 +203,7 @@ def test_what_is_gathered_is_saved_as_transformers_saves_it(mixtral: Path, tmp_p
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "bert"])
 def test_a_second_load_into_the_folder(kind: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -464,6 +465,7 @@ print(nbytes / 2**20, max(peak, anonymous()) - before, anonymous() - before)
 """
 
 
+@pytest.mark.stress
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),

@@ -91,6 +91,7 @@ def places(found: Any) -> dict[str, list[bool]]:
 KINDS = only(pipelines.PIPELINES, "sd3", "wan")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_images_are_the_same_bits(name: str, device: str, saved: Callable[[str], Path]) -> None:
     folder = saved(name)
@@ -110,6 +111,7 @@ def test_images_are_the_same_bits(name: str, device: str, saved: Callable[[str],
     assert torch.equal(pipelines.image(pipe, name), want)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", pipelines.PIPELINES)
 def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]) -> None:
     """No second copy of any of them; nothing is written."""
@@ -119,6 +121,7 @@ def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]
     assert set(places(found)) == set(parts(pipelines.build(name)))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("option", [pytest.param("dtype", marks=pytest.mark.stress), "torch_dtype"])
 def test_another_dtype(option: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     """What is cast goes to the offload folder, once, and is what diffusers casts."""
@@ -145,6 +148,7 @@ def test_modules_that_stay_in_float32(saved: Callable[[str], Path]) -> None:
     assert {name: param.dtype for name, param in sketch.transformer.named_parameters()} == wanted
 
 
+@pytest.mark.stress
 def test_variants(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Files of a variant where a component has them, else its plain ones; shards of it too."""
     pipe = pipelines.build("flux")
@@ -288,6 +292,7 @@ def in_one_file(state: dict[str, torch.Tensor], last: int) -> dict[str, torch.Te
     return found
 
 
+@pytest.mark.stress
 def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """What it does not hold is given as folders; what is cut from a projection stays where the file is."""
     folder = saved("sd3")
@@ -308,6 +313,7 @@ def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(pipelines.image(pipe, "sd3"), pipelines.image(plain(folder), "sd3"))
 
 
+@pytest.mark.stress
 def test_a_coded_component(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Decoded into the offload folder where nothing decodes as it is needed, and for another dtype."""
     folder = tmp_path / "coded"
@@ -344,6 +350,7 @@ def test_the_plan_of_files(saved: Callable[[str], Path], tmp_path: Path) -> None
     assert bare.turns[-1].component == "vae"
 
 
+@pytest.mark.stress
 def test_the_plan_of_configs_has_one_dtype(tmp_path: Path) -> None:
     """Components without files are in the dtype that the others tell, as long as none is given."""
     pipe = pipelines.build("flux")
@@ -367,6 +374,7 @@ def test_the_plan_of_configs_has_one_dtype(tmp_path: Path) -> None:
         assert weightstream.plan_model(tmp_path / "flux", **given, dtype=dtype).seconds > 0
 
 
+@pytest.mark.stress
 def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
     """Not those of configs, which on the hub often tell another."""
     want = pipelines.image(pipelines.build("sdxl"), "sdxl")
@@ -451,6 +459,7 @@ def with_a_link_to_elsewhere(folder: Path) -> None:
     path.symlink_to(folder.parent / "secret.safetensors")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -509,11 +518,13 @@ def test_options_that_cannot_be(
         weightstream.pipeline_from_pretrained(saved("flux"), **given)
 
 
+@pytest.mark.stress
 def test_options_that_say_what_is_done_anyway(saved: Callable[[str], Path]) -> None:
     pipe = loaded(saved("flux"), use_safetensors=True, low_cpu_mem_usage=True, local_files_only=True)
     assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain(saved("flux")), "flux"))
 
 
+@pytest.mark.stress
 def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> None:
     """From files too, and told by their plan."""
     pipelines.build("upcast").save_pretrained(tmp_path)

@@ -77,6 +77,7 @@ def test_an_encoder_is_given_its_text_at_once(tmp_path: Path) -> None:
         assert planned.workload == Workload(batch=1, tokens=length, context=length)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "times"), thinned(BUDGETS, [1.0, 1.5, 99]))
 def test_it_is_the_plan_of_the_loaded_model(folders: Mapping[str, Path], name: str, times: float) -> None:
     plan = assert_same_plan(folders[name], device_budget=int(times * BUDGETS[name]))
@@ -93,6 +94,7 @@ WORKLOADS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "settings", "workload"), thinned(["llama", "mixtral"], WORKLOADS))
 def test_the_workload_counts(
     folders: Mapping[str, Path], name: str, settings: Mapping[str, int], workload: Workload
@@ -104,6 +106,7 @@ def test_the_workload_counts(
     assert plan.activation_nbytes > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [

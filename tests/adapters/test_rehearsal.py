@@ -47,6 +47,7 @@ def test_a_component_that_is_cast_stays_as_it_is() -> None:
     assert all(param.is_meta for param in cast.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["float", "half", "to", "device"])
 def test_ways_to_cast(way: str) -> None:
     """Cast and cast back, on the pipeline's own part of a call; a move to a device changes nothing."""
@@ -112,6 +113,7 @@ def test_the_call_that_was_an_example_gives_the_plain_image() -> None:
     assert torch.equal(pipe(**call).images, want)
 
 
+@pytest.mark.stress
 def test_a_pipeline_of_pipelines() -> None:
     """What one holds is rehearsed, not run; its image is the plain one."""
     pipe = pipelines.build("combined")

@@ -71,6 +71,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "weightstream" and r.levelno >= logging.WARNING]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", thinned(sorted(models.ARCHITECTURES)))
 def test_manifest_is_that_of_the_loaded_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +90,7 @@ def test_manifest_is_that_of_the_loaded_model(
     assert checkpoint.entries.keys() == loaded.checkpoint.entries.keys()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama-bf16", "t5", "mixtral", "bert"])
 def test_manifest_in_another_dtype(name: str, tmp_path: Path) -> None:
     """Of t5, transformers keeps some weights in float32."""

@@ -46,6 +46,7 @@ def tiny(shape: Any) -> Any:
     return shape._replace(sizes=dict(shape.sizes) | {name: TINY[name] for name in shape.sizes if name in TINY})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
     shape = shapes.SHAPES[name]
@@ -55,6 +56,7 @@ def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
         assert found == pytest.approx(share, abs=0.02), num_slots
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(("name", "batch"), list(zip(NAMES, (1, 2, 2, 1), strict=True)))
 def test_experts_are_given_the_tables_ids(name: str, batch: int, shapes: Any) -> None:
     shape = tiny(shapes.SHAPES[name])

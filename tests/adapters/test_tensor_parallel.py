@@ -136,6 +136,7 @@ def test_on_each_rank(kind: str, name: str, done: Callable[[str], subprocess.Com
         assert f"rank {rank}: {name} holds" in done(kind).stdout, done(kind).stderr[-4000:]
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("done", ["cpu"], indirect=True)
 def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]) -> None:
     done("")
@@ -171,6 +172,7 @@ def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch._C._get_accelerator() == torch.device("cuda")
 
 
+@pytest.mark.stress
 def test_plans_that_no_processes_can_make(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     about: dict[str, Any] = {"device": "cpu", "tp_size": 2}
     with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):

@@ -88,6 +88,7 @@ def plan_in_matrices(streamer: weightstream.Streamer) -> Plan:
     return Plan.build(grain, frozenset(grain.aliases) - stacks, ring_nbytes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
     ("implementation", "codec"), thinned(["batched_mm", "grouped_mm", "eager"], ["small", "none"], every=3)

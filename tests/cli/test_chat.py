@@ -73,6 +73,7 @@ def test_clear_forgets_and_exit_ends(folder: Path) -> None:
     assert first == second
 
 
+@pytest.mark.stress
 def test_an_answer_that_is_cut_is_said_to_be(folder: Path) -> None:
     assert "[cut at 8 tokens: raise --max-new-tokens]" in talk(folder, "w5 w9").stderr
     once = talk(folder, flags=("--max-new-tokens", "8", "--prompt", "w5 w9"))

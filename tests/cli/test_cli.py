@@ -105,6 +105,7 @@ def test_shows_text_then_summary(folder: Path) -> None:
     assert "\x1b" not in result.output
 
 
+@pytest.mark.stress
 def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
     given = ("--gpus", 2, "--device-budget", "300KiB", "--prompt", PROMPT)
     found = run_json(folder, *given, "--verify")
@@ -156,6 +157,7 @@ print("both ran")
 """
 
 
+@pytest.mark.stress
 def test_bytes_that_are_no_text_are_replaced(folder: Path) -> None:
     """From a pipe, and as an argument."""
     command = [sys.executable, "-c", TWICE, os.fsencode(folder), b"w5 \xe4\xff"]
@@ -299,6 +301,7 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"weightstream {__version__}\n"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify"), ("plan", "--sweep")])
 def test_help_loads_no_torch(command: str, option: str) -> None:
     code = "import sys, weightstream.__main__"

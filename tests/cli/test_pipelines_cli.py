@@ -57,6 +57,7 @@ def pixels(path: Path) -> bytes:
         return made.tobytes()
 
 
+@pytest.mark.stress
 def test_a_plan_tells_every_component(folder: Path, tmp_path: Path) -> None:
     result = weightstream("plan", folder, "--device-budget", BUDGET, *CALL, "--sweep", "--save", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
@@ -94,6 +95,7 @@ def read_until_closed(terminal: int, shown: bytearray) -> None:
             shown += part
 
 
+@pytest.mark.stress
 def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     shown = bytearray()
@@ -112,6 +114,7 @@ def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.Mon
     assert told == sorted(told)
 
 
+@pytest.mark.stress
 def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightstream.cli.pipelines import Session
 
@@ -129,6 +132,7 @@ def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert "identical: no" in result.stdout
 
 
+@pytest.mark.stress
 def test_a_video_is_written(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "video.gif"
     flags = ("--device-budget", "300KiB", *CALL, "--frames", 5, "--prompt", "w5 w9", "--out", out)
@@ -150,6 +154,7 @@ def test_what_no_video_can_be_written_to_is_told_first(
     assert text in result.stderr
 
 
+@pytest.mark.stress
 def test_an_mp4_is_written(video: Path, tmp_path: Path) -> None:
     pytest.importorskip("imageio_ffmpeg")
     out = tmp_path / "video.mp4"
@@ -165,6 +170,7 @@ def test_what_the_pipeline_itself_refuses(video: Path, tmp_path: Path) -> None:
     assert "WanPipeline cannot run with height=33" in result.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_a_pipeline_that_needs_more_than_a_prompt(command: str, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "i2i")
@@ -176,6 +182,7 @@ def test_a_pipeline_that_needs_more_than_a_prompt(command: str, folder: Path, tm
     assert "FluxImg2ImgPipeline cannot run with" in result.stderr
 
 
+@pytest.mark.stress
 def test_calls_are_timed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     flags = ("--device-budget", BUDGET, *CALL, "--seconds", 0.1, "--out", out)
@@ -189,6 +196,7 @@ def test_calls_are_timed(folder: Path, tmp_path: Path) -> None:
     assert "all images are the same bits" in shown.stdout
 
 
+@pytest.mark.stress
 def test_a_pack_is_the_same_pipeline(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pack", str(folder), str(tmp_path / "packed"), "--verify"])
     assert result.exit_code == 0, result.output
@@ -202,6 +210,7 @@ def test_a_pack_is_the_same_pipeline(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(again.vae.decoder.conv_in.weight, pipelines.build("flux").vae.decoder.conv_in.weight)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("command", "flags", "text"),
     [

@@ -109,6 +109,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert re.search(r"limit: link, busy [\d.]+ ms of a step; compute [\d.]+ (ms|us)\n", text)
 
 
+@pytest.mark.stress
 def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(
     plan: Callable[..., Result], swept: dict[str, Any]
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(
     assert rows[-1][3] == "", "all of it fits as it is"
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("width", "lost"), [(60, {"", "code"}), (80, set()), pytest.param(100, set(), marks=pytest.mark.stress)]
 )
@@ -142,6 +144,7 @@ def test_a_sweep_is_a_line_per_budget_at_any_width(
     assert {"budget MiB", "resident", "ring", "code", "step ms", "tokens/s", "limit", ""} - shown == lost
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("charset", only(["ascii", "latin-1"], "latin-1"))
 def test_a_stream_that_encodes_no_boxes_gets_plain_ones(folder: Path, machine: Path, charset: str) -> None:
     flags = ["--profile", str(machine), "--host-budget", "30GiB", "--device-budget", "8MiB", "--sweep"]
@@ -171,6 +174,7 @@ def test_what_a_plan_says_of_itself_is_on_the_screen(plan: Callable[..., Result]
     assert all(line in text for line in printed.splitlines()[1:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
@@ -188,6 +192,7 @@ def test_no_budget_is_no_budget_to_leave_out(plan: Callable[..., Result]) -> Non
     assert "     note: everything fits and nothing streams\n" in shown_of(plan())
 
 
+@pytest.mark.stress
 def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) -> None:
     flags = ("--batch", 64, "--tokens", 2048, "--json")
     found = facts(plan("--device-budget", "14MiB", *flags))
@@ -334,6 +339,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_says_why_all_experts_are_read(kind: str, machine: Path, tmp_path: Path) -> None:
     sizes, reason = MIXTURES[kind]

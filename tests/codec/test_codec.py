@@ -99,6 +99,7 @@ MOST_BITS = {
 }
 
 
+@pytest.mark.few(6)
 @kinds
 @pytest.mark.parametrize("scale", [1.0, 1.2, 1.41, 1.7, 64.0])
 def test_gaussian_weights_take_few_bits(dtype: str, bits: int, scale: float) -> None:
@@ -284,6 +285,7 @@ def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, bits: int, se
     decoded(torch.full_like(coded, 255), layout)
 
 
+@pytest.mark.few(2)
 @kinds
 def test_a_flipped_bit_changes_what_it_must(dtype: str, bits: int) -> None:
     """Every bit of sign, mantissa and symbols counts: flipped, one weight changes, or those that share its escapes."""
@@ -300,6 +302,7 @@ def starts_of(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
     return coded[layout.starts_at : layout.bases_at].view(torch.int32)
 
 
+@pytest.mark.stress
 @settings(max_examples=200, deadline=None)
 @given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), kind=st.sampled_from(KINDS))
 def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> None:

@@ -51,6 +51,7 @@ def test_one_pass_gives_all_codes(dtype: str) -> None:
     assert torch.equal(data, gaussian(dtype, 100 * TILE))
 
 
+@pytest.mark.few(2)
 @dtypes
 @pytest.mark.parametrize("scale", [0.016, 0.019, 0.0221, 1.0])
 def test_gaussian_weights_never_take_more(dtype: str, scale: float) -> None:
@@ -64,6 +65,7 @@ def test_gaussian_weights_never_take_more(dtype: str, scale: float) -> None:
     assert max(excess) < 0.006
 
 
+@pytest.mark.stress
 def test_the_error_is_that_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a margin of one standard error, a sixth of all tensors takes more: here, one with its tiles in any order."""
     monkeypatch.setattr(estimate, "_STANDARD_ERRORS", 1)

@@ -166,6 +166,7 @@ def tables(decoding: triton_codec.Decoding) -> list[torch.Tensor]:
 # Sound bytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "bits", "pattern"),
     thinned(KINDS, [name for name in PATTERNS if "shuffled" not in name and "Gaussian," not in name], every=3),
@@ -174,17 +175,20 @@ def test_encode_gives_the_bytes_of_the_reference(dtype: str, bits: int, pattern:
     assert_encoded_as_reference(excerpt(pattern, dtype), dtype, bits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "bits", "count"), thinned(KINDS, [1, 2, 4095, 4096, 4097]))
 def test_encode_any_number(dtype: str, bits: int, count: int) -> None:
     assert_encoded_as_reference(spread(dtype, count, 0.5, 2.0, seed=count), dtype, bits)
 
 
+@pytest.mark.stress
 @some_kinds
 def test_every_value(dtype: str, bits: int) -> None:
     data = PATTERNS["every value, shuffled"](dtype)
     assert torch.equal(decoded([assert_encoded_as_reference(data, dtype, bits)])[0], data)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_histograms(dtype: str, pattern: str) -> None:
@@ -192,6 +196,7 @@ def test_histograms(dtype: str, pattern: str) -> None:
     assert torch.equal(triton_codec.histograms(data.to(DEVICE), dtype).cpu(), reference.histograms(data, dtype))
 
 
+@pytest.mark.few(1)
 @some_kinds
 def test_decode_several_at_once(dtype: str, bits: int) -> None:
     """Every pattern, and sizes around those of words, lanes and tiles, in one launch."""
@@ -201,6 +206,7 @@ def test_decode_several_at_once(dtype: str, bits: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, data, strict=True))
 
 
+@pytest.mark.stress
 def test_more_tensors_than_a_launch_takes() -> None:
     """A full table, and one more launch; the last one has a tensor alone."""
     data = [gaussian("bfloat16", count) for count in range(1, 34)]
@@ -209,6 +215,7 @@ def test_more_tensors_than_a_launch_takes() -> None:
     assert all(torch.equal(*pair) for pair in zip(decoded(parts), data, strict=True))
 
 
+@pytest.mark.few(2)
 @kinds
 def test_decoding_again_reads_anew(dtype: str, bits: int) -> None:
     """All addresses are fixed; what is at them may change."""
@@ -226,6 +233,7 @@ def test_decoding_again_reads_anew(dtype: str, bits: int) -> None:
 # No access outside
 
 
+@pytest.mark.few(2)
 @interpreted
 @pytest.mark.parametrize(("dtype", "bits", "count"), thinned(KINDS, [4, 5000]))
 def test_encode_has_no_access_outside(dtype: str, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +294,7 @@ def damaged_parts(dtype: str, bits: int, how: str) -> list[Part]:
     return [(damaged(coded, layout, how, seed), layout, out) for seed, (coded, layout, out) in enumerate(whole)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("dtype", "bits", "how"), thinned(KINDS, DAMAGES, every=3))
 def test_damaged_bytes(dtype: str, bits: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give what the reference gives, no access outside, and each word of a target is written once."""
@@ -346,6 +355,7 @@ print(json.dumps({name: names.count(name) for name in names}))
 """
 
 
+@pytest.mark.stress
 def test_each_kernel_is_compiled_once_for_each_code() -> None:
     """Whatever sizes, numbers and addresses it is given: each costs seconds."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -100,6 +100,7 @@ def rows_of(layout: Layout, coded: torch.Tensor) -> torch.Tensor:
     return by_reference(coded, layout).view(NUM_ROWS, -1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "bits", "place", "tiles"), thinned(KINDS, ["the stack", "slots"], [1, 2], every=3))
 def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: str, bits: int) -> None:
     layout, coded = stack(dtype, bits, tiles)
@@ -196,6 +197,7 @@ def damaged(layout: Layout, coded: torch.Tensor, how: str) -> torch.Tensor:
     return coded
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
 def test_damaged_starts_in_slots_have_no_access_outside(
     how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +216,7 @@ def test_damaged_starts_in_slots_have_no_access_outside(
     assert_guards_hold(out)
 
 
+@pytest.mark.few(2)
 @interpreted
 @pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
 def test_damaged_starts_of_a_stack_have_no_access_outside(

@@ -291,6 +291,7 @@ def test_copies_are_made_in_every_round() -> None:
 # -- the steps ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_every_step_is_of_other_tokens_and_comes_again(name: str) -> None:
     steps = Steps(MODELS[name]().module, Workload(batch=2, tokens=2, context=30), CPU)
@@ -355,6 +356,7 @@ def test_no_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "pip install 'weightstream[plot]'" in refused(run(folder, "--plot", tmp_path / "a.png"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["no-such-folder/a.png", "a.nothing"])
 def test_a_figure_that_cannot_be_written(folder: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")

@@ -125,6 +125,7 @@ def test_a_number_is_the_best_of_its_samples() -> None:
     assert sent == [{"a": 1.5, "b": 1.0}]
 
 
+@pytest.mark.stress
 def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     sample = bench._Part.sample
@@ -138,6 +139,7 @@ def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.Mon
     assert names[4:6] == ["decoding", "kernels"], "a graph is captured when nothing compiles any more"
 
 
+@pytest.mark.stress
 def test_a_number_that_fails_in_a_later_round_is_assumed(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

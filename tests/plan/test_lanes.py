@@ -31,6 +31,7 @@ def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0, 
     return Lane(plan=plan, simulated=plan, profile=profile, hop_s=hop_s)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", [Profile(), LINK_BOUND, BUSY, replace(BUSY, overhead_s=2.0, handover_s=0.3)])
 def test_one_lane_takes_what_a_plan_takes(profile: Profile) -> None:
     for manifest in SMALL_MODELS:
@@ -109,6 +110,7 @@ def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None
     assert fastest(deals(), PLACES)[0] == 0
 
 
+@pytest.mark.stress
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 3), st.lists(st.integers(8, 40), min_size=3, max_size=3), st.floats(1e-3, 3.0))
 def test_no_deal_is_left_out_that_is_faster(num: int, budgets: list[int], compute_s: float) -> None:

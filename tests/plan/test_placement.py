@@ -144,6 +144,7 @@ def smallest_budget(manifest: Manifest) -> int:
     return least
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_budget_of_small_models(profile: Profile) -> None:
     for manifest in SMALL_MODELS:
@@ -197,6 +198,7 @@ def test_streamed_bytes_do_not_rise_with_the_budget_if_only_they_count() -> None
             assert most_regained(placed(manifest, LINK_BOUND)) == 0
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "shape",
     [(32, 4096, 14336, 1024, 128256), pytest.param((28, 1024, 3072, 1024, 151936), marks=pytest.mark.stress)],
@@ -589,6 +591,7 @@ def decoder_405b() -> Manifest:
     return decoder(126, 16384, 53248, 1024, 128256)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("skeleton", "num_billion"), [(decoder_100b, 100), (decoder_405b, 400)], ids=["100B", "405B"])
 @pytest.mark.parametrize("share", [0.05, 0.33, 0.9])
 def test_a_huge_model_is_planned_in_a_second(skeleton: Callable[[], Manifest], num_billion: int, share: float) -> None:
@@ -637,6 +640,7 @@ def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profi
     return map_to_host(plan, manifest, 0, profile), profile
 
 
+@pytest.mark.stress
 @settings(max_examples=150, deadline=None)
 @given(drawn=unplaced())
 def test_a_host_that_is_never_late_takes_no_time(drawn: tuple[Plan, Profile]) -> None:
@@ -708,6 +712,7 @@ def test_a_decoder_on_disk_is_read_evenly_and_takes_what_the_disk_takes() -> Non
     assert manifest.nbytes // 4 - placed.host_nbytes < min(manifest.aliases[a] for a in placed.disk)
 
 
+@pytest.mark.stress
 @settings(max_examples=200, deadline=None)
 @given(drawn=unplaced(), data=st.data())
 def test_with_a_disk_the_simulation_lies_between_its_bounds(drawn: tuple[Plan, Profile], data: st.DataObject) -> None:

@@ -49,6 +49,7 @@ def planned(tmp_path: Path, *flags: str) -> tuple[str, float]:
     return done.stdout, seconds
 
 
+@pytest.mark.stress
 def test_a_plan_takes_seconds_and_little_memory(tmp_path: Path) -> None:
     """3.6 s and 380 MiB on two cores that do nothing else, most of it imports: these tell how slow a machine is."""
     seconds, before_s = planned(tmp_path)[1], children_s()

@@ -529,6 +529,7 @@ def classic(found: Prospect) -> Iterator[tuple[int, float, tuple[int, int, int]]
         yield plan.device_nbytes, plan.step_s, (size, num, step)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("shape", "workload", "percents"),
     [

@@ -101,6 +101,7 @@ def bits_of(plan: Plan) -> set[int]:
 # -- what it gains ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("percent", "noise"), thinned([6, 15, 30], [0.0, 0.004]))
 def test_a_step_that_streams_nearly_all_takes_the_coded_bytes_time(percent: int, noise: float) -> None:
     budget = decoder("block", **EIGHT).nbytes * percent // 100
@@ -112,6 +113,7 @@ def test_a_step_that_streams_nearly_all_takes_the_coded_bytes_time(percent: int,
     assert plan.device_nbytes <= budget
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.stress), 0.004])
 def test_more_memory_is_never_slower(noise: float) -> None:
     whole = decoder("block", **EIGHT)
@@ -124,6 +126,7 @@ def test_more_memory_is_never_slower(noise: float) -> None:
     assert all(plan.manifest.codes for plan in plans[:-1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("percent", [76, 80, 85, 90])
 def test_what_fits_coded_does_not_stream(percent: int) -> None:
     """Of the bytes that are left, weights that need no decoding are made: the more memory, the less is decoded."""
@@ -138,6 +141,7 @@ def test_what_fits_coded_does_not_stream(percent: int) -> None:
     assert plan.step_s < 0.7 * raw.step_s
 
 
+@pytest.mark.stress
 def test_a_model_of_1_4_times_the_memory_is_resident() -> None:
     whole = decoder("block", **SEVENTY)
     plan = plan_of(SEVENTY, on=LARGE, device_budget=100 * GIB)
@@ -154,6 +158,7 @@ def test_70b_in_80_gib_is_three_times_as_fast(noise: float) -> None:
     assert 3 * plan.step_s < raw.step_s
 
 
+@pytest.mark.stress
 def test_where_compute_is_the_limit_nothing_is_coded() -> None:
     for budget in (2 * GIB, 8 * GIB):
         plan = plan_of(EIGHT, Workload(tokens=16384, context=16384), device_budget=budget)
@@ -180,6 +185,7 @@ def test_a_device_that_decodes_slowly_codes_nothing() -> None:
     assert plan_of(SMALL, on=slow, device_budget=60 * MIB) == plan_of(SMALL, device_budget=60 * MIB, codec="none")
 
 
+@pytest.mark.stress
 def test_the_faster_code_where_its_bytes_fit() -> None:
     """The 4-bit code decodes faster: it is taken as soon as there is room for it."""
     whole = decoder("block", **EIGHT)
@@ -366,6 +372,7 @@ def coded(manifest: Manifest, *, uneven: bool) -> Manifest:
     return manifest.coded({a: (3, manifest.aliases[a] * 3 // 4 // 512 * 512 + next(more)) for a in aliases})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("compute_s", [0.0, 4.0])
 def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
@@ -389,6 +396,7 @@ def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
     assert num > 200
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("uneven", [False, True])
 def test_room_that_is_left_goes_to_faster_forms(uneven: bool) -> None:
     """Whatever there is room for, in every small model: never over the budget, never slower than without."""

@@ -99,6 +99,7 @@ def planned(percent: int, grain: str = "block", **given: Any) -> tuple[Planner, 
     return planner, planner(decoder(grain, **SMALL))  # type: ignore[arg-type]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("grain", ["block", "half", "matrix"])
 @pytest.mark.parametrize("percent", [20, 45, 70, 90, 100])
 @pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=["decode", "prefill"])

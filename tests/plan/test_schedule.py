@@ -126,6 +126,7 @@ SPARSE: list[tuple[int, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_units", "palette"), DENSE + [pytest.param(*each, marks=pytest.mark.stress) for each in SPARSE]
 )
@@ -135,6 +136,7 @@ def test_every_small_plan_in_order(num_units: int, palette: tuple[int, ...]) -> 
             assert_right(plan_of([s * GRAIN for s in sizes], range(num_units), capacity), capacity)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_units", "palette", "longest"),
     [
@@ -155,6 +157,7 @@ def test_every_small_order(num_units: int, palette: tuple[int, ...], longest: in
                     assert_right(plan_of([s * GRAIN for s in sizes], order, capacity), capacity)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_units", range(1, 6))
 def test_every_small_plan_by_the_ends_of_the_ring(num_units: int) -> None:
     """Neighbours share bytes of a ring that does not hold both, and no others; but around the end of an odd number."""
@@ -260,6 +263,7 @@ def test_a_ring_that_is_used_by_its_ends_holds_at_most_one_unit_for_good() -> No
         assert sum(nbytes) <= 2 * ring or sum(nbytes) - plan.step_nbytes <= max(nbytes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_a_ring_that_goes_around_twice_holds_at_most_one_unit_for_good(num_slots: int) -> None:
     """What the search for a placement takes for the least that a step copies."""

@@ -64,6 +64,7 @@ def in_files_nbytes(streamer: weightstream.Streamer) -> int:
     return sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
 
 
+@pytest.mark.few(4)
 def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(name)
     plain = loaded(path)
@@ -93,6 +94,7 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
         assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8", "torchao float8"])
 def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
     """One weight at a time, into the offload folder: nothing of it stays in memory."""
@@ -115,6 +117,7 @@ def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
         assert in_files_nbytes(streamer) > 0.95 * stats.model_nbytes
 
 
+@pytest.mark.few(1)
 @EVEN
 def test_a_pack_is_loaded_by_both(folder: Any, name: str, tmp_path: Path) -> None:
     """In the order in which it streams, tensor by tensor as it was."""
@@ -135,6 +138,7 @@ def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.few(1)
 @ODD
 def test_is_planned_as_it_is_loaded(folder: Any, name: str) -> None:
     path = folder(name)
@@ -171,6 +175,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
         weightstream.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.few(1)
 @EVEN
 def test_generates_the_same(folder: Any, name: str) -> None:
     path = folder(name)
@@ -180,6 +185,7 @@ def test_generates_the_same(folder: Any, name: str) -> None:
     model.weightstream.remove()
 
 
+@pytest.mark.few(1)
 @ODD
 def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> None:
     """What an offloaded model saves, transformers loads."""
@@ -198,6 +204,7 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8"])
 def test_adapters_of_a_quantised_model(folder: Any, kind: str) -> None:

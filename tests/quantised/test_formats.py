@@ -39,6 +39,7 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert all(torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) for a, b in found), key
 
 
+@pytest.mark.few(6)
 def test_streams_as_it_is(name: str) -> None:
     plain, model = build(name), build(name)
     xs = inputs(model)
@@ -62,6 +63,7 @@ def test_streams_as_it_is(name: str) -> None:
     assert torch.equal(model(xs[1]), wanted[1])
 
 
+@pytest.mark.few(2)
 def test_is_as_it_was_afterwards(name: str) -> None:
     model = build(name)
     names = [leaf.path for leaf in leaves_of(model)]
@@ -71,6 +73,7 @@ def test_is_as_it_was_afterwards(name: str) -> None:
     assert {key: set(module.__dict__) for key, module in model.named_modules()} == attributes
 
 
+@pytest.mark.few(3)
 def test_is_saved_and_copied(name: str) -> None:
     """What an offloaded model saves, another takes; and its copy is a plain one, where that of a plain one works."""
     plain, model = build(name), build(name)
@@ -110,6 +113,7 @@ COMPILED = (
 )
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("name", only(FORMATS, *COMPILED), indirect=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 def test_compiled_by_block(name: str) -> None:
@@ -132,6 +136,7 @@ def test_compiled_by_block(name: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["torchao float8", "compressed fp8", "layerwise casting", "fp8 scaled"])
 def test_float8_is_coded_on_top(kind: str) -> None:
     pytest.importorskip(FORMATS[kind].library or "torch")

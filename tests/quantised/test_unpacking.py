@@ -79,6 +79,7 @@ def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
     assert model[0].up.forward is wrapper
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_kernels_that_repack_weights_in_memory_are_not_taken(method: str, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def decoded(model: Any, num: int = 40) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bits_are_the_plain_ones_and_some_guesses_are_right(name: str) -> None:
     model, num = alike(name), NUM_PICKING.get(name, NUM_LAYERS)

@@ -256,6 +256,7 @@ def test_an_error_reaches_who_waits_for_it_and_nobody_else(backend: Any) -> None
     assert torch.equal(ring.cpu(), host(3))
 
 
+@pytest.mark.few(1)
 def test_what_is_brought_is_there_at_once_and_an_error_leaves_nothing_behind(backend: Any) -> None:
     """More than the staging ring holds, in pieces and from several sources."""
     size = STAGING_NBYTES * (STAGING_BUFFERS + 1) + 5

@@ -128,6 +128,7 @@ def use(monkeypatch: pytest.MonkeyPatch, binding_class: type[Any]) -> None:
     monkeypatch.setattr(installation_module, "Binding", Told)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in SEEDS[1:])])
@@ -161,6 +162,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
         assert (found.mismatches, found.races) == ([], [])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_decoding_out_of_order_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, mutated(monkeypatch, binding_module, MUTATIONS[name]).Binding)
@@ -213,6 +215,7 @@ class CodedGraphRig(GraphRig):
         self.graphs.run(lambda: self.clock.launch(kernel))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PLANS)
 def test_no_kernel_of_a_graph_sees_other_bytes(name: str, seed: int) -> None:
@@ -231,6 +234,7 @@ GRAPH_MUTATIONS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", GRAPH_MUTATIONS)
 def test_decoding_out_of_order_in_steps_at_fixed_addresses_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = mutated(monkeypatch, graphs_module, [GRAPH_MUTATIONS[name]])

@@ -39,6 +39,7 @@ from weightstream.adapters import experts as adapter
 from weightstream.errors import StoreError
 from weightstream.runtime import decoding
 from weightstream.runtime.binding import Binding
+from weightstream.runtime.installation import Installation
 from weightstream.runtime.slots import Lru, Slots
 from weightstream.store.pages import PageCache
 
@@ -70,6 +71,7 @@ def assert_equal(model: Any, plain: Any, *lengths: int, num: int = 6) -> None:
         assert same(generated(model, prompt(length), num), generated(plain, prompt(length), num))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "form"), thinned(CONFIGS, FORMS))
 def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -> None:
     model, plain = built(name), built(name)
@@ -84,6 +86,7 @@ def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -
     assert_equal(model, plain, 2)
 
 
+@pytest.mark.few(1)
 @forms
 def test_few_tokens_select_more_place_and_long_prompts_read_whole_stacks(form: str, selected: Selected) -> None:
     model, plain = built(), built()
@@ -112,6 +115,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("call", "form"), thinned(CALLS, FORMS))
 def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> None:
     model, plain = built(), built()
@@ -123,6 +127,7 @@ def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> Non
             assert min(counts(streamer)) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("implementation", "form"), thinned(["eager", "grouped_mm"], FORMS))
 def test_other_implementations(implementation: str, form: str, selected: Selected) -> None:
     """What loops over experts may read all; what multiplies in groups reads those that are used."""
@@ -136,6 +141,7 @@ def test_other_implementations(implementation: str, form: str, selected: Selecte
         assert "select" in selected.ways
 
 
+@pytest.mark.few(1)
 @forms
 def test_rows_that_are_no_whole_tiles_are_not_picked(form: str, selected: Selected) -> None:
     model, plain = (built("qwen3_moe", moe_intermediate_size=80) for _ in range(2))
@@ -145,6 +151,7 @@ def test_rows_that_are_no_whole_tiles_are_not_picked(form: str, selected: Select
         assert caches(streamer) == []
 
 
+@pytest.mark.few(1)
 @forms
 def test_steps_at_fixed_addresses(form: str, selected: Selected) -> None:
     model, plain = built(), built()
@@ -157,6 +164,7 @@ def test_steps_at_fixed_addresses(form: str, selected: Selected) -> None:
         assert torch.equal(model(prompt(2)).logits, plain(prompt(2)).logits)
 
 
+@pytest.mark.few(2)
 @forms
 @torch.no_grad()
 def test_experts_that_are_called_alone(form: str, selected: Selected) -> None:
@@ -211,6 +219,7 @@ def filled_with_numpy(model: Any) -> None:
 UPDATES = (doubled, one_row, loaded, assigned, written_past_versions, filled_with_numpy)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("update", "form"), [*product(UPDATES, ["cached"]), *thinned(UPDATES, [form for form in FORMS if form != "cached"])]
 )
@@ -232,6 +241,7 @@ def test_updates_between_steps_are_seen(update: Callable[[Any], None], form: str
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.few(1)
 @forms
 def test_what_is_saved_is_the_plain_model(form: str, tmp_path: Path) -> None:
     model, plain = built(), built()
@@ -295,6 +305,7 @@ class Turns:
         return [u for u in units if self.told.index(("found", u)) > self.told.index(("turn", u))]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
 @forms
 def test_a_unit_is_found_out_before_its_turn(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +320,7 @@ def test_a_unit_is_found_out_before_its_turn(form: str, name: str, monkeypatch: 
         assert len(turns.late()) == 1
 
 
+@pytest.mark.few(1)
 @forms
 def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
     form: str, monkeypatch: pytest.MonkeyPatch
@@ -337,10 +349,11 @@ def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
 def test_what_waits_for_pages_is_not_found_out_early(
     comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let = threading.Event()
+    let, looks = threading.Event(), Installation.without_cache
     monkeypatch.setattr(
         assembly, "pinned", lambda *args: (None, PageCache(lambda memory: let.wait(30) and None, lambda memory: None))
     )
+    monkeypatch.setattr(Installation, "without_cache", lambda self: let.set() or looks(self))  # once the step has ended
     model, plain = from_files(tmp_path)
     ids, turns = prompt(64), Turns(monkeypatch)
     with model.weightstream as streamer, torch.no_grad():
@@ -353,6 +366,7 @@ def test_what_waits_for_pages_is_not_found_out_early(
         let.set()
 
 
+@pytest.mark.few(1)
 @forms
 def test_a_forward_of_the_users_is_not_bypassed(form: str, selected: Selected) -> None:
     model, plain = built(), built()
@@ -369,6 +383,7 @@ def test_a_forward_of_the_users_is_not_bypassed(form: str, selected: Selected) -
     assert not same(generated(model, prompt(2)), generated(built(), prompt(2)))
 
 
+@pytest.mark.few(1)
 @forms
 def test_hooks_on_experts_run(form: str, selected: Selected) -> None:
     model, plain = built(), built()
@@ -415,6 +430,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "name"), thinned(FORMS, TARGETS, every=3))
 def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
     """Stacks that an adapter computes are not picked; those of a model whose attention has one are."""
@@ -431,6 +447,7 @@ def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
     assert not same(generated(plain, prompt(2)), generated(built(), prompt(2)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["none", "small"])
 @pytest.mark.usefixtures("no_loading_bars")
 def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
@@ -487,6 +504,7 @@ class Negates:
             self._stack.mul_(-100)
 
 
+@pytest.mark.few(1)
 @forms
 def test_an_update_inside_of_a_step_is_seen(form: str) -> None:
     """An earlier layer changes the experts of a later one."""
@@ -509,6 +527,7 @@ def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with 
 # -- what would be wrong is seen ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @forms
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_memory_that_held_nothing_is_not_read(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,6 +586,7 @@ def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) 
 # -- beside the stacks, and in place of the copies ---------------------------------------------------------------------
 
 
+@pytest.mark.stress
 def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 1024}
     model, plain = (built("gpt_oss", **sizes) for _ in range(2))
@@ -605,6 +625,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.few(1)
 @forms
 @torch.no_grad()
 def test_several_tokens_are_multiplied_in_groups_where_a_trial_gave_the_same_bits(
@@ -639,6 +660,7 @@ def zeros(found: torch.Tensor, _: int) -> None:
     found.zero_()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("damage", "form"), thinned([rarely, raising, zeros], FORMS, every=3))
 @torch.no_grad()
 def test_other_bits_are_not_taken(
@@ -668,6 +690,7 @@ def test_other_bits_are_not_taken(
             assert set(ran) == {"batched_mm"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("why", ["a CPU", "float32", "hooks", "zeros"])
 @torch.no_grad()
 def test_where_no_trial_tells_nothing_is_grouped(

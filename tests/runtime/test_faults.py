@@ -235,6 +235,7 @@ def raising(error: BaseException) -> Callable[[], None]:
     return raise_it
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("warm", [0, 2])
 @pytest.mark.parametrize("where", range(NUM_BLOCKS))
 @pytest.mark.parametrize("error", [Oops("in a block"), KeyboardInterrupt()], ids=["exception", "interrupt"])

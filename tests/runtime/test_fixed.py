@@ -39,6 +39,7 @@ def counters() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", thinned([name for name in MODELS if name not in REFUSED.keys() | UPDATES_ITSELF], every=5)
 )
@@ -216,6 +217,7 @@ def test_what_unseen_graphs_left_is_not_trusted_after_the_step() -> None:
         assert_steps_equal(model, reference, "cpu", range(1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "scope"),
     [pytest.param(name, "model", marks=[pytest.mark.stress] * (i % 6)) for i, name in enumerate(COMPILED)]
@@ -248,6 +250,7 @@ def test_equal_blocks_are_compiled_once(counters: Any) -> None:
         assert streamer.stats().unplanned_fills == unplanned
 
 
+@pytest.mark.stress
 def test_compile_again_with_another_scope_and_remove(counters: Any) -> None:
     model, reference, streamer = opened()
     forwards = [block._compiled_call_impl for block in model.module.blocks]
@@ -270,6 +273,7 @@ def test_a_wrong_scope_is_told(scope: Any) -> None:
         streamer.compile(scope=scope)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_backend_that_is_not_there_can_be_put_right(scope: Any, counters: Any) -> None:
     model, reference, streamer = opened()

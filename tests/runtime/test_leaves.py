@@ -279,6 +279,7 @@ def test_the_leaves_of_a_module_are_found_by_path(block: type[Block]) -> None:
     assert any(leaf.role is Role.ATTRIBUTE for leaf in found) == (block in (Attributes, Stated))
 
 
+@pytest.mark.few(2)
 @KINDS
 def test_steps_are_bitwise_and_everything_comes_back(block: type[Block]) -> None:
     model, plain = chain(block), chain(block)
@@ -298,6 +299,7 @@ def test_steps_are_bitwise_and_everything_comes_back(block: type[Block]) -> None
     steps(model, plain)
 
 
+@pytest.mark.few(2)
 @KINDS
 def test_an_update_of_any_leaf_between_steps_is_in_the_next(block: type[Block]) -> None:
     model, plain = chain(block), chain(block)
@@ -311,6 +313,7 @@ def test_an_update_of_any_leaf_between_steps_is_in_the_next(block: type[Block]) 
     assert_same_state(model, plain)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("block", [Wrapped, Two, Nested, Stated, Attributes], ids=lambda block: block.__name__)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
 def test_copies_are_plain(block: type[Block], way: str) -> None:

@@ -101,6 +101,7 @@ def arrive(backend: Any) -> None:
     backend.wait(Side.COMPUTE, filled)
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("slow", ["own", "there", "pull", "own there pull"])
 @pytest.mark.parametrize("num", [1, 3])
@@ -140,6 +141,7 @@ def test_rows_that_lie_apart_take_the_own_link() -> None:
     backend.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["Stack", "llama", "CalledTwice"])
 def test_the_bits_of_a_model_and_equal_shares_of_its_links(name: str) -> None:

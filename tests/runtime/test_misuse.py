@@ -311,6 +311,7 @@ def test_a_fork_is_told_and_leaves_its_parent_whole(tmp_path: Path) -> None:
     assert done.stdout.split("\n")[:3] == ["refused: True", "refused: True", "parent: fine"]
 
 
+@pytest.mark.stress
 def test_a_generator_that_is_left_open_ends_with_its_process() -> None:
     script = """
         import torch, weightstream

@@ -54,6 +54,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_write_through_one_of_two_objects_reaches_both_units(index: int, write: str) -> None:

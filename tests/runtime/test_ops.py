@@ -219,6 +219,7 @@ def assert_in_order(lines: list[str], num_units: int) -> None:
 HIDDEN = ("norms", "dequantised")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_unit_that_computes_with_its_weights_alone_is_not_compiled(name: str) -> None:
     """A kernel that depends on no activation could come before the wait."""
@@ -236,6 +237,7 @@ def test_a_unit_that_computes_with_its_weights_alone_is_not_compiled(name: str) 
             assert torch.equal(model(x), want)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("name", thinned([name for name in MODELS if name not in HIDDEN]))
 def test_kernels_stand_between_wait_and_release(name: str) -> None:
     """Every unit's bytes are poisoned outside of its pair, so a kernel that was moved out computes with NaN."""
@@ -269,6 +271,7 @@ def logged(streamer: Any, what: str, log: list[tuple[str, int]]) -> Callable[[in
     return call
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["linears", "one input", "keywords and dataclasses"])
 def test_no_copies_of_activations_are_added(name: str) -> None:
     model, _ = build(name)

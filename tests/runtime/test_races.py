@@ -32,6 +32,7 @@ def slow_queues(seed: int, most_s: float = MOST_S) -> Any:
     return Poison(Delay(QueueBackend(), seed, most_s))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_no_kernel_of_the_real_engine_sees_other_bytes(name: str) -> None:
     with Rig(PLANS[name], slow_queues(seed=7)) as rig:
@@ -100,6 +101,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
         assert run_and_count(engine_class, seed) == SimpleNamespace(races=0, mismatches=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_class = mutated_engine(monkeypatch, MUTATIONS[name])

@@ -26,6 +26,7 @@ def assert_counted(rig: GraphRig) -> None:
     assert rig.engine.counters.filled_nbytes == rig.graphs.moved_nbytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_whole_steps_one_behind_another(name: str) -> None:
     with GraphRig(PLANS[name]) as rig:
@@ -42,6 +43,7 @@ def test_whole_steps_one_behind_another(name: str) -> None:
         assert_counted(rig)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("piece", [1, 2])
 def test_pieces_of_a_step_in_a_chain(name: str, piece: int) -> None:
@@ -79,6 +81,7 @@ def test_the_next_steps_fills_follow_their_last_read_and_not_the_end() -> None:
         rig.assert_right(10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "seed"), thinned(PLANS, range(3)))
 def test_eager_and_several_graphs_in_turns(name: str, seed: int) -> None:
     with GraphRig(PLANS[name], seed) as rig:
@@ -176,6 +179,7 @@ class TestAlone:
                 rig.launch_alone(graphs[index * index % 3 % 2])
             rig.assert_right((1 + ROUNDS) * len(rig.plan.manifest.order))
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("name", PLANS)
     @pytest.mark.parametrize("piece", [1, 2])
     def test_pieces_in_their_order(self, name: str, piece: int) -> None:
@@ -199,6 +203,7 @@ class TestAlone:
         with GraphRig(PLANS["5 units in 2 slots"]) as rig:
             rig.assert_right(serve_again(rig))
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize(("name", "seed"), thinned(PLANS, range(3)))
     def test_eager_steps_in_between(self, name: str, seed: int) -> None:
         chance = random.Random(seed)

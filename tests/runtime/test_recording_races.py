@@ -86,12 +86,14 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
     assert not any(is_seen(name, scenario) for name, scenario in SCENARIOS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_mutated(monkeypatch, MUTATIONS[name])
     assert any(is_seen(name, scenario) for name, scenario in SCENARIOS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ENGINE_MUTATIONS)
 def test_every_fence_around_a_launch_that_is_removed_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_rig, "Engine", mutated(monkeypatch, engine_module, [ENGINE_MUTATIONS[name]]).Engine)

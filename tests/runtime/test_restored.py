@@ -67,6 +67,7 @@ def hooks(module: nn.Module) -> dict[str, list[int]]:
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "num_steps"), thinned(NAMES, [0, 3]))
 def test_remove_restores_exactly(name: str, num_steps: int, device: str) -> None:
@@ -94,6 +95,7 @@ def test_remove_leaves_no_hooks() -> None:
     assert not any(key.endswith(("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")) for key in before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["Stack", "KeywordOnly", "llama", "t5"])
 def test_requires_grad_class_and_signature_are_kept_while_offloaded(name: str) -> None:
     model = MODELS[name]()
@@ -199,6 +201,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_moving_and_converting_are_refused(conversion: str, device: str) -> None:

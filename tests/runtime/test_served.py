@@ -49,6 +49,7 @@ def assert_right_in_any_order(rig: GraphRig, steps: Served, seed: int, num_turns
     rig.assert_right(steps.num_kernels)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_unit_is_waited_for_in_one_piece_and_released_in_the_next(name: str) -> None:
     with CodedRig(PLANS[name]) as rig:
@@ -60,6 +61,7 @@ def test_a_unit_is_waited_for_in_one_piece_and_released_in_the_next(name: str) -
         rig.assert_right(steps.num_kernels)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", PLANS)
 def test_several_sizes_in_pieces_and_whole_launched_in_any_order(name: str, warm: bool) -> None:
@@ -74,6 +76,7 @@ def test_several_sizes_in_pieces_and_whole_launched_in_any_order(name: str, warm
         assert_right_in_any_order(rig, steps, seed=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "seed"), thinned(PLANS, range(3)))
 def test_eager_steps_and_more_captures_between_launches(name: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -91,6 +94,7 @@ def test_eager_steps_and_more_captures_between_launches(name: str, seed: int) ->
         rig.assert_right(steps.num_kernels)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "fails_in", "where", "again"),
     thinned(

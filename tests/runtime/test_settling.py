@@ -188,6 +188,7 @@ class Rig:
         return {alias: (type(h.source), h.source.view.data_ptr()) for alias, h in self.homes.homes.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("origin", "kind"), thinned(ORIGINS, DEVICES))
 def test_from_any_place_to_any_other_and_back(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
     rig = Rig(backend, origin, kind, tmp_path)
@@ -200,6 +201,7 @@ def test_from_any_place_to_any_other_and_back(origin: str, kind: str, backend: C
     rig.finish()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_what_is_written_to_anywhere_stays_so(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
@@ -217,6 +219,7 @@ def test_what_is_written_to_anywhere_stays_so(origin: str, kind: str, backend: C
     rig.finish()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("origin", ["ram", "file", "gathered", "columns"])
 def test_what_has_its_place_is_left_alone(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
@@ -237,6 +240,7 @@ def test_what_has_its_place_is_left_alone(origin: str, kind: str, backend: CpuBa
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("origin", ["file", "gathered", "columns"])
 def test_what_left_its_file_goes_back_to_be_read_from_disk(

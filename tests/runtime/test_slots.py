@@ -143,6 +143,7 @@ def steps(num_rows: int, num_slots: int, count: int, seed: int) -> Iterator[list
         yield [row for row in named if row in there]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (16, 1), (40, 13), (8, 8), (128, 32)])
 def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
     table, model = Lru(num_slots), Model(num_slots)
@@ -160,6 +161,7 @@ def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
     assert min(table.hits, table.misses) > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recall", [0.0, 0.2, 0.9])
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (40, 13), (8, 8), (128, 32)])
 def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int, num_slots: int, recall: float) -> None:
@@ -269,6 +271,7 @@ def on_device(rows: Sequence[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=DEVICE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(12, 4), (7, 5), (5, 1)])
 def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
@@ -319,6 +322,7 @@ def assert_missed(pairs: torch.Tensor, missed: Sequence[tuple[int, int]]) -> Non
 SIZES = [(9, 1), (9, 3), (9, 4), (16, 7), (5, 8), (1, 2)]  # rows, and slots
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_rows", "num_slots"),
     [pytest.param(*size, marks=[pytest.mark.stress] * (size not in ((9, 3), (5, 8)))) for size in SIZES],
@@ -449,6 +453,7 @@ def test_the_lists_judge_guesses_by_the_numbers_of_the_kernels() -> None:
     assert lists == tuple(number.value for number in kernels)
 
 
+@pytest.mark.stress
 def test_guesses_of_no_use_end_on_the_device_too() -> None:
     rig, table = Rig(12, 4), Lru(4)
     device = _OnDevice(rig.stacks, 12)

@@ -48,6 +48,7 @@ def fail_at_the_second(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
     monkeypatch.setattr(Assembly, "attach", failing)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "num"),
     [
@@ -501,6 +502,7 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     links.together.cache_clear()
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("codec", ["none", "small"])

@@ -83,6 +83,7 @@ def test_another_order_moves_no_home(opened: Any, monkeypatch: pytest.MonkeyPatc
     assert streamer.plan.manifest.order == order[::-1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", range(3))
 def test_on_an_error_the_plan_in_force_stays(opened: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever memory runs out: for a resident, the ring, the buffer."""
@@ -159,6 +160,7 @@ def test_a_step_refuses_it(opened: Any) -> None:
     assert_runs(streamer, model, plain)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, as it imports its compiler
 def test_code_that_was_compiled_elsewhere_refuses_it(opened: Any) -> None:
     streamer, model, plain = opened
@@ -172,6 +174,7 @@ def test_code_that_was_compiled_elsewhere_refuses_it(opened: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_we_compile_is_compiled_again(opened: Any) -> None:
     streamer, model, plain = opened

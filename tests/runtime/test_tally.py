@@ -122,6 +122,7 @@ def warm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.plan.caching._WORTH", 0.01)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("warm_at_once")
 @pytest.mark.parametrize("num_slots", [2, 6])
 def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
@@ -144,6 +145,7 @@ def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
             assert streamer.plan.step_s == pytest.approx(measured_s, rel=0.5)
 
 
+@pytest.mark.stress
 @pytest.mark.usefixtures("warm_at_once")
 def test_counts_are_read_in_few_steps_and_taken_over_when_they_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reads = built(), [0]
@@ -252,6 +254,7 @@ def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.Capt
     assert f"counted: {counted(found['experts'])}"[:60] in capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["cached", "coded"])
 def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
     cli = importlib.import_module("weightstream.cli.run")

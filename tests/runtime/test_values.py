@@ -41,6 +41,7 @@ def assert_streamed(stats: weightstream.Stats, before: weightstream.Stats, strea
     assert stats.unplanned_fills == before.unplanned_fills
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("name", "share"),
@@ -80,6 +81,7 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
     assert_same(run(model, device, NUM_STEPS), run(reference, device, NUM_STEPS))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", thinned(ARCHITECTURES, every=4))
 def test_an_architecture_streams_through_little_more_than_half(name: str, device: str) -> None:
@@ -130,6 +132,7 @@ def test_blocks_compute_on_the_ring(name: str, device: str) -> None:
     assert steps[0] == steps[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Stack", "TiedLinears", "StridedParameters", "QuantisedWeights", "llama-bf16"])
 def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
@@ -155,6 +158,7 @@ def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
     assert_steps_equal(model, reference, device, range(2))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", thinned(MODELS))
 def test_models_repeat_bitwise_and_depend_on_their_inputs(name: str) -> None:
     """What the comparisons rest on: equal models give equal outputs, and other inputs give others."""
@@ -165,6 +169,7 @@ def test_models_repeat_bitwise_and_depend_on_their_inputs(name: str) -> None:
     assert not any(a.numel() > 1 and torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
 def test_generate_three_times(name: str, device: str) -> None:

@@ -34,6 +34,7 @@ def assert_weights(actual: Mapping[str, torch.Tensor], expected: Mapping[str, to
         assert torch.equal(tensor.detach().cpu(), expected[name].cpu()), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_read_true_values_between_steps(name: str, device: str) -> None:
@@ -62,6 +63,7 @@ def test_ties_stay_one_object_and_are_held_once(device: str) -> None:
         assert streamer.stats().model_nbytes == nbytes == model_nbytes(module)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_is_right_and_stays_right(name: str, device: str) -> None:
@@ -90,6 +92,7 @@ def test_state_dict_pickles_at_its_own_size(name: str) -> None:
     assert file.tell() <= 1.05 * plain_file.tell()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "llama-bf16", "t5", "mixtral"])
 def test_save_pretrained_round_trips(name: str, device: str, tmp_path: Path) -> None:
@@ -103,6 +106,7 @@ def test_save_pretrained_round_trips(name: str, device: str, tmp_path: Path) -> 
     assert_weights(loaded.state_dict(), expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "warm"), thinned(NAMES, WARM_STEPS))
 def test_load_state_dict_reaches_the_next_steps(name: str, warm: int, device: str) -> None:
@@ -178,6 +182,7 @@ UPDATES = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
 @pytest.mark.parametrize(
@@ -247,6 +252,7 @@ def test_replaced_parameters_are_followed_or_refused(change: Callable[[nn.Module
             assert_same(output, run(reference, device, seed))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_deepcopy_is_an_independent_plain_model(name: str, device: str) -> None:
@@ -307,6 +313,7 @@ def first_output(model: Model, device: str, seed: int) -> torch.Tensor:
     return next(tensors_of(model.module(**to_device(model.inputs(seed), device))))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Stack", "llama", "FusedEncoder", "Recurrent"])
 def test_backward_is_refused_but_forward_with_gradients_works(name: str, device: str) -> None:
@@ -377,6 +384,7 @@ class RaisesOnce(nn.Module):
         return self.block.down(self.block.up(x))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("warm", WARM_STEPS)
 @pytest.mark.parametrize("index", [0, 3, 5])

@@ -65,6 +65,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_copies_start_from_there_and_bits_are_the_same(
@@ -95,6 +96,7 @@ def test_copies_start_from_there_and_bits_are_the_same(
     assert pages.nbytes == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layer", ["2", r"\d+"])
 def test_a_mapping_that_tells_blocks_apart_is_followed(layer: str, folder: Path) -> None:
     """Gate and up exchanged, in one layer and in all."""

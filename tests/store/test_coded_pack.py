@@ -130,6 +130,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", *
 # The same weights
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", ["none", "auto", "small", "fast"])
 def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
@@ -242,6 +243,7 @@ def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
     assert not choose(tensors, "auto", [], torch.device("cpu"), lambda nbytes: None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [1, TILE, 64 * TILE, 64 * TILE + 1, 150 * TILE - 7])
 @pytest.mark.parametrize(("dtype", "code"), [("bfloat16", 3), ("bfloat16", 4), ("float16", 3), ("float8_e4m3fn", 3)])
 def test_chunks_are_the_reference(count: int, dtype: str, code: int) -> None:
@@ -319,6 +321,7 @@ def flip(pack: Path, section: str, name: str = UP) -> None:
         file.write(bytes([byte ^ 4]))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("section", [*SECTIONS, "checksum", "plain", "other weights"])
 def test_verify_tells_what_differs(section: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bytes that have another checksum, and of a sound code of other weights."""
@@ -352,6 +355,7 @@ def test_verify_tells_what_differs(section: str, source: Path, tmp_path: Path, m
 # Damage
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None:
     flip(pack, section)

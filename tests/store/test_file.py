@@ -209,7 +209,7 @@ def test_a_file_system_that_refuses_only_to_read_direct(
         assert list(pool.map(lambda i: read(file, i, NBYTES - i), range(4))) == [
             content()[i : NBYTES - i] for i in range(4)
         ]
-        assert num_cached(path) == 0
+        assert num_cached(path) <= 4, "but for what others were reading when it was dropped"
         assert read(file, 5, 6) == content()[5:6]
     assert len(refused) == 4
     assert len(said(caplog)) == 1

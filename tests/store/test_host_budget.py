@@ -139,6 +139,7 @@ def loaded(folder: Path, reference: Model, **options: Any) -> Model:
     return Model(module=module, inputs=reference.inputs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(
     ("name", "share"),
@@ -195,6 +196,7 @@ FROM_DISK = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "training"), thinned(FROM_DISK, [False, True]))
 def test_any_module_from_disk(name: str, training: bool, path: Path, disk: Disk) -> None:
     """Blocks that are skipped, repeated, tied, read from elsewhere, or write to themselves."""
@@ -255,6 +257,7 @@ def test_weights_read_outside_of_their_unit_are_read_from_disk_with_the_reader(p
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("update", "warm"), thinned(UPDATES, [0, 3]))
 def test_updates_of_weights_on_disk_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, model: Model, reference: Model, checkpoint: Checkpoint
@@ -303,6 +306,7 @@ def test_steps_leave_the_pages_of_what_is_on_disk_alone(model: Model, reference:
 STAGED = STAGING_BUFFERS * STAGING_NBYTES * 5 // 4  # 80 % of this is what no budget may take
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("device_share", "available_share"), thinned([None, 0.3], [0.5, 0.9, 2]))
 def test_the_default_budget_is_what_is_available(
     device_share: float | None, available_share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -460,6 +464,7 @@ def steps_or_error(model: Model, reference: Model, seed: int) -> StoreError | No
     return None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("home", ["disk", "host", "pinned pages"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_file_that_changes_between_steps(
@@ -485,6 +490,7 @@ def test_a_file_that_changes_between_steps(
     assert_steps_equal(model, reference, "cpu", range(2))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_model_whose_file_changed_can_be_removed(
     fault: type[Fault], model: Model, reference: Model, path: Path, checkpoint: Checkpoint
@@ -503,6 +509,7 @@ def test_a_model_whose_file_changed_can_be_removed(
 DURING = [("disk", fault) for fault in FAULTS] + [("pinned pages", fault) for fault in FAULTS if fault is not Truncated]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("home", "fault", "block"), thinned(DURING, [0, 3, 5]))
 def test_a_file_that_changes_during_a_step(
     home: str,
@@ -534,6 +541,7 @@ def test_a_file_that_changes_during_a_step(
         assert_steps_equal(model, reference, "cpu", range(3))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [1, 2, 5, 9, 14])
 def test_a_read_that_fails_ends_its_step_and_no_other(
     number: int, model: Model, reference: Model, path: Path, checkpoint: Checkpoint, disk: Disk
@@ -572,6 +580,7 @@ class Experts(nn.Module):
         return x
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [1, 2, 20])
 def test_an_error_that_is_kept_lets_later_steps_read(number: int, path: Path, disk: Disk) -> None:
     torch.manual_seed(4)
@@ -661,6 +670,7 @@ class Watched(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_reads_change_no_bit_and_race_with_nobody(
@@ -756,6 +766,7 @@ def alone(*command: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.stress
 @pytest.mark.slow
 def test_a_model_of_one_and_a_half_times_the_memory_generates_and_is_not_killed(large: Path) -> None:
     python = (sys.executable, "-c", LIMITED)

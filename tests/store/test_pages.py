@@ -872,6 +872,7 @@ def streamed_aliases(streamer: Streamer) -> set[str]:
 LOADED = ("llama", "llama-bf16", "gpt2", "bert", "t5", "mixtral", "qwen3_moe-bf16")
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(("name", "shards"), thinned(LOADED, ["one file", "shards"]))
 def test_loaded_models_are_copied_from_their_files(name: str, shards: str, pinning: Device, tmp_path: Path) -> None:
@@ -909,6 +910,7 @@ FIXTURES = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "least"), thinned(FIXTURES, [1, 4]))
 def test_any_module_on_a_file(name: str, least: int, pinning: Device, tmp_path: Path) -> None:
     """Regrouped and reordered as it runs; removed, it is what it was."""
@@ -975,6 +977,7 @@ def assert_updates_arrive(
         assert left >= set(names[index + 2 :]), "the others stay"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("update", "warm"), thinned(UPDATES, [0, 1, 3], every=3))
 def test_updates_of_any_kind_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, pinning: Device, tmp_path: Path
@@ -1023,6 +1026,7 @@ def add(parameter: nn.Parameter) -> None:
         parameter.add_(0.125)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", [add, in_data, through_numpy], ids=lambda update: update.__name__)
 @pytest.mark.parametrize(("written", "writer"), thinned([0, 2, 3, 5], [0, 2, 5]))
 def test_a_block_that_updates_another_inside_of_its_forward(
