@@ -67,7 +67,6 @@ RUN = """
 """
 
 
-@pytest.mark.stress
 @pytest.mark.slow
 def test_peak_memory_follows_the_budget(checkpoint: Path) -> None:
     done = subprocess.run(

@@ -56,7 +56,7 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
     return weightstream.offload_pipeline(pipe, device=device, device_budget=budget, example_inputs=example, **settings)
 
 
-# from files are sd3 and qwen in CI, and sdxl is in a pipeline of the same components
+# others are loaded from files
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "controlnet", "wan"))
 def test_images_are_the_same_bits(name: str, device: str) -> None:
@@ -90,7 +90,7 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
         assert all(tensor.device.type == device for tensor in part.parameters())
 
 
-@pytest.mark.stress  # from files it is in CI
+@pytest.mark.stress  # from files it is tried in CI
 @pytest.mark.parametrize("name", ["upcast", "svd"])
 def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str) -> None:
     """A VAE in float16 that computes in float32: the plain bits, the counts of both, room for the larger."""
@@ -114,7 +114,6 @@ def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str
         pipe.vae.weightstream  # noqa: B018
 
 
-@pytest.mark.stress
 def test_a_cast_that_has_no_room() -> None:
     """It is refused with the remedy, and the pipeline goes on as it was."""
     pipe = pipelines.build("flux")
@@ -300,7 +299,6 @@ def test_methods_beside_forward_are_steps() -> None:
     assert "compute" not in vars(net)
 
 
-@pytest.mark.stress
 def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan(device: str) -> None:
     from diffusers import FirstBlockCacheConfig
 
@@ -389,7 +387,6 @@ def test_adapters_that_are_loaded_later(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(with_lora(pipe, state), want, strict=True))
 
 
-@pytest.mark.stress
 def test_adapters_that_are_fused(device: str) -> None:
     """As close as fusing itself is; bit for bit on the CPU, where it is done."""
     pytest.importorskip("peft")
@@ -465,7 +462,6 @@ def test_another_call_than_the_one_that_was_planned_for() -> None:
         assert torch.equal(pipelines.image(pipe, "flux", **call), pipelines.image(plain, "flux", **call))
 
 
-@pytest.mark.stress
 def test_a_call_that_is_interrupted() -> None:
     plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
 
@@ -680,7 +676,6 @@ def test_what_is_no_pipeline_is_refused() -> None:
             weightstream.offload(value)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
@@ -712,7 +707,6 @@ def test_twice() -> None:
         found.plan()
 
 
-@pytest.mark.stress
 def test_a_call_that_cannot_be_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is offloaded all the same, and the first call teaches."""
     want = plain_image("flux")

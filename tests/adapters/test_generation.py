@@ -203,7 +203,6 @@ def test_an_offloaded_model_without_cuda() -> None:
             assert torch.equal(generate(llama, prompt(), on_decoding=lambda _: None, **options()), want)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("more", "reason"),
     [

@@ -292,7 +292,6 @@ def in_one_file(state: dict[str, torch.Tensor], last: int) -> dict[str, torch.Te
     return found
 
 
-@pytest.mark.stress
 def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """What it does not hold is given as folders; what is cut from a projection stays where the file is."""
     folder = saved("sd3")
@@ -313,7 +312,6 @@ def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(pipelines.image(pipe, "sd3"), pipelines.image(plain(folder), "sd3"))
 
 
-@pytest.mark.stress
 def test_a_coded_component(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Decoded into the offload folder where nothing decodes as it is needed, and for another dtype."""
     folder = tmp_path / "coded"
@@ -459,7 +457,6 @@ def with_a_link_to_elsewhere(folder: Path) -> None:
     path.symlink_to(folder.parent / "secret.safetensors")
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -524,7 +521,6 @@ def test_options_that_say_what_is_done_anyway(saved: Callable[[str], Path]) -> N
     assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain(saved("flux")), "flux"))
 
 
-@pytest.mark.stress
 def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> None:
     """From files too, and told by their plan."""
     pipelines.build("upcast").save_pretrained(tmp_path)

@@ -172,7 +172,6 @@ def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch._C._get_accelerator() == torch.device("cuda")
 
 
-@pytest.mark.stress
 def test_plans_that_no_processes_can_make(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     about: dict[str, Any] = {"device": "cpu", "tp_size": 2}
     with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):

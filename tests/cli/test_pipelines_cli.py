@@ -57,7 +57,6 @@ def pixels(path: Path) -> bytes:
         return made.tobytes()
 
 
-@pytest.mark.stress
 def test_a_plan_tells_every_component(folder: Path, tmp_path: Path) -> None:
     result = weightstream("plan", folder, "--device-budget", BUDGET, *CALL, "--sweep", "--save", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
@@ -114,7 +113,6 @@ def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.Mon
     assert told == sorted(told)
 
 
-@pytest.mark.stress
 def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightstream.cli.pipelines import Session
 
@@ -210,7 +208,6 @@ def test_a_pack_is_the_same_pipeline(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(again.vae.decoder.conv_in.weight, pipelines.build("flux").vae.decoder.conv_in.weight)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("command", "flags", "text"),
     [

@@ -158,7 +158,6 @@ def test_70b_in_80_gib_is_three_times_as_fast(noise: float) -> None:
     assert 3 * plan.step_s < raw.step_s
 
 
-@pytest.mark.stress
 def test_where_compute_is_the_limit_nothing_is_coded() -> None:
     for budget in (2 * GIB, 8 * GIB):
         plan = plan_of(EIGHT, Workload(tokens=16384, context=16384), device_budget=budget)

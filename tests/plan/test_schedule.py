@@ -136,14 +136,13 @@ def test_every_small_plan_in_order(num_units: int, palette: tuple[int, ...]) -> 
             assert_right(plan_of([s * GRAIN for s in sizes], range(num_units), capacity), capacity)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_units", "palette", "longest"),
     [
         (1, (0, 1), 4),
         (2, (0, 1, 2, 3), 6),
-        (3, (0, 1, 2), 6),
-        (4, (1, 2), 5),
+        pytest.param(3, (0, 1, 2), 6, marks=pytest.mark.stress),
+        pytest.param(4, (1, 2), 5, marks=pytest.mark.stress),
         pytest.param(4, (1, 2), 6, marks=pytest.mark.stress),
         pytest.param(5, (1, 2), 5, marks=pytest.mark.stress),
     ],

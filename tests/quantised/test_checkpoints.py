@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 SHARES = (0.35, 0.7)
-# In CI each streams from its file; of what else is tried each has a half, and each library all.
+# In CI each streams from its file, and of what else is tried one does; in all each has a half, and each library all.
 EVEN, ODD = (
     pytest.mark.parametrize("name", only(CHECKPOINTS, *list(CHECKPOINTS)[first::2]), indirect=True)
     for first in range(2)
@@ -64,7 +64,6 @@ def in_files_nbytes(streamer: weightstream.Streamer) -> int:
     return sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
 
 
-@pytest.mark.few(4)
 def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(name)
     plain = loaded(path)
@@ -117,7 +116,7 @@ def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
         assert in_files_nbytes(streamer) > 0.95 * stats.model_nbytes
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("torchao float8")
 @EVEN
 def test_a_pack_is_loaded_by_both(folder: Any, name: str, tmp_path: Path) -> None:
     """In the order in which it streams, tensor by tensor as it was."""
@@ -175,7 +174,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
         weightstream.from_pretrained(tmp_path, device="cpu")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("bnb nf4")
 @EVEN
 def test_generates_the_same(folder: Any, name: str) -> None:
     path = folder(name)
@@ -204,7 +203,7 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("bnb nf4")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8"])
 def test_adapters_of_a_quantised_model(folder: Any, kind: str) -> None:

@@ -39,7 +39,6 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert all(torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) for a, b in found), key
 
 
-@pytest.mark.few(6)
 def test_streams_as_it_is(name: str) -> None:
     plain, model = build(name), build(name)
     xs = inputs(model)
@@ -113,7 +112,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.stress
+@pytest.mark.few("bnb nf4", "compressed w4a16")
 @pytest.mark.parametrize("name", only(FORMATS, *COMPILED), indirect=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 def test_compiled_by_block(name: str) -> None:

@@ -33,7 +33,7 @@ __all__ = ["code_all"]
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(
     ("codec", "dtype", "places", "name"),
-    [  # in CI each has one of the codes: at the least budget, which is the hardest, and every fourth at all
+    [  # each has one of the codes: at the least budget, which is the hardest, and every fourth at all
         pytest.param(
             codec, dtype, places, name, marks=[pytest.mark.stress] * ((i % 3 == 0) is (codec == "3bit") or left)
         )
@@ -284,7 +284,7 @@ def test_units_that_need_the_same_bytes_at_once_are_refused_at_fixed_addresses(n
             assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("streams")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_compiled_step_is_equal(place: str) -> None:
     model, plain = random_model(), random_model()

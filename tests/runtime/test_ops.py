@@ -237,7 +237,7 @@ def test_a_unit_that_computes_with_its_weights_alone_is_not_compiled(name: str) 
             assert torch.equal(model(x), want)
 
 
-@pytest.mark.stress
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", thinned([name for name in MODELS if name not in HIDDEN]))
 def test_kernels_stand_between_wait_and_release(name: str) -> None:
     """Every unit's bytes are poisoned outside of its pair, so a kernel that was moved out computes with NaN."""

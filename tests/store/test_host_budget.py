@@ -139,7 +139,7 @@ def loaded(folder: Path, reference: Model, **options: Any) -> Model:
     return Model(module=module, inputs=reference.inputs)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("llama-0", "mixtral-0.3333333333333333")
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(
     ("name", "share"),
