@@ -38,17 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _thin(items: list[pytest.Item]) -> None:
     """Of a test that is marked `few(n)`, all cases but n are for stress: those n that its name draws, so that others
-    are drawn of the same grid elsewhere. `few("a", "b")`: all but the cases with these ids."""
+    are drawn of the same grid elsewhere. Where it matters which, `repeats.only` names them."""
     cases = defaultdict[tuple[object, ...], list[pytest.Function]](list)
     for item in items:
         if item.get_closest_marker("few") and not any(item.get_closest_marker(kind) for kind in ("stress", "gpu")):
             assert isinstance(item, pytest.Function)
             cases[item.path, item.cls, item.originalname].append(item)
     for found in cases.values():
-        first, args = found[0], next(mark.args for mark in found[0].iter_markers("few"))
-        kept = {item for item in found if item.callspec.id in args}
-        if isinstance(args[0], int):
-            kept = set(random.Random(first.originalname).sample(found, min(args[0], len(found))))
+        num = next(mark.args[0] for mark in found[0].iter_markers("few"))
+        kept = random.Random(found[0].originalname).sample(found, min(num, len(found)))
         for item in (item for item in found if item not in kept):
             item.add_marker("stress")
 

@@ -20,7 +20,7 @@ import torch
 import triton.runtime.interpreter
 
 from patterns import KINDS, PATTERNS, flat, gaussian, noise, spread
-from repeats import thinned
+from repeats import only, thinned
 from weightstream.codec import reference, triton_codec
 from weightstream.codec.format import ELEMENTS, Layout
 
@@ -216,8 +216,7 @@ def test_more_tensors_than_a_launch_takes() -> None:
     assert all(torch.equal(*pair) for pair in zip(decoded(parts), data, strict=True))
 
 
-@pytest.mark.few("bfloat16-4", "float16-3")
-@kinds
+@pytest.mark.parametrize(("dtype", "bits"), only(KINDS, ("bfloat16", 4), ("float16", 3)))
 def test_decoding_again_reads_anew(dtype: str, bits: int) -> None:
     """All addresses are fixed; what is at them may change."""
     first, second = (excerpt(pattern, dtype, 200) for pattern in ("random bits", "constant"))

@@ -24,11 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 SHARES = (0.35, 0.7)
-# In CI each streams from its file, and of what else is tried one does; in all each has a half, and each library all.
-EVEN, ODD = (
-    pytest.mark.parametrize("name", only(CHECKPOINTS, *list(CHECKPOINTS)[first::2]), indirect=True)
-    for first in range(2)
-)
+# In CI each streams from its file; of what else is tried one does.
+EVERY_SECOND = list(CHECKPOINTS)[1::2]
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +113,7 @@ def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
         assert in_files_nbytes(streamer) > 0.95 * stats.model_nbytes
 
 
-@pytest.mark.few("torchao float8")
-@EVEN
+@pytest.mark.parametrize("name", only(CHECKPOINTS, "torchao float8"), indirect=True)
 def test_a_pack_is_loaded_by_both(folder: Any, name: str, tmp_path: Path) -> None:
     """In the order in which it streams, tensor by tensor as it was."""
     path = folder(name)
@@ -138,7 +134,7 @@ def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.few(1)
-@ODD
+@pytest.mark.parametrize("name", only(CHECKPOINTS, *EVERY_SECOND), indirect=True)
 def test_is_planned_as_it_is_loaded(folder: Any, name: str) -> None:
     path = folder(name)
     settings: dict[str, Any] = {"device": "cpu", "device_budget": budget(path), "codec": "none"}
@@ -174,8 +170,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
         weightstream.from_pretrained(tmp_path, device="cpu")
 
 
-@pytest.mark.few("bnb nf4")
-@EVEN
+@pytest.mark.parametrize("name", only(CHECKPOINTS, "bnb nf4"), indirect=True)
 def test_generates_the_same(folder: Any, name: str) -> None:
     path = folder(name)
     wanted = loaded(path).generate(IDS, max_new_tokens=6, do_sample=False)
@@ -185,7 +180,7 @@ def test_generates_the_same(folder: Any, name: str) -> None:
 
 
 @pytest.mark.few(1)
-@ODD
+@pytest.mark.parametrize("name", only(CHECKPOINTS, *EVERY_SECOND), indirect=True)
 def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> None:
     """What an offloaded model saves, transformers loads."""
     path = folder(name)
@@ -203,9 +198,8 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)
 
 
-@pytest.mark.few("bnb nf4")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
-@pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8"])
+@pytest.mark.parametrize("kind", only(["bnb nf4", "bnb int8", "torchao int8"], "bnb nf4"))
 def test_adapters_of_a_quantised_model(folder: Any, kind: str) -> None:
     """LoRA over quantised weights: the adapters stream with their layers, or stay."""
     peft = pytest.importorskip("peft")

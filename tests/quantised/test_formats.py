@@ -98,22 +98,9 @@ def test_is_saved_and_copied(name: str) -> None:
 
 
 # one of each kernel in CI: what the compiler sees of the others is the same
-COMPILED = (
-    "bnb nf4",
-    "bnb int8",
-    "torchao int8 dynamic",
-    "torchao float8",
-    "gguf q8_0",
-    "compressed w4a16",
-    "compressed fp8",
-    "gptq",
-    "layerwise casting",
-    "fp8 scaled",
-)
 
 
-@pytest.mark.few("bnb nf4", "compressed w4a16")
-@pytest.mark.parametrize("name", only(FORMATS, *COMPILED), indirect=True)
+@pytest.mark.parametrize("name", only(FORMATS, "bnb nf4", "compressed w4a16"), indirect=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 def test_compiled_by_block(name: str) -> None:
     """Blocks that compute with weights alone run as they are: compiled, that may come before the weights are there."""

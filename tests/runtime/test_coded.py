@@ -16,7 +16,7 @@ from torch.nn import functional
 import weightstream
 from coded_rig import PLACES, Block, Chain, budgets, built, code_all, exact, offload, random_model, rows
 from models import FIXTURES, assert_same, step
-from repeats import thinned
+from repeats import only, thinned
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig
 from weightstream.errors import OffloadError
 from weightstream.offloaders import create_offloader
@@ -284,8 +284,7 @@ def test_units_that_need_the_same_bytes_at_once_are_refused_at_fixed_addresses(n
             assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
 
 
-@pytest.mark.few("streams")
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", only(PLACES, "streams"))
 def test_a_compiled_step_is_equal(place: str) -> None:
     model, plain = random_model(), random_model()
     with offload(model, place) as streamer:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from torch import nn
 import weightstream.runtime.devices
 from cgroups import limited
 from models import MODELS, Model, llama_tensors, model_nbytes, weights
-from repeats import thinned
+from repeats import only, thinned
 from rig import Rig, equal_plan
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
@@ -139,16 +140,10 @@ def loaded(folder: Path, reference: Model, **options: Any) -> Model:
     return Model(module=module, inputs=reference.inputs)
 
 
-@pytest.mark.few("llama-0", "mixtral-0.3333333333333333")
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("llama", share) for share in (0, 1 / 3, 1, 2)]
-    + [
-        pytest.param(name, share, marks=[pytest.mark.stress] * (share != 1 / 3))
-        for name in ("mixtral", "llama-bf16", "t5")
-        for share in (0, 1 / 3, 1, 2)
-    ],
+    only(product(("llama", "mixtral", "llama-bf16", "t5"), (0, 1 / 3, 1, 2)), ("llama", 0), ("mixtral", 1 / 3)),
 )
 def test_a_loaded_model_keeps_its_host_budget(name: str, share: float, tmp_path: Path, disk: Disk) -> None:
     """Nothing, a third, exactly what streams, and more than that."""

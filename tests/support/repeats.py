@@ -15,13 +15,17 @@ def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
     cases = []
     for each in product(*map(enumerate, axes)):
         places, values = zip(*each, strict=True)
-        flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+        flat = [part for value in values for part in _parts(value)]
         cases.append(pytest.param(*flat, marks=[pytest.mark.stress] * (sum(places) % every != 0)))
     return cases
 
 
 def only(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """All values, of which all but those that are kept are for stress."""
+    """All values, tuples as arguments of their own, of which all but those that are kept are for stress."""
     found = list(values)
     assert set(kept) <= set(found), set(kept) - set(found)
-    return [pytest.param(value, marks=[pytest.mark.stress] * (value not in kept)) for value in found]
+    return [pytest.param(*_parts(value), marks=[pytest.mark.stress] * (value not in kept)) for value in found]
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
