@@ -441,6 +441,7 @@ def profiles_of(num_units: int) -> st.SearchStrategy[Profile]:
         overhead_s=st.sampled_from([0.0, 2.0]),
         unit_s=st.tuples(*[seconds] * num_units),
         host_s=st.one_of(st.just(()), st.tuples(*[seconds] * num_units)),
+        captured_s=st.sampled_from([(), (0.0,) * num_units]),
     )
 
 
@@ -561,7 +562,7 @@ def test_where_the_host_is_the_limit_the_device_is_not_forgotten(monkeypatch: py
     manifest = model(*[(GRAIN,) * 4] * 8)
     copies = Profile(copy_latency_s=0.0, link_bytes_per_s=GRAIN, overhead_s=0.5, unit_s=(2.0,) * 8, host_s=(9.0,) * 8)
     chosen = place(manifest, budget=16 * GRAIN, profile=copies)
-    monkeypatch.setattr(placement, "_HEED", 0.0)
+    monkeypatch.setattr(placement, "_HOST_SHARE", 1.0)
     careless = place(manifest, budget=16 * GRAIN, profile=copies)
     assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "what is told is what is predicted"
     assert careless.ring_nbytes < chosen.ring_nbytes

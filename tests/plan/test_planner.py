@@ -210,7 +210,8 @@ def test_a_shortage_is_told_with_its_sum() -> None:
 
 
 def test_a_step_in_a_graph_has_work_of_its_own() -> None:
-    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it."""
+    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it
+    where the host is quick."""
     planner = prospect(SMALL, device_budget=GIB, grains=("block",)).planners[0]
     manifest = decoder("block", **SMALL)
     name, work = manifest.units[3].name, planner.demand.work
@@ -230,6 +231,20 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
     assert planned(on_cpu, (long, long)) == on_cpu(manifest), "there are no graphs"
     measured = replace(planner, unit_s={name: 1e-3})
     assert planned(measured, (*work[name], long, tiny)).graph_s == pytest.approx(measured(manifest).graph_s + H200.op_s)
+
+
+@pytest.mark.parametrize("slow", [1, 3])
+def test_where_steps_may_be_captured_the_host_counts_less(slow: int) -> None:
+    """Finer units need less ring, and more time of the host, of which a graph takes none: a slower one tells again."""
+    host = {name: slow * s for name, s in (("op_launch_s", 14.5e-6), ("overhead_s", 60e-6), ("show_s", 5e-6))}
+    budget = decoder("block", **SMALL).nbytes * 7 // 10
+    ahead = prospect(SMALL, device_budget=budget, on=machine(profile=replace(H200, **host)))
+    as_they_are = [replace(p, demand=replace(p.demand, captured=p.demand.work)) for p in ahead.planners]
+    eager, captured = ahead.plan()[1], replace(ahead, planners=tuple(as_they_are)).plan()[1]
+    assert captured.graph_s < 0.9 * eager.graph_s
+    assert eager.step_s < captured.step_s
+    both_s = [plan.graph_s + 0.25 * (plan.step_s - plan.graph_s) for plan in (captured, eager)]
+    assert both_s[0] < both_s[1], "a quarter of what the host adds counts"
 
 
 def test_units_take_what_was_measured_else_their_work() -> None:

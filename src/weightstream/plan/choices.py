@@ -135,6 +135,11 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
     """
     largest = max(streamed_nbytes(manifest, forced), default=0)
     held = nbytes_of(manifest, forced)
+    steps, seen = list[tuple[float, list[tuple[str, int]]]](), set(forced)
+    for index in manifest.order:
+        new = [(alias, aligned(n)) for alias, n in manifest.units[index].aliases().items() if alias not in seen]
+        seen.update(alias for alias, _ in new)
+        steps.append((unit_s[index], new))
     shared = {room.ring_nbytes} if room.ring_nbytes < room.nbytes else set()  # all of it is there anyway
     for ring in sorted({depth * largest for depth in _DEPTHS} | shared):
         kept = min(room.kept_nbytes, room.nbytes - ring)
@@ -144,7 +149,7 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
         residents: frozenset[str] | None = None
         for _ in range(_RATES):
             rate = (low + high) / 2
-            found = forced | _kept_in_step(manifest, forced, unit_s, rate, ring)
+            found = forced | _kept_in_step(steps, rate, ring)
             if nbytes_of(manifest, found) <= kept:
                 residents, high = found, rate
             else:
@@ -154,19 +159,17 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
 
 
 def _kept_in_step(
-    manifest: Manifest, forced: frozenset[str], unit_s: Sequence[float], rate: float, ring_nbytes: int
+    steps: Iterable[tuple[float, Iterable[tuple[str, int]]]], rate: float, ring_nbytes: int
 ) -> frozenset[str]:
-    """What stays where so many bytes per second of compute stream; what was not used is good for one ring later."""
+    """What stays where so many bytes per second of compute stream; what was not used is good for one ring later.
+
+    `steps`: seconds of each position, and what it is the first to read.
+    """
     kept: set[str] = set()
-    seen: set[str] = set()
     due = 0.0
-    for index in manifest.order:
-        due = min(due + rate * unit_s[index], float(ring_nbytes))
-        for alias in manifest.units[index].aliases():
-            if alias in forced or alias in seen:
-                continue
-            seen.add(alias)
-            nbytes = aligned(manifest.aliases[alias])
+    for seconds, sizes in steps:
+        due = min(due + rate * seconds, float(ring_nbytes))
+        for alias, nbytes in sizes:
             if due < nbytes / 2:
                 kept.add(alias)
             else:

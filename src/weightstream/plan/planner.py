@@ -26,7 +26,7 @@ from weightstream.plan.choices import Share
 from weightstream.plan.codes import Codes, Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
 from weightstream.plan.placement import Candidate
-from weightstream.plan.plan import Plan, buffer_nbytes
+from weightstream.plan.plan import Plan
 
 _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
@@ -157,7 +157,8 @@ class Planner:
         def whole(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
             form = as_coded if plan.manifest is way.aside else manifest.coded(way.codes | plan.manifest.codes)
-            plan = self._with_cache(plan, form.without(way.mapped), way.cached)
+            if way.cached:
+                plan = self._with_cache(plan, form.without(way.mapped), way.cached)
             plan = self._reading(plan, form, way.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
@@ -179,8 +180,7 @@ class Planner:
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
-        profile, work = self.machine.profile, self.demand.work
-        captured = self.demand.captured or work
+        profile, work, captured = self.machine.profile, self.demand.work, self.demand.captured
         if (measured := self.machine.disk_bytes_per_s) is not None:
             profile = replace(profile, disk_bytes_per_s=measured)
         if not work and not self.unit_s:
@@ -201,8 +201,8 @@ class Planner:
         unit_s, host_s, after, captured_s = (tuple(unit[k] for unit in times) for k in range(4))
         if self.machine.on_cpu:  # it computes itself what it launches
             unit_s, host_s, captured_s = tuple(map(max, unit_s, host_s)), (), ()
-        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, captured_s=captured_s)
-        return replace(found, picked=tuple(picked)).decoding(manifest)
+        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, picked=tuple(picked))
+        return replace(found, captured_s=captured_s if captured else ()).decoding(manifest)
 
     @property
     def budget(self) -> int | None:
@@ -243,7 +243,7 @@ class Planner:
         the code with which the device takes least, as steps that are captured do not wait for the host."""
         is_tried = self._chooses and self.share is None and self.config.pin_memory
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
-        if budget is None or manifest.nbytes <= budget:
+        if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)
         found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), *known)
@@ -270,7 +270,7 @@ class Planner:
         profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
-        kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
+        kept_nbytes = (self.budget or 0) - beside - way.aside.buffer_nbytes if is_bounded else math.inf
         over = sum(way.aside.read.values()) - kept_nbytes
         if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
@@ -350,7 +350,7 @@ class Planner:
 
     def _whole_nbytes(self, manifest: Manifest) -> int | None:
         """What all of it may take if it stays: of a share no more than what may be kept, and the buffer."""
-        buffer = buffer_nbytes(manifest)
+        buffer = manifest.buffer_nbytes
         return self.budget if self.share is None else self.share.kept_nbytes + min(buffer, self.share.ring_nbytes)
 
     def priced(self, plan: Plan) -> Plan:
