@@ -6,7 +6,7 @@ The checkpoint has random weights and lies in the page cache. Every output is co
 the same processes as transformers loads it, bit for bit. Inputs are new in every step.
 
 ms            of a step, from its end to the next one's, on the first rank
-predicted_ms  before any measured time
+predicted_ms  before any measured time, as predicted_token_ms: of a step in a graph
 link_nbytes   that each link moves in a step; link_gbps: over ms
 floor_ms      the most of these over what that link reached when all copied at once, in the same run
 host_x        host bytes of weights over all ranks, over those of the model that stream
@@ -44,6 +44,7 @@ import weightstream
 from weightstream.adapters.ranks import join
 from weightstream.measure import links
 from weightstream.measure.bench import backend_of
+from weightstream.plan.plan import Plan
 
 GIB = 2**30
 SMALL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -159,8 +160,10 @@ class Ranks:
         self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal, **told)
         return want
 
-    def generated(self, model: Any, few: int = 16, many: int = 48, rounds: int = 5) -> dict[str, Any]:
-        """Milliseconds of each further token of a text, and how its steps ran."""
+    def generated(
+        self, model: Any, planned: Plan | None = None, few: int = 16, many: int = 48, rounds: int = 5
+    ) -> dict[str, Any]:
+        """Milliseconds of each further token of a text, how its steps ran, and what the plan predicted."""
         prompt = torch.arange(2, 34, device=self.device).view(1, -1)
         found: list[Any] = []
 
@@ -176,7 +179,12 @@ class Ranks:
         seconds(few)
         ms = [1e3 * (seconds(many) - seconds(few)) / (many - few) for _ in range(rounds)]
         seconds(many)
-        return {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
+        told = {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
+        if planned is None:
+            return told
+        predicted = 1e3 * planned.graph_s
+        x_predicted = round(predicted / told["token_ms"]["p50"], 3)
+        return told | {"predicted_token_ms": round(predicted, 2), "x_predicted_token": x_predicted}
 
     @torch.no_grad()
     def cell(
@@ -197,11 +205,11 @@ class Ranks:
         run(inputs[0])
         timing.synchronize(self.device)
         load_s = time.perf_counter() - started
-        predicted = streamer.plan.step_s
+        planned = streamer.plan
         ms, is_equal = self.timed(run, inputs, want)
         plan = streamer.plan
         held, grown = streamer.stats().held_nbytes["host"], host.anon_nbytes() - before
-        told = {} if "prompt" in system else self.generated(model)
+        told = {} if "prompt" in system else self.generated(model, planned)
         is_equal &= told.pop("text", None) == self.texts.get(system.partition(", ")[0] if told else "")
         found = self.ranks.gather((plan.step_nbytes, held, grown, plan.offloaded_nbytes, is_equal, load_s))
         p50 = rows.percentiles(ms)["p50"]
@@ -211,8 +219,8 @@ class Ranks:
         self.write(
             system=system,
             ms=rows.percentiles(ms),
-            predicted_ms=round(1e3 * predicted, 2),
-            x_predicted=round(1e3 * predicted / p50, 3),
+            predicted_ms=round(1e3 * planned.step_s, 2),
+            x_predicted=round(1e3 * planned.step_s / p50, 3),
             link_nbytes=nbytes,
             link_gbps=[round(n / p50 / 1e6, 1) for n in nbytes],
             floor_ms=round(floor, 2),
@@ -293,9 +301,9 @@ class Ranks:
             given = replace(given, ranks=self.ranks)
             with huge.streamed(model, given, self.device, settings, removes=self.args.tiny) as streamer:
                 want = [run(x) for x in inputs]
-                predicted = streamer.plan.step_s
+                planned = streamer.plan
                 ms, is_equal = self.timed(run, inputs, want)
-                told, plan = self.generated(model, 6, 12, 9), streamer.plan
+                told, plan = self.generated(model, planned, 6, 12, 9), streamer.plan
                 is_equal &= all(y.isfinite().all() for y in want)
                 del told["text"]  # there is no other
                 every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
@@ -304,8 +312,8 @@ class Ranks:
                 self.write(
                     system=f"405b, layers share the bytes of {huge.DISTINCT}, codec small",
                     ms=rows.percentiles(ms),
-                    predicted_ms=round(1e3 * predicted, 2),
-                    x_predicted=round(1e3 * predicted / p50, 3),
+                    predicted_ms=round(1e3 * planned.step_s, 2),
+                    x_predicted=round(1e3 * planned.step_s / p50, 3),
                     link_nbytes=[n for n, _ in every],
                     floor_ms=round(floor, 2),
                     equal=all(same for _, same in every),
