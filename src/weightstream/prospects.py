@@ -135,13 +135,8 @@ def prospect_of_model(
     one product with every matrix where an engine runs the steps.
     """
     by_alias, told = _groups(homes), hosted or Hosted(blocks=())
-    weights = weights_of(
-        by_alias,
-        by_row=homes.by_row,
-        coded_in_files=frozenset(homes.layouts),
-        movable=homes.movable,
-        kept=told.kept,
-    )
+    coded = frozenset(homes.layouts)
+    weights = weights_of(by_alias, by_row=homes.by_row, coded_in_files=coded, movable=homes.movable, kept=told.kept)
     planner = Planner(config=config, machine=machine, weights=weights)
     model = told.model or model
     found = prospect_of(model if _generates(model) else None, by_alias, grains, planner, told.observe)
@@ -252,7 +247,8 @@ def with_work(
     """
     aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
     nbytes = {name: getattr(found, name) for name in ("activation_nbytes", "cache_nbytes")}
-    known = Demand(workload=workload, states_nbytes=found.states_nbytes(grains[0]), **nbytes)
+    is_text = found.captured is not None or prospect.planners[0].demand.is_text  # a prompt is before text, too
+    known = Demand(workload=workload, states_nbytes=found.states_nbytes(grains[0]), is_text=is_text, **nbytes)
     manifests, planners = [], []
     for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):
         steps = (found, found.captured) if found.captured is not None else (found,)

@@ -20,6 +20,9 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # no
 
 from weightstream.adapters import generation  # noqa: E402
 from weightstream.adapters.generation import Decoding, decode, generate  # noqa: E402
+from weightstream.adapters.shapes import observe  # noqa: E402
+from weightstream.plan.manifest import Workload  # noqa: E402
+from weightstream.shares import _eager  # noqa: E402
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 
@@ -417,3 +420,27 @@ def test_inputs_may_have_another_name() -> None:
     x = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(0))
     more = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(generate(model, input_features=x, **more), model.generate(input_features=x, **more))
+
+
+def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
+    """Else the first prompt, which is eager, would move weights for its own sake."""
+    model = build("llama")
+    nbytes = sum(param.nbytes for param in model.parameters())
+    streamer = weightstream.offload(model, device="cpu", device_budget=nbytes // 2)
+
+    def is_text() -> set[bool]:
+        return {planner.demand.is_text for planner in streamer._installed.refinement.prospect.planners}
+
+    assert is_text() == {True}
+    for _ in range(2):
+        model(prompt(9))
+    assert streamer._installed.refinement.prospect.workload is None, "of the prompt"
+    assert is_text() == {True}
+    streamer.remove()
+    assert observe(model, Workload()).captured is not None
+    assert _eager(model, Workload()).captured is None, "of several devices"
+    vision = weightstream.offload(
+        torch.nn.Linear(4, 4), device="cpu", device_budget=1 << 20, example_inputs=(torch.ones(4),)
+    )
+    assert {planner.demand.is_text for planner in vision._installed.refinement.prospect.planners} == {False}
+    vision.remove()

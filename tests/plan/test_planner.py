@@ -220,7 +220,7 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
 
     def planned(on: Planner, ops: tuple[Op, ...]) -> Plan:
         captured = planner.demand.work | {name: ops}
-        return replace(on, demand=replace(planner.demand, captured=captured))(manifest)
+        return replace(on, demand=replace(planner.demand, captured=captured, is_text=True))(manifest)
 
     plain = planner(manifest)
     for ops, more_s in (((*work[name], long, tiny, tiny), 2 * H200.op_s), (work[name], -1e-3 - H200.op_s)):
@@ -234,13 +234,13 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("slow", [1, 3])
-def test_where_steps_may_be_captured_the_host_counts_less(slow: int) -> None:
+def test_where_text_comes_from_graphs_the_host_counts_less(slow: int) -> None:
     """Finer units need less ring, and more time of the host, of which a graph takes none: a slower one tells again."""
     host = {name: slow * s for name, s in (("op_launch_s", 14.5e-6), ("overhead_s", 60e-6), ("show_s", 5e-6))}
     budget = decoder("block", **SMALL).nbytes * 7 // 10
     ahead = prospect(SMALL, device_budget=budget, on=machine(profile=replace(H200, **host)))
-    as_they_are = [replace(p, demand=replace(p.demand, captured=p.demand.work)) for p in ahead.planners]
-    eager, captured = ahead.plan()[1], replace(ahead, planners=tuple(as_they_are)).plan()[1]
+    of_text = [replace(p, demand=replace(p.demand, is_text=True)) for p in ahead.planners]
+    eager, captured = ahead.plan()[1], replace(ahead, planners=tuple(of_text)).plan()[1]
     assert captured.graph_s < 0.9 * eager.graph_s
     assert eager.step_s < captured.step_s
     both_s = [plan.graph_s + 0.25 * (plan.step_s - plan.graph_s) for plan in (captured, eager)]

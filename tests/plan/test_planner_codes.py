@@ -37,6 +37,7 @@ from weightstream.plan.check import prove, violations
 from weightstream.plan.codes import decoding_less
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.placement import place
+from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.refine import Times, refine
@@ -379,7 +380,7 @@ def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
     num = 0
     for plain in CODED_MODELS:
         manifest = coded(plain, uneven=uneven)
-        buffer = manifest.buffer_nbytes
+        buffer = buffer_nbytes(manifest)
         for budget in list(budgets(plain))[::3]:
             try:
                 plan = place(manifest, budget=budget, profile=profile)
@@ -402,9 +403,9 @@ def test_room_that_is_left_goes_to_faster_forms(uneven: bool) -> None:
     for plain in CODED_MODELS:
         manifest = coded(plain, uneven=uneven)
         sizes = {a: {3: n, 4: n + (plain.aliases[a] - n) // 1024 * 512} for a, (_, n) in manifest.codes.items()}
-        least = manifest.nbytes + manifest.buffer_nbytes
+        least = manifest.nbytes + buffer_nbytes(manifest)
         seconds = []
-        for budget in range(least, plain.nbytes + manifest.buffer_nbytes + 512, 512):
+        for budget in range(least, plain.nbytes + buffer_nbytes(manifest) + 512, 512):
             first = place(manifest, budget=budget, profile=profile)
             plan = cost.predicted(decoding_less(first, sizes, profile), profile)
             assert_sound(plan)

@@ -13,10 +13,12 @@ from weightstream.codec import coding, reference
 from weightstream.errors import StoreError
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.home import Home
 from weightstream.runtime.sources import (
     Mapped,
     OnDisk,
     Pageable,
+    PageWindow,
     Pinned,
     Resident,
     Source,
@@ -24,6 +26,7 @@ from weightstream.runtime.sources import (
     ZeroCopy,
     in_file,
 )
+from weightstream.runtime.weights import groups
 from weightstream.store.decoded import DecodedMemory, LazyMemory
 from weightstream.store.extent import Extent
 from weightstream.store.mapping import FileMapping
@@ -221,6 +224,21 @@ def test_a_file_that_changed_is_an_error(kind: str, form: str, change: object, r
     with pytest.raises(StoreError, match=str(rig.path)):
         rig.filled(source)
     assert source.is_unread == (form != "plain")
+
+
+def test_pages_that_kernels_read_are_of_their_file_whatever_becomes_of_that(rig: Rig) -> None:
+    """Else nobody would hold them, and nothing could go back to the plan that was in force."""
+    window = rig.source("window", "plain")
+    assert isinstance(window, PageWindow)
+    file = OnDisk(view=window.view, place=window.place, extents=window.extents)
+    (group,) = groups(torch.nn.Linear(COUNT, 1, bias=False)).values()
+    home = Home(group=group, origin=torch.device("cpu"), source=ZeroCopy(view=rig.data.clone(), host=window), file=file)
+    os.utime(rig.path, ns=(0, 0))
+    home.forget_other_file()
+    assert home.file is file
+    home.source = Pinned(view=rig.data.clone())
+    home.forget_other_file()
+    assert home.file is None
 
 
 def test_a_part_of_a_file_that_is_outside_is_refused(rig: Rig) -> None:

@@ -54,7 +54,7 @@ class Lane:
     def of(cls, plan: Plan, planner: Planner) -> Lane:
         """That of a plan whose planner counts as `after` a unit what runs until the next one of its device."""
         own = {name: tuple(op for op in ops if not op.after) for name, ops in planner.demand.work.items()}
-        planner = replace(planner, demand=replace(planner.demand, work=own, captured={}), unit_s={})
+        planner = replace(planner, demand=replace(planner.demand, work=own), unit_s={})
         simulated, profile = planner.alone(plan)
         link = planner.machine.profile.link_bytes_per_s
         read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link

@@ -12,8 +12,6 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Literal
 
-from weightstream.plan.schedule import aligned
-
 KEPT = "(kept on the device)"  # the name of a unit without a module
 Rate = Literal["half", "single", "attention", "none"]
 
@@ -139,11 +137,6 @@ class Manifest:
     def decoded(self) -> tuple[dict[str, int], ...]:
         """Of each unit, the coded alias groups -> their bytes in plain form."""
         return tuple({t.alias: t.decoded_nbytes for t in unit.tensors if t.bits} for unit in self.units)
-
-    @cached_property
-    def buffer_nbytes(self) -> int:
-        """Bytes of a buffer for the coded weights of any unit, decoded."""
-        return max((sum(map(aligned, sizes.values())) for sizes in self.decoded), default=0)
 
     def coded(self, codes: Mapping[str, tuple[int, int]]) -> Manifest:
         """The same with these alias groups coded, in so many bits, that take so many bytes, and all others plain."""

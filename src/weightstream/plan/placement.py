@@ -2,7 +2,7 @@
 
 From a byte budget, every choice of what stays and of a ring (choices.py) is tried. The plan with the least predicted
 time wins, then the one with the fewest bytes. Where the host is what takes long, a plan that is fast on the device is
-worth a little more time of the host; where steps may be captured, so that the host launches nothing, much more.
+worth a little more time of the host; where text comes from graphs, for which the host launches nothing, much more.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weightstream.plan import cost
 from weightstream.plan.amounts import human
 from weightstream.plan.choices import Choice, Share, choices, columns_of, fitting, nbytes_of, plain_nbytes
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.plan import Plan, num_shown, streamed_nbytes
+from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
 _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
 _HOST_SHARE = 0.95  # of what the host adds to a step counts: it varies by 1.7 from minute to minute [H200]
-_HOST_SHARE_CAPTURED = 0.25  # where text comes from graphs, and some of it from eager steps
+_HOST_SHARE_OF_TEXT = 0.25  # where it comes from graphs, and its prompt from eager steps
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
 _ASSUMED = Profile()
@@ -88,7 +88,7 @@ def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED
 
 def fits(manifest: Manifest, budget: int) -> bool:
     """Whether everything may stay."""
-    return manifest.nbytes + manifest.buffer_nbytes <= budget
+    return manifest.nbytes + buffer_nbytes(manifest) <= budget
 
 
 def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share | None = None) -> Iterator[Candidate]:
@@ -105,7 +105,7 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
         return replace(plan, budget=budget, step_s=searched_s(plan, profile))
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
-    buffer = manifest.buffer_nbytes
+    buffer = buffer_nbytes(manifest)
     share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
     unit_s = [profile.times_s(u, unit)[0] for u, unit in enumerate(manifest.units)] if profile.unit_s else []
     found = list(choices(manifest, forced, budget - buffer, counts_tensors, share, unit_s))
@@ -140,7 +140,7 @@ def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
 
 def _counted_s(device_s: float, host_s: float, profile: Profile) -> float:
     """What a step is taken for that lasts so long on the device alone, and with the host."""
-    share = _HOST_SHARE_CAPTURED if profile.captured_s else _HOST_SHARE
+    share = _HOST_SHARE_OF_TEXT if profile.captured_s else _HOST_SHARE
     return device_s + share * max(0.0, host_s - device_s)
 
 
@@ -263,7 +263,7 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
     sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    held, buffer = nbytes_of(manifest, forced), manifest.buffer_nbytes
+    held, buffer = nbytes_of(manifest, forced), buffer_nbytes(manifest)
     needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
     codec = ", or codec='auto' or 'none'" if buffer else ""
     return (

@@ -150,7 +150,7 @@ class Plan:
     def buffer_nbytes(self) -> int:
         """Bytes of the buffer that coded weights are decoded into, and cached ones copied where all are read."""
         if not self.cached:
-            return self.manifest.buffer_nbytes
+            return buffer_nbytes(self.manifest)
         return max((sum(map(aligned, self._in_buffer(u).values())) for u in range(len(self.manifest.units))), default=0)
 
     @cached_property
@@ -301,6 +301,11 @@ def _fills(order: Sequence[int], extents: tuple[Extent, ...]) -> dict[str, Any]:
 def _spread(sizes: Mapping[str, int]) -> dict[str, int]:
     """Each at the next aligned byte."""
     return dict(zip(sizes, accumulate(map(aligned, sizes.values()), initial=0), strict=False))
+
+
+def buffer_nbytes(manifest: Manifest) -> int:
+    """Bytes of a buffer for the coded weights of any unit, decoded."""
+    return max((sum(map(aligned, sizes.values())) for sizes in manifest.decoded), default=0)
 
 
 def num_shown(manifest: Manifest, placed: frozenset[str]) -> tuple[int, ...]:

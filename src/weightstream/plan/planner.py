@@ -26,7 +26,7 @@ from weightstream.plan.choices import Share
 from weightstream.plan.codes import Codes, Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
 from weightstream.plan.placement import Candidate
-from weightstream.plan.plan import Plan
+from weightstream.plan.plan import Plan, buffer_nbytes
 
 _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
@@ -77,7 +77,7 @@ class Demand:
     """What a step needs beside weights: the work of each unit by name, bytes of activations, at most, and cache.
 
     `workload`: that of a language model, None for others. Without work nothing is known. `captured`: that in a graph.
-    `states_nbytes`: what a repeated block returns, at most.
+    `states_nbytes`: what a repeated block returns, at most. `is_text`: of a model whose text comes from graphs.
     """
 
     workload: Workload | None = None
@@ -86,6 +86,7 @@ class Demand:
     activation_nbytes: int = 0
     cache_nbytes: int = 0
     states_nbytes: int = 0
+    is_text: bool = False
 
 
 Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
@@ -157,8 +158,7 @@ class Planner:
         def whole(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
             form = as_coded if plan.manifest is way.aside else manifest.coded(way.codes | plan.manifest.codes)
-            if way.cached:
-                plan = self._with_cache(plan, form.without(way.mapped), way.cached)
+            plan = self._with_cache(plan, form.without(way.mapped) if way.cached else form, way.cached)
             plan = self._reading(plan, form, way.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
@@ -180,7 +180,7 @@ class Planner:
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
-        profile, work, captured = self.machine.profile, self.demand.work, self.demand.captured
+        profile, work = self.machine.profile, self.demand.work
         if (measured := self.machine.disk_bytes_per_s) is not None:
             profile = replace(profile, disk_bytes_per_s=measured)
         if not work and not self.unit_s:
@@ -190,7 +190,7 @@ class Planner:
         for index, unit in enumerate(manifest.plain().units):
             ops = work.get(unit.name, ())
             on_device, on_host, after_share = unit_seconds(ops, profile)
-            more = unit_seconds(captured.get(unit.name, ()), profile)[0] - on_device
+            more = unit_seconds((self.demand.captured or work).get(unit.name, ()), profile)[0] - on_device
             copies = [op for op in ops if unit.picks and op.picked]
             picked.append((max((op.picked for op in copies), default=0.0), sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
@@ -202,7 +202,7 @@ class Planner:
         if self.machine.on_cpu:  # it computes itself what it launches
             unit_s, host_s, captured_s = tuple(map(max, unit_s, host_s)), (), ()
         found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, picked=tuple(picked))
-        return replace(found, captured_s=captured_s if captured else ()).decoding(manifest)
+        return replace(found, captured_s=captured_s if self.demand.is_text else ()).decoding(manifest)
 
     @property
     def budget(self) -> int | None:
@@ -270,7 +270,7 @@ class Planner:
         profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
-        kept_nbytes = (self.budget or 0) - beside - way.aside.buffer_nbytes if is_bounded else math.inf
+        kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
         over = sum(way.aside.read.values()) - kept_nbytes
         if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
@@ -350,7 +350,7 @@ class Planner:
 
     def _whole_nbytes(self, manifest: Manifest) -> int | None:
         """What all of it may take if it stays: of a share no more than what may be kept, and the buffer."""
-        buffer = manifest.buffer_nbytes
+        buffer = buffer_nbytes(manifest)
         return self.budget if self.share is None else self.share.kept_nbytes + min(buffer, self.share.ring_nbytes)
 
     def priced(self, plan: Plan) -> Plan:

@@ -107,7 +107,7 @@ class Home:
 
     def holds_same(self, source: Source) -> bool:
         """Whether these are the plain bytes of a source; False where it cannot be read."""
-        if source.view is self.source.view or self.is_undecoded:  # what was not read was not written to
+        if source.view is self.source.plain or self.is_undecoded:  # what was not read was not written to
             return True
         return self.holds_same_as(source.plain_into)
 
