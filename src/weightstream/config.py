@@ -205,6 +205,11 @@ class OffloadConfig(_Settings):
     def uses_codes(self) -> bool:
         return self.codec != "none" and self.backend != "uva"
 
+    @property
+    def may_capture(self) -> bool:
+        """Whether a graph can hold the copies of a step: those of pinned memory, over the device's own link."""
+        return self.pin_memory and not self.lent_links
+
     def device_for(self, device: object | None) -> str | None:
         """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
         given = None if device is None else str(device)

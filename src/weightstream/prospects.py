@@ -222,7 +222,8 @@ def foreseen(
     except UnsupportedError as error:
         logger.info("the work of this call is not known before it ran: %s", error)
         return None
-    return with_work(prospect, by_alias, grains, tried(found, prospect, backend), is_part=entry != "forward")
+    known, is_text = tried(found, prospect, backend), prospect.planners[0].demand.is_text
+    return with_work(prospect, by_alias, grains, known, is_part=entry != "forward", is_text=is_text)
 
 
 def tried(found: Footprint, prospect: Prospect, backend: Backend) -> Footprint:
@@ -240,14 +241,15 @@ def with_work(
     workload: Workload | None = None,
     *,
     is_part: bool = False,
+    is_text: bool = False,
 ) -> Prospect:
     """The same for a step that was followed; weights that units read outside of them are to stay on the device.
 
-    `is_part`: other steps run other units, so that the order is of all of them.
+    `is_part`: other steps run other units, so that the order is of all of them. `is_text`: text from graphs is behind.
     """
     aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
     nbytes = {name: getattr(found, name) for name in ("activation_nbytes", "cache_nbytes")}
-    is_text = found.captured is not None or prospect.planners[0].demand.is_text  # a prompt is before text, too
+    is_text |= found.captured is not None and prospect.planners[0].config.may_capture
     known = Demand(workload=workload, states_nbytes=found.states_nbytes(grains[0]), is_text=is_text, **nbytes)
     manifests, planners = [], []
     for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):

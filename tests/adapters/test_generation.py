@@ -21,7 +21,8 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # no
 from weightstream.adapters import generation  # noqa: E402
 from weightstream.adapters.generation import Decoding, decode, generate  # noqa: E402
 from weightstream.adapters.shapes import observe  # noqa: E402
-from weightstream.plan.manifest import Workload  # noqa: E402
+from weightstream.plan.manifest import Profile, Workload  # noqa: E402
+from weightstream.prospects import machine_elsewhere, sketch_of  # noqa: E402
 from weightstream.shares import _eager  # noqa: E402
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -437,6 +438,15 @@ def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
     assert streamer._installed.refinement.prospect.workload is None, "of the prompt"
     assert is_text() == {True}
     streamer.remove()
+    for why in ({"pin_memory": False}, {"lent_links": (1,)}):  # whose copies no graph holds
+        config = weightstream.OffloadConfig(device_budget=nbytes // 2, **why)
+        assert not config.may_capture
+        sketch = sketch_of(model, None, config, machine_elsewhere(Profile(device_nbytes=1 << 30)))
+        assert {planner.demand.is_text for planner in sketch.prospect.planners} == {False}
+    sketch = sketch_of(model, None, weightstream.OffloadConfig(device_budget=nbytes // 2), machine_elsewhere(Profile()))
+    assert {planner.demand.is_text for planner in sketch.prospect.planners} == {True}
+    component = sketch.knowing(observe(model, Workload(tokens=8, context=8)), "forward")
+    assert {planner.demand.is_text for planner in component.planners} == {False}, "a pipeline wants no text of it"
     assert observe(model, Workload()).captured is not None
     assert _eager(model, Workload()).captured is None, "of several devices"
     vision = weightstream.offload(

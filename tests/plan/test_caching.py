@@ -626,3 +626,17 @@ def test_no_cache_is_planned_for_units_that_enclose_others() -> None:
     plan = planner_of(budget + STACKS_NBYTES // NUM_LAYERS, manifest)(manifest)
     prove(plan)
     assert plan.cached == cached.codes.keys()
+
+
+@pytest.mark.parametrize(("slow", "percent"), [(1, 70), (2, 80), (3, 80)])
+def test_of_a_slow_host_as_much_counts_with_a_cache_as_without(slow: int, percent: int) -> None:
+    """Rows that are fetched ahead make graphs faster, which is no reason where no text comes from them."""
+    host = {"op_launch_s": 14.5e-6, "overhead_s": 60e-6, "show_s": 5e-6, "decoding_launch_s": 20e-6}
+    on = machine(profile=replace(H200, **{name: slow * seconds for name, seconds in host.items()}))
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
+    planner = planner_of(budget, on=on, codec="auto")
+    without = replace(planner, machine=replace(on, fetches_rows=False))
+    taken, other = (
+        plan.graph_s + H200.host_share * (plan.step_s - plan.graph_s) for plan in (planner(MIXTURE), without(MIXTURE))
+    )
+    assert taken <= other * (1 + 1e-6)

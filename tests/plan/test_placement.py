@@ -441,7 +441,7 @@ def profiles_of(num_units: int) -> st.SearchStrategy[Profile]:
         overhead_s=st.sampled_from([0.0, 2.0]),
         unit_s=st.tuples(*[seconds] * num_units),
         host_s=st.one_of(st.just(()), st.tuples(*[seconds] * num_units)),
-        captured_s=st.sampled_from([(), (0.0,) * num_units]),
+        host_share=st.sampled_from([0.25, 0.95]),
     )
 
 
@@ -557,13 +557,12 @@ def test_no_plan_takes_less_than_its_candidate_says(data: st.DataObject) -> None
         assert candidate.bound_s <= candidate.plan().step_s + 1e-9
 
 
-def test_where_the_host_is_the_limit_the_device_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_host_is_the_limit_the_device_is_not_forgotten() -> None:
     """Rings of any depth are as fast by prediction, and a host that is quicker than told would wait for the least."""
     manifest = model(*[(GRAIN,) * 4] * 8)
     copies = Profile(copy_latency_s=0.0, link_bytes_per_s=GRAIN, overhead_s=0.5, unit_s=(2.0,) * 8, host_s=(9.0,) * 8)
     chosen = place(manifest, budget=16 * GRAIN, profile=copies)
-    monkeypatch.setattr(placement, "_HOST_SHARE", 1.0)
-    careless = place(manifest, budget=16 * GRAIN, profile=copies)
+    careless = place(manifest, budget=16 * GRAIN, profile=replace(copies, host_share=1.0))
     assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "what is told is what is predicted"
     assert careless.ring_nbytes < chosen.ring_nbytes
     on_device = [cost.simulate_s(plan, copies, has_host=False) for plan in (chosen, careless)]

@@ -210,8 +210,7 @@ def test_a_shortage_is_told_with_its_sum() -> None:
 
 
 def test_a_step_in_a_graph_has_work_of_its_own() -> None:
-    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it
-    where the host is quick."""
+    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it."""
     planner = prospect(SMALL, device_budget=GIB, grains=("block",)).planners[0]
     manifest = decoder("block", **SMALL)
     name, work = manifest.units[3].name, planner.demand.work
@@ -220,7 +219,7 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
 
     def planned(on: Planner, ops: tuple[Op, ...]) -> Plan:
         captured = planner.demand.work | {name: ops}
-        return replace(on, demand=replace(planner.demand, captured=captured, is_text=True))(manifest)
+        return replace(on, demand=replace(planner.demand, captured=captured))(manifest)
 
     plain = planner(manifest)
     for ops, more_s in (((*work[name], long, tiny, tiny), 2 * H200.op_s), (work[name], -1e-3 - H200.op_s)):

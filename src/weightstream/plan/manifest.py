@@ -199,7 +199,9 @@ class Profile:
     tensors that does, and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for
     ops that follow its release, before the next unit opens; `picked` holds the share of its stacks that a unit reads,
     and the seconds to copy that; `captured_s` are seconds that a unit takes beside in a CUDA graph, or less, as steps
-    there have another cache. Else a unit takes the time to read its weights once, and at least `overhead_s`, and
+    there have another cache. A search counts `host_share` of what the host adds to a step.
+
+    Else a unit takes the time to read its weights once, and at least `overhead_s`, and
     `launch_s` per tensor.
     """
 
@@ -234,6 +236,7 @@ class Profile:
     after_share: tuple[float, ...] = ()
     picked: tuple[tuple[float, float], ...] = ()
     captured_s: tuple[float, ...] = ()
+    host_share: float = 0.95  # it varies by 1.7 from minute to minute [H200]
 
     def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
         """Seconds of a unit alone at one of its positions: of the device or the host, whichever takes longer."""

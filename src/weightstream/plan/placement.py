@@ -28,8 +28,6 @@ from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbyt
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
 _SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
-_HOST_SHARE = 0.95  # of what the host adds to a step counts: it varies by 1.7 from minute to minute [H200]
-_HOST_SHARE_OF_TEXT = 0.25  # where it comes from graphs, and its prompt from eager steps
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
 _ASSUMED = Profile()
@@ -140,8 +138,7 @@ def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
 
 def _counted_s(device_s: float, host_s: float, profile: Profile) -> float:
     """What a step is taken for that lasts so long on the device alone, and with the host."""
-    share = _HOST_SHARE_OF_TEXT if profile.captured_s else _HOST_SHARE
-    return device_s + share * max(0.0, host_s - device_s)
+    return device_s + profile.host_share * max(0.0, host_s - device_s)
 
 
 def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile) -> float:

@@ -32,6 +32,7 @@ _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
 _READ_ROWS = 64  # by kernels that read it once: products with more rows read weights again for each tile of them
 _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
+_HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
 _WORTH = 0.97  # of its bytes: a code that saves less is none
@@ -173,10 +174,8 @@ class Planner:
             refusals.append((rank, error))
 
     def _for_demand(self, plan: Plan) -> Plan:
-        step = self.demand
-        return replace(
-            plan, workload=step.workload, activation_nbytes=step.activation_nbytes, cache_nbytes=step.cache_nbytes
-        )
+        names = ("workload", "activation_nbytes", "cache_nbytes")
+        return replace(plan, **{name: getattr(self.demand, name) for name in names})
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
@@ -201,8 +200,9 @@ class Planner:
         unit_s, host_s, after, captured_s = (tuple(unit[k] for unit in times) for k in range(4))
         if self.machine.on_cpu:  # it computes itself what it launches
             unit_s, host_s, captured_s = tuple(map(max, unit_s, host_s)), (), ()
-        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, picked=tuple(picked))
-        return replace(found, captured_s=captured_s if self.demand.is_text else ()).decoding(manifest)
+        share = _HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share
+        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, captured_s=captured_s)
+        return replace(found, picked=tuple(picked), host_share=share).decoding(manifest)
 
     @property
     def budget(self) -> int | None:
