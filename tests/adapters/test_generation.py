@@ -22,7 +22,8 @@ from weightstream.adapters import generation  # noqa: E402
 from weightstream.adapters.generation import Decoding, decode, generate  # noqa: E402
 from weightstream.adapters.shapes import observe  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
-from weightstream.prospects import machine_elsewhere, sketch_of  # noqa: E402
+from weightstream.plan.prospect import Prospect  # noqa: E402
+from weightstream.prospects import Sketch, machine_elsewhere, sketch_of  # noqa: E402
 from weightstream.shares import _eager  # noqa: E402
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -423,34 +424,39 @@ def test_inputs_may_have_another_name() -> None:
     assert torch.equal(generate(model, input_features=x, **more), model.generate(input_features=x, **more))
 
 
+def is_text(planned: Prospect) -> bool:
+    """Whether plans are made for text from graphs."""
+    (found,) = {planner.demand.is_text for planner in planned.planners}
+    return found
+
+
 def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
     """Else the first prompt, which is eager, would move weights for its own sake."""
     model = build("llama")
-    nbytes = sum(param.nbytes for param in model.parameters())
-    streamer = weightstream.offload(model, device="cpu", device_budget=nbytes // 2)
+    budget = sum(param.nbytes for param in model.parameters()) // 2
+    with weightstream.offload(model, device="cpu", device_budget=budget) as streamer:
+        assert is_text(streamer._installed.refinement.prospect)
+        for _ in range(2):
+            model(prompt(9))
+        found = streamer._installed.refinement.prospect
+        assert found.workload is None, "it is of the prompt"
+        assert is_text(found)
 
-    def is_text() -> set[bool]:
-        return {planner.demand.is_text for planner in streamer._installed.refinement.prospect.planners}
 
-    assert is_text() == {True}
-    for _ in range(2):
-        model(prompt(9))
-    assert streamer._installed.refinement.prospect.workload is None, "of the prompt"
-    assert is_text() == {True}
-    streamer.remove()
-    for why in ({"pin_memory": False}, {"lent_links": (1,)}):  # whose copies no graph holds
-        config = weightstream.OffloadConfig(device_budget=nbytes // 2, **why)
-        assert not config.may_capture
-        sketch = sketch_of(model, None, config, machine_elsewhere(Profile(device_nbytes=1 << 30)))
-        assert {planner.demand.is_text for planner in sketch.prospect.planners} == {False}
-    sketch = sketch_of(model, None, weightstream.OffloadConfig(device_budget=nbytes // 2), machine_elsewhere(Profile()))
-    assert {planner.demand.is_text for planner in sketch.prospect.planners} == {True}
-    component = sketch.knowing(observe(model, Workload(tokens=8, context=8)), "forward")
-    assert {planner.demand.is_text for planner in component.planners} == {False}, "a pipeline wants no text of it"
+def test_plans_are_made_for_eager_steps_where_no_graph_brings_text() -> None:
+    model = build("llama")
+    machine = machine_elsewhere(Profile(device_nbytes=1 << 30))
+
+    def sketch(**settings: Any) -> Sketch:
+        return sketch_of(model, None, weightstream.OffloadConfig(device_budget=100_000, **settings), machine)
+
+    assert is_text(sketch().prospect)
+    for why in ({"pin_memory": False}, {"lent_links": (1,)}):
+        assert not is_text(sketch(**why).prospect), "no graph holds such copies"
+    call = observe(model, Workload(tokens=8, context=8))
+    assert not is_text(sketch().knowing(call, "forward")), "a pipeline wants no text of it"
     assert observe(model, Workload()).captured is not None
     assert _eager(model, Workload()).captured is None, "of several devices"
-    vision = weightstream.offload(
-        torch.nn.Linear(4, 4), device="cpu", device_budget=1 << 20, example_inputs=(torch.ones(4),)
-    )
-    assert {planner.demand.is_text for planner in vision._installed.refinement.prospect.planners} == {False}
-    vision.remove()
+    other, about = torch.nn.Linear(4, 4), {"device": "cpu", "device_budget": 1 << 20}
+    with weightstream.offload(other, example_inputs=(torch.ones(4),), **about) as streamer:
+        assert not is_text(streamer._installed.refinement.prospect)
