@@ -122,6 +122,8 @@ class Plan:
         return _spread(self._in_buffer(unit))
 
     def _in_buffer(self, unit: int) -> dict[str, int]:
+        if not self.cached:
+            return self.manifest.decoded[unit]
         aliases = self.manifest.units[unit].aliases()
         return {alias: n for alias, n in aliases.items() if alias in self.cached} | self.manifest.decoded[unit]
 
@@ -149,8 +151,6 @@ class Plan:
     @cached_property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffer that coded weights are decoded into, and cached ones copied where all are read."""
-        if not self.cached:
-            return buffer_nbytes(self.manifest)
         return max((sum(map(aligned, self._in_buffer(u).values())) for u in range(len(self.manifest.units))), default=0)
 
     @cached_property

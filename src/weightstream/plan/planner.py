@@ -141,8 +141,7 @@ class Planner:
         """Every plan of a manifest that is worth a try; why some are none is added to `refusals`, best told first."""
         manifest = manifest.plain()
         profile, ways = self.profile(manifest), list(self._ways(manifest))
-        for index, way in enumerate(ways):
-            rank = len(ways) - index  # the last way takes the least of the device
+        for rank, way in zip(range(len(ways), 0, -1), ways, strict=True):  # the last takes the least of the device
             opened = partial(self._opened, manifest, way, profile, rank, refusals)
             yield Candidate(self._bound_s(manifest, way, profile), opened)
 
@@ -159,7 +158,7 @@ class Planner:
         def whole(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
             form = as_coded if plan.manifest is way.aside else manifest.coded(way.codes | plan.manifest.codes)
-            plan = self._with_cache(plan, form.without(way.mapped) if way.cached else form, way.cached)
+            plan = self._with_cache(plan, form, way.mapped, way.cached)
             plan = self._reading(plan, form, way.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
@@ -249,11 +248,12 @@ class Planner:
         found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), *known)
         return min(found, key=lambda c: caching.device_s(caching.profiled(manifest, c, profile, *known)), default=None)
 
-    def _with_cache(self, plan: Plan, whole: Manifest, cached: Cached | None) -> Plan:
-        """The plan of a manifest without what is cached, as one of the whole."""
+    def _with_cache(self, plan: Plan, whole: Manifest, mapped: frozenset[str], cached: Cached | None) -> Plan:
+        """The plan of a manifest without what is cached and mapped, as one of the whole but what is mapped."""
         if cached is None:
             return plan
-        profile, units = self.profile(whole.plain()), whole.units
+        whole = whole.without(mapped)
+        profile = self.profile(whole.plain())
         return replace(
             plan,
             manifest=whole,
@@ -261,7 +261,7 @@ class Planner:
             cached=frozenset(cached.codes),
             slots_nbytes=cached.slots_nbytes,
             **caching.predicted(plan, whole, cached, profile, self.demand.workload, self.counts),
-            decode_s=sum(profile.decode_s(u, units[u]) for u in whole.order),
+            decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
         )
 
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
@@ -356,7 +356,7 @@ class Planner:
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
         (alone, profile), whole, mapped = self.alone(plan), plan.manifest, plan.mapped
-        times = self._with_cache(cost.predicted(alone, profile), whole.without(mapped), caching.of_plan(plan))
+        times = self._with_cache(cost.predicted(alone, profile), whole, mapped, caching.of_plan(plan))
         return replace(self._for_demand(self._reading(times, whole, mapped, profile)), budget=plan.budget)
 
     def alone(self, plan: Plan) -> tuple[Plan, Profile]:
