@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import cache_utils, core_model_loading  # noqa: E402
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters import hf_private, static_cache  # noqa: E402
+from weightstream.adapters import hf_private, static_cache, stopping  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
@@ -258,3 +258,12 @@ def test_the_bar_is_as_it_was() -> None:
         with hf_private.progress_bar(wanted):
             assert control.is_progress_bar_enabled() == shown, lost("utils.logging")
         assert control.is_progress_bar_enabled() == before
+
+
+def test_a_loop_that_looks_a_step_late() -> None:
+    with needs(f"generation.utils.{stopping.NAME}"):
+        late = getattr(importlib.import_module("transformers.generation.utils"), stopping.NAME)
+        asked = (None, False)
+        supported = [late.is_supported(torch.device(kind), *asked, is_assistant=False) for kind in ("mps", "cpu")]
+    assert supported == [True, False], lost("is_supported of mps alone")
+    assert {"__call__", "finish"} <= vars(late).keys(), lost("finish, which tells the steps to undo")

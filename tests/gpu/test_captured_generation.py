@@ -76,6 +76,35 @@ def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) ->
         model.weightstream.remove()
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("offloaded", [False, True], ids=["resident", "offloaded"])
+def test_a_text_that_ends_early(sampled: bool, offloaded: bool) -> None:
+    """The loop looks a step late, with a step more in flight."""
+    plain, model = build(MODELS["llama"]()).cuda(), build(MODELS["llama"]())
+    if offloaded:
+        weightstream.offload(model, device="cuda", device_budget=halved(model))
+    else:
+        model.cuda()
+    for at in (3, 11, 18):
+        options = {"max_new_tokens": 24, "pad_token_id": 0, "repetition_penalty": 2.0, "eos_token_id": None}
+        options |= {"do_sample": True, "temperature": 1.5} if sampled else {"do_sample": False}
+        torch.manual_seed(at)
+        options["eos_token_id"] = int(plain.generate(prompt(), **options, **STATIC)[0, 4 + at])
+        torch.manual_seed(at)
+        want, then = plain.generate(prompt(), **options, **STATIC), torch.rand(4, device="cuda")
+        found: list[Decoding] = []
+        torch.manual_seed(at)
+        got, now = generate(model, prompt(), on_decoding=found.append, **options), torch.rand(4, device="cuda")
+        assert torch.equal(got, want)
+        assert torch.equal(now, then)
+        steps = got.shape[1] - 5 - 1
+        learned = offloaded and at == 3
+        assert found == [Decoding(replays=max(0, steps + 1 - 1 - learned))]
+    if offloaded:
+        assert model.weightstream.stats().unplanned_fills == 0
+        model.weightstream.remove()
+
+
 def test_padding_and_stopping_criteria() -> None:
     plain, model = build(MODELS["llama"]()).cuda(), build(MODELS["llama"]())
     weightstream.offload(model, device="cuda", device_budget=halved(model))

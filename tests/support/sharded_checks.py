@@ -13,10 +13,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
-from weightstream.adapters import generation
+from weightstream.adapters import generation, stopping
 from weightstream.adapters.generation import Decoding
 from weightstream.adapters.ranks import Ranks, join, ranks_of
 from weightstream.assembly import Assembly, Given
@@ -158,10 +159,10 @@ def tokens(model: Any) -> torch.Tensor:
     return model.generate(ids, cache_implementation="static", disable_compile=True, **OPTIONS)
 
 
-def decoded(model: Any) -> tuple[torch.Tensor, Decoding]:
+def decoded(model: Any, **more: Any) -> tuple[torch.Tensor, Decoding]:
     """These from graphs, and how their steps ran."""
     recorder = FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model)
-    return generation.decode(model, torch.arange(1, 9, device=WHERE).view(1, 8), dict(OPTIONS), recorder)
+    return generation.decode(model, torch.arange(1, 9, device=WHERE).view(1, 8), OPTIONS | more, recorder)
 
 
 @check
@@ -183,6 +184,28 @@ def steps_from_graphs() -> None:
     assert torch.equal(found, want)
     assert 0 < decoding.replays < 10, decoding
     assert Ranks().gather(decoding) == [decoding] * NUM
+
+
+@check
+def a_text_that_ends_early() -> None:
+    """It ends a step late on all ranks, or on none: a step of its own a rank would never come out of."""
+    model = plain("llama")
+    told: list[int] = tokens(model)[0, 8:].tolist()
+    num = max(i for i, token in enumerate(told[:-1]) if token not in told[:i]) + 1
+    want = tokens(model)[:, : 8 + num]
+    ends = {"eos_token_id": told[num - 1], "min_new_tokens": None}
+    replays = []
+    with ExitStack() as stack:
+        if DEVICE == "cpu":  # which has no events, and is never behind
+            stack.enter_context(patch.object(stopping, "_has_events", lambda device: True))
+            stack.enter_context(patch.object(torch, "Event", Mock))
+        for spares in (True, RANK == 0):
+            with patch.object(generation, "_may_spare_a_step", lambda *_, spares=spares: spares):
+                found, decoding = decoded(model, **ends)
+            assert torch.equal(found, want)
+            replays.append(decoding.replays)
+    assert num > 4, told
+    assert replays == [num - 1, num - 2], replays
 
 
 @check

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from weightstream.adapters import hf_private, static_cache
+from weightstream.adapters import hf_private, static_cache, stopping
 from weightstream.adapters.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.adapters.steps import CACHES, cache_in
 from weightstream.errors import UnsupportedError, WeightstreamError
@@ -35,6 +35,8 @@ _OTHERWISE = frozenset(CACHES) | frozenset(  # settings that choose another cach
     "cache_implementation compile_config custom_generate assistant_model use_mtp "  # noqa: SIM905
     "prompt_lookup_num_tokens assistant_early_exit penalty_alpha dola_layers constraints force_words_ids".split()
 )
+_BETWEEN = ("streamer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")  # the caller's code
+_SPARE_S = 0.2  # so long may a step be that is run for nothing: what is won over 100 tokens or so
 _TEXT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 _COUNT = hf_private.STATIC_WINDOW_COUNT
 _INDEXED = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
@@ -108,8 +110,11 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config.update(**_STATIC)
         options = options | {"generation_config": config}
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
-        decoder = Decoder(recorder, device, _Step(getattr(model, guards.ATTRIBUTE, None), stack), ranks)
+        streamer = getattr(model, guards.ATTRIBUTE, None)
+        decoder = Decoder(recorder, device, _Step(streamer, stack), ranks)
         stack.enter_context(_standing_in(model, decoder))
+        if least(ranks, _may_spare_a_step(streamer, options)):  # on all ranks, or one would wait for the others in it
+            stack.enter_context(stopping.a_step_late())
         result = model.generate(*given, **options)
     return result, decoder.decoding()
 
@@ -149,6 +154,12 @@ def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str |
     if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):
         return "generate() is running with this model already"
     return None
+
+
+def _may_spare_a_step(streamer: Any, options: dict[str, Any]) -> bool:
+    """Whether a text may end a step late: nobody sees it, and it takes little of the time of a text."""
+    is_short = streamer is None or streamer.plan.graph_s <= _SPARE_S
+    return is_short and all(options.get(name) is None for name in _BETWEEN)
 
 
 class _Step:

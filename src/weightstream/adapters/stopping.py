@@ -1,0 +1,81 @@
+"""When the loop of transformers' `generate` looks whether its texts have ended. Knows no weights.
+
+After each token it asks the device whether all texts have ended, and queues the next step when it has the answer: the
+device waits for 1 to 3 ms [H200]. It can ask a step late, and takes back the step that is one too many; it does so on
+mps alone. Names that transformers does not promise to keep, of 5.17 and later; one without them looks at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+
+from weightstream.adapters import hf_private
+
+NAME = "DeferredStopCheck"  # of a class
+_IS_LATE = ContextVar("_IS_LATE", default=False)  # of this thread's `generate`
+_LOCK = threading.Lock()
+_REPLACED = ExitStack()
+_inside = 0  # calls for which that class is replaced
+
+
+@contextmanager
+def a_step_late() -> Iterator[None]:
+    """Inside, this thread's `generate` looks a step late where its cache and its device allow it."""
+    global _inside
+    from transformers.generation import utils
+
+    if not hasattr(utils, NAME):
+        yield
+        return
+    with _LOCK:
+        if not _inside:
+            _REPLACED.enter_context(hf_private.set_inside(utils, NAME, _late(getattr(utils, NAME))))
+        _inside += 1
+    token = _IS_LATE.set(True)
+    try:
+        yield
+    finally:
+        _IS_LATE.reset(token)
+        with _LOCK:
+            _inside -= 1
+            if not _inside:
+                _REPLACED.close()
+
+
+def _has_events(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+@cache
+def _late(base: Any) -> Any:
+    class Late(base):  # type: ignore[misc]
+        """Takes back what the step too many drew at random, too."""
+
+        def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            super().__init__(input_ids, *args, **kwargs)
+            self._random = torch if input_ids.device.type == "cpu" else torch.get_device_module(input_ids.device)
+            self._states: list[torch.Tensor] = []  # behind the last two steps
+
+        @staticmethod
+        def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+            is_late = _IS_LATE.get() and _has_events(device)
+            return bool(base.is_supported(torch.device("mps") if is_late else device, *args, **kwargs))
+
+        def __call__(self, *args: Any, **kwargs: Any) -> bool:
+            self._states = [*self._states[-1:], self._random.get_rng_state()]
+            return bool(super().__call__(*args, **kwargs))
+
+        def finish(self) -> int:
+            undone: int = super().finish()
+            if undone:
+                self._random.set_rng_state(self._states[-1 - undone])
+            return undone
+
+    return Late
