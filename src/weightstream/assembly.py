@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -175,6 +175,8 @@ def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machi
     if backend.device.type != "cpu":
         ranks.apart(cuda.facts(backend.device).uuid, backend.device)
         machine = links.at_most(machine, links.beside(backend.device, ranks.confirm))
+        rate = links.summed(backend, ranks.confirm, ranks.add_up)
+        machine = replace(machine, profile=replace(machine.profile, ranks_bytes_per_s=rate))
     return ranks.agreed(config, machine)
 
 

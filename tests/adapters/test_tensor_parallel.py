@@ -22,7 +22,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -32,6 +32,7 @@ from weightstream import ConfigError, Plan, PlanError
 from weightstream.adapters import hf_sharded
 from weightstream.adapters.packing import pack
 from weightstream.adapters.ranges import Gathered, Range
+from weightstream.forecasts import prospect
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
 
@@ -157,6 +158,42 @@ def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]
         in_codes.manifest.decoded_nbytes
         == weightstream.plan_model(folder / "llama", tp_size=RANKS, device_budget="1MiB").manifest.decoded_nbytes
     )
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 1), ("llama", 16), ("qwen2", 1), ("mixtral", 1)])
+def test_what_ranks_add_up_is_counted(name: str, tokens: int, folder: Path) -> None:
+    """Behind attention and behind what follows it, in each layer; and behind an embedding of which each has rows."""
+    config = weightstream.OffloadConfig(device_budget="1MiB", tokens=tokens, context=32)
+    (planner, *_) = prospect(folder / name, config, device="cpu", tp_size=RANKS).planners
+    ops = [op for ops in planner.demand.work.values() for op in ops if op.rate == "ranks"]
+    nbytes, num_layers = tokens * 2 * SHAPE["hidden_size"], 5 if name == "llama" else 3
+    embedding = nbytes // (1 + (name == "qwen2"))  # whose weight is read again, by the head
+    assert sorted(op.nbytes for op in ops) == sorted([embedding, *[nbytes] * 2 * num_layers])
+    (alone, *_) = prospect(folder / name, config, device="cpu", tp_size=1).planners
+    assert not [op for ops in alone.demand.work.values() for op in ops if op.rate == "ranks"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement", "module", "adds_up"),
+    [
+        ((8, 6), Shard(1), nn.Linear, True),
+        ((8, 6), Shard(0), nn.Linear, False),
+        ((8, 6), Replicate(), nn.Linear, False),
+        ((8, 6), Shard(0), nn.Embedding, True),
+        ((8, 6), Shard(-1), nn.Embedding, False),
+        ((4, 8, 6), Shard(1), nn.Module, True),
+        ((8,), Shard(0), nn.Module, False),  # what heads have beside their weights
+    ],
+)
+def test_whose_outputs_ranks_add_up(shape: tuple[int, ...], placement: Any, module: Any, adds_up: bool) -> None:
+    distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(torch.zeros(shape), mesh, [placement], src_data_rank=None)
+        given = module(*shape[::-1]) if module is not nn.Module else module()
+        assert hf_sharded.adds_up(given, [weight, torch.zeros(shape)]) is adds_up
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -59,6 +60,20 @@ def test_what_others_refuse_is_raised_and_nobody_meets_twice() -> None:
     assert len(met) == 1
 
 
+def test_what_processes_add_up_is_timed_once_they_know_each_other() -> None:
+    calls: list[int | None] = []
+
+    def add_up(tensor: torch.Tensor) -> None:
+        time.sleep(0.2 if calls == [None] else 0.01)
+        calls.append(tensor.nbytes)
+
+    backend = CpuBackend()
+    rate = links.summed(backend, lambda: calls.append(None), add_up)
+    backend.close()
+    assert calls == [None, *[64 << 20] * 16]
+    assert rate == pytest.approx((64 << 20) / 0.01, rel=0.5)
+
+
 @pytest.mark.parametrize(("device", "rate"), [("cuda:0", 7e9), ("cpu", CPU_PROFILE.link_bytes_per_s)])
 def test_ranks_plan_with_the_link_that_they_have_together(
     device: str, rate: float, monkeypatch: pytest.MonkeyPatch
@@ -70,18 +85,29 @@ def test_ranks_plan_with_the_link_that_they_have_together(
         meet()
         return 7e9
 
+    def summed(_: Any, meet: Callable[[], object], add_up: Callable[[Any], object]) -> float:
+        meet()
+        add_up(None)
+        return 3e9
+
     monkeypatch.setattr(links, "beside", beside)
+    monkeypatch.setattr(links, "summed", summed)
     agreed: Any = lambda config, machine: (config, machine)  # noqa: E731
     apart: list[tuple[str, torch.device]] = []
+    added: list[Any] = []
     ranks: Any = SimpleNamespace(
-        confirm=lambda: met.append(None), agreed=agreed, apart=lambda *about: apart.append(about)
+        confirm=lambda: met.append(None),
+        agreed=agreed,
+        apart=lambda *about: apart.append(about),
+        add_up=added.append,
     )
     monkeypatch.setattr(assembly.cuda, "facts", lambda _: SimpleNamespace(uuid="GPU-7"))
     backend: Any = SimpleNamespace(device=torch.device(device))
     profile = replace(CPU_PROFILE, link_bytes_per_s=rate if device == "cpu" else 55e9)
     config, machine = OffloadConfig(), machine_elsewhere(profile, 0)
     found = assembly._among(ranks, backend, config, machine)[1]
-    assert found.profile == replace(profile, link_bytes_per_s=rate)
-    assert len(met) == (device != "cpu")
+    sums = CPU_PROFILE.ranks_bytes_per_s if device == "cpu" else 3e9
+    assert found.profile == replace(profile, link_bytes_per_s=rate, ranks_bytes_per_s=sums)
+    assert len(met) == 2 * len(added) == 2 * (device != "cpu")
     assert apart == ([("GPU-7", torch.device(device))] if device != "cpu" else [])
     assert links.at_most(machine, math.inf) == machine

@@ -57,6 +57,7 @@ def test_an_op_takes_its_least_time_and_its_work() -> None:
     assert Op(nbytes=100).seconds(on) == pytest.approx(2e-6, rel=1e-3)
     assert Op(nbytes=4_000_000).seconds(on) == pytest.approx(6e-6), "latency, then bytes"
     assert Op(nbytes=100, least=4.0).seconds(on) == pytest.approx(8e-6), "several kernels"
+    assert Op(nbytes=9_000_000, rate="ranks").seconds(replace(on, ranks_bytes_per_s=1e9)) == pytest.approx(9.002e-3)
     assert Op(nbytes=9_000_000, least=4.0).seconds(on) == pytest.approx(11e-6)
     assert Op(rate="half", flops=1e3, nbytes=100).seconds(on) == pytest.approx(5e-6), "a product"
     assert Op(rate="half", flops=1e9, nbytes=4_000_000).seconds(on) == pytest.approx(12e-6)

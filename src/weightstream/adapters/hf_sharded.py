@@ -5,7 +5,7 @@ A test of each (tests/adapters/test_tensor_parallel.py) says which one a new ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -106,6 +106,21 @@ def is_of_shard(forward: Any) -> bool:
 def is_shard(tensor: torch.Tensor) -> bool:
     """Whether it is a `DTensor`."""
     return any(kind.__module__.startswith(_OF_TORCH) for kind in type(tensor).__mro__)
+
+
+def adds_up(module: torch.nn.Module, weights: Iterable[Any]) -> bool:
+    """Whether the ranks add up what a module gives that has these weights, as each has a part of what a linear layer
+    multiplies, of the rows of an embedding, or of every expert. What they join end to end is not told."""
+    cuts = [
+        (weight.dim(), placement.dim % weight.dim())
+        for weight in weights
+        if is_shard(weight) and weight.dim() > 1
+        for placement in weight.placements
+        if not placement.is_replicate()
+    ]
+    if isinstance(module, torch.nn.Linear):
+        return any(dim == num_dims - 1 for num_dims, dim in cuts)
+    return bool(cuts) and (not isinstance(module, torch.nn.Embedding) or any(dim == 0 for _, dim in cuts))
 
 
 def is_of_processes(value: Any) -> bool:

@@ -34,6 +34,7 @@ _BY_ROW = frozenset(  # of their first argument, a table, they touch as much as 
 # mask, of which a bias is made, 11.2, topk of 128 8.4].
 _LEAST = MappingProxyType({_ATTENTION: 4.0, _aten.topk: 6.0, _aten.sort: 6.0})
 _MASKED = 8.0
+_SUMMED = 14.0  # [H200, NVLink]
 _GROUPED = frozenset(("aten::_grouped_mm", hf_private.GROUPED_MM))
 
 
@@ -134,6 +135,11 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     """The bytes of a tensor, those that several elements share once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * prod(size for size, step in shape if step or not size)
+
+
+def sum_of(nbytes: int) -> Op:
+    """What it takes to add up a tensor that each of several processes has."""
+    return Op(rate="ranks", nbytes=nbytes, least=_SUMMED)
 
 
 def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:

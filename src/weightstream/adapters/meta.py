@@ -88,12 +88,14 @@ def zeros_for(output: Any) -> Any:
 
 class Copied(NamedTuple):
     """A copy of a model on meta: which module of the model stands behind each of it, by id, and which weights behind
-    a storage, by `_cdata`; and copies of the values that came along."""
+    a storage, by `_cdata`; copies of the values that came along; and modules of the model, by id, of which ranks add up
+    what they give."""
 
     model: nn.Module
     originals: dict[int, nn.Module]
     weights: dict[int, list[torch.Tensor]]
     values: tuple[Any, ...]
+    summed: frozenset[int]
 
 
 def copied(model: nn.Module, *values: Any) -> Copied:
@@ -102,10 +104,11 @@ def copied(model: nn.Module, *values: Any) -> Copied:
     does."""
     memo: dict[int, Any] = {}
     weights: dict[int, list[torch.Tensor]] = {}
-    modules, hooked = list(model.modules()), list[nn.Module]()
+    modules, hooked, summed = list(model.modules()), list[nn.Module](), set[int]()
     for module in modules:
+        outers = list[torch.Tensor]()
         for leaf in leaves(module):
-            outer = leaf.shells[-1] if leaf.shells else leaf.tensor  # what wraps others is a plain tensor here
+            outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)  # what wraps others is plain here
             is_shard = bool(leaf.shells) and hf_sharded.is_shard(outer)
             made = memo.setdefault(id(outer), _local(leaf.tensor) if is_shard else shape_of(outer))
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
@@ -113,6 +116,8 @@ def copied(model: nn.Module, *values: Any) -> Copied:
         if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
             hooked.append(module)  # whether a cache of diffusers leaves out blocks depends on values: here none does
             memo |= dict.fromkeys(map(id, wraps))
+            if any(map(hf_sharded.is_of_shard, wraps)) and hf_sharded.adds_up(module, outers):
+                summed.add(id(module))
         memo[id(vars(module).get(_HOOKS))] = None
         memo |= {id(value): None for value in vars(module).values() if hf_sharded.is_of_processes(value)}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
@@ -128,7 +133,8 @@ def copied(model: nn.Module, *values: Any) -> Copied:
     for module in hooked:
         for name in ("forward", _AROUND):
             vars(memo[id(module)]).pop(name, None)
-    return Copied(made, {id(memo[id(module)]): module for module in modules}, weights, given)
+    originals = {id(memo[id(module)]): module for module in modules}
+    return Copied(made, originals, weights, given, frozenset(summed))
 
 
 def _is_shared(value: Any, made: Any) -> bool:

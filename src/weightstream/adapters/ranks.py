@@ -27,6 +27,7 @@ _IMAGINING = threading.Lock()  # the group is of the process
 _PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
 _OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _TOLD = "_weightstream_is_told"  # to all ranks
+_RATES = ("link_bytes_per_s", "ranks_bytes_per_s")
 _FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
 
 
@@ -93,15 +94,19 @@ class Ranks:
                 f"ranks {', '.join(shared)} have one device, on rank {self.rank} {device}: give device='cuda', or none"
             )
 
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Put the sum of what each rank gives here in place of it."""
+        distributed.all_reduce(tensor, group=self._group)
+
     def agreed(self, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
-        """Settings and a machine that all plan with: the least that any has, the slowest link, other speeds as the
-        first measured them, and an equal share of the host's memory."""
+        """Settings and a machine that all plan with: the least that any has, the slowest link and sums, other speeds as
+        the first measured them, and an equal share of the host's memory."""
         every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
         budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
         least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
         least |= {name: bool(least[name]) for name in ("maps_host_memory", "fetches_rows")}
-        link = min(found.profile.link_bytes_per_s for found in machines)
-        profile = replace(machines[0].profile, link_bytes_per_s=link)
+        rates = {name: min(getattr(found.profile, name) for found in machines) for name in _RATES}
+        profile = replace(machines[0].profile, **rates)
         agreed = replace(machine, profile=profile, **least)
         return _divided(config.within(min(budgets, default=None)), agreed, self.num_here)
 

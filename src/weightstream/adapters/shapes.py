@@ -245,12 +245,18 @@ def _followed(
 def _footprint(forwards: Sequence[_Forward], made: meta.Copied) -> Footprint:
     last, peak_nbytes = forwards[-1], max(forward.memory.peak_nbytes for forward in forwards)
     nums = Counter(id(op) for _, _, op in last.ops)
+    calls = [(made.originals.get(id(module), module), caller, nbytes) for module, caller, nbytes in last.calls]
+    summed = [
+        (call, call + 1, launch.sum_of(nbytes))
+        for call, (module, _, nbytes) in enumerate(calls)
+        if id(module) in made.summed
+    ]
     return Footprint(
         activation_nbytes=max(0, peak_nbytes - last.cache_nbytes),
         cache_nbytes=last.cache_nbytes,
-        calls=tuple((made.originals.get(id(module), module), caller) for module, caller, _ in last.calls),
-        ops=tuple(last.ops),
-        returned=tuple(nbytes for _, _, nbytes in last.calls),
+        calls=tuple((module, caller) for module, caller, _ in calls),
+        ops=(*last.ops, *summed),
+        returned=tuple(nbytes for _, _, nbytes in calls),
         captured=_footprint([last.captured], made) if last.captured is not None else None,
         launches=tuple((found, nums[id(found.op)]) for found in last.launches.values() if id(found.op) in nums),
         reads=tuple((call, tensor) for call, storage in last.reads for tensor in made.weights[storage]),

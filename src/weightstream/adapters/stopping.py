@@ -7,11 +7,11 @@ mps alone. Names that transformers does not promise to keep, of 5.17 and later; 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,33 +20,41 @@ from weightstream.adapters import hf_private
 
 NAME = "DeferredStopCheck"  # of a class
 _IS_LATE = ContextVar("_IS_LATE", default=False)  # of this thread's `generate`
-_LOCK = threading.Lock()
-_REPLACED = ExitStack()
-_inside = 0  # calls for which that class is replaced
+
+
+class _Replaced:
+    """That class, replaced while any call is inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._calls, self._around = Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        from transformers.generation import utils
+
+        with self._lock:
+            if not self._calls and hasattr(utils, NAME):
+                self._around.enter_context(hf_private.set_inside(utils, NAME, _late(getattr(utils, NAME))))
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                self._around.close()
+
+
+_REPLACED = _Replaced()  # of the process, as the class is
 
 
 @contextmanager
 def a_step_late() -> Iterator[None]:
     """Inside, this thread's `generate` looks a step late where its cache and its device allow it."""
-    global _inside
-    from transformers.generation import utils
-
-    if not hasattr(utils, NAME):
-        yield
-        return
-    with _LOCK:
-        if not _inside:
-            _REPLACED.enter_context(hf_private.set_inside(utils, NAME, _late(getattr(utils, NAME))))
-        _inside += 1
-    token = _IS_LATE.set(True)
-    try:
-        yield
-    finally:
-        _IS_LATE.reset(token)
-        with _LOCK:
-            _inside -= 1
-            if not _inside:
-                _REPLACED.close()
+    with _REPLACED:
+        token = _IS_LATE.set(True)
+        try:
+            yield
+        finally:
+            _IS_LATE.reset(token)
 
 
 def _has_events(device: torch.device) -> bool:

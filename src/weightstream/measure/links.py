@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -25,6 +26,7 @@ _SIZES = [64 << 20] * 4
 _HOPS = 64
 _STATES_NBYTES = 8192  # what a block gives for a token
 _SHORT_S = 0.1
+_SUMMED_NBYTES, _SUMS = 64 << 20, 8  # as of a long prompt
 
 
 @cache
@@ -59,6 +61,20 @@ def beside(device: torch.device, meet: Callable[[], object]) -> float:
         logger.warning("the link of %s is taken to be as fast as alone: %s", device, error)
         meet()
         return math.inf
+
+
+def summed(backend: Backend, meet: Callable[[], object], add_up: Callable[[torch.Tensor], object]) -> float:
+    """Bytes per second of a tensor that this process and others add up, as often each, from when all of them `meet`."""
+    with left_as_found(backend.device):
+        given = torch.zeros(_SUMMED_NBYTES // 2, dtype=torch.bfloat16, device=backend.device)
+        meet()  # a process that has no memory for it is heard here
+        for _ in range(2):  # in the first they find the ways to each other
+            backend.synchronize()
+            began = time.perf_counter()
+            for _ in range(_SUMS):
+                add_up(given)
+            backend.synchronize()
+        return _SUMS * given.nbytes / (time.perf_counter() - began)
 
 
 def at_most(machine: Machine, rate: float) -> Machine:

@@ -6,6 +6,7 @@ bytes over the bandwidth of device memory; a product, or what is several kernels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from itertools import zip_longest
 from typing import Literal
 
 KEPT = "(kept on the device)"  # the name of a unit without a module
-Rate = Literal["half", "single", "attention", "none"]
+Rate = Literal["half", "single", "attention", "none", "ranks"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +189,8 @@ class Profile:
     a matrix product `product_s` in all, at least (0.0: as any kernel), and a launch `op_launch_s` of the host.
     Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
     take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode3_bytes_per_s` and `decode4_bytes_per_s`
-    are bytes of plain weights that come out of the 3-bit and the 4-bit code. `workspace_nbytes` is what libraries keep
+    are bytes of plain weights that come out of the 3-bit and the 4-bit code. Processes that share a model add up
+    `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep
     on the device, `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that
     waits for it. `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the
     processor, that others used right before (-1: unknown).
@@ -227,6 +229,7 @@ class Profile:
     disk_bytes_per_s: float = 2e9
     decode3_bytes_per_s: float = 1.2e12
     decode4_bytes_per_s: float = 1.7e12
+    ranks_bytes_per_s: float = 200e9
     workspace_nbytes: int = 0
     device_nbytes: int = 0
     measured_at: float = 0.0
@@ -314,7 +317,8 @@ class Workload:
 class Op:
     """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
 
-    `half` and `single` are matrix products in 16-bit floats and in float32. `after`: it runs once the unit is released,
+    `half` and `single` are matrix products in 16-bit floats and in float32; `ranks` adds up the bytes of as many
+    processes. `after`: it runs once the unit is released,
     before the next one opens. `device_s` are measured seconds, in place of what the others tell; 0.0: none. `picked`:
     it copies so large a share of the matrices of a stack. `stacked`: each matrix of a stack is multiplied by a row of
     its own. `least`: it takes as long as so many small kernels, at least.
@@ -335,9 +339,10 @@ class Op:
     def work_s(self, profile: Profile) -> float:
         """Seconds of its arithmetic or its bytes alone."""
         rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
-        rates |= {"attention": profile.attention_flops_per_s, "none": float("inf")}
+        rates["attention"] = profile.attention_flops_per_s
         share = profile.gather_share if self.picked else 1.0
-        return max(self.flops / rates[self.rate], self.nbytes / (share * profile.device_bytes_per_s))
+        bandwidth = profile.ranks_bytes_per_s if self.rate == "ranks" else share * profile.device_bytes_per_s
+        return max(self.flops / rates.get(self.rate, math.inf), self.nbytes / bandwidth)
 
     def _least_s(self, profile: Profile) -> float:
         kernels_s = self.least * profile.op_s

@@ -33,6 +33,7 @@ CPU_PROFILE = Profile(
     overhead_s=50e-6,
     launch_s=20e-6,
     handover_s=50e-6,
+    ranks_bytes_per_s=0.5e9,
 )
 
 
