@@ -1,6 +1,6 @@
 """Tensor parallelism of transformers, its shards streamed: Llama in the shapes of 8B and 70B, under torchrun.
 
-    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,70b,405b] [--device cpu --tiny] [--files DIR]
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,prompt,70b,405b] [--device cpu --tiny] [--files DIR]
 
 The checkpoint has random weights and lies in the page cache. Every output is compared with that of the same model in
 the same processes as transformers loads it, bit for bit. Inputs are new in every step.
@@ -12,6 +12,7 @@ floor_ms      the most of these over what that link reached when all copied at o
 host_x        host bytes of weights over all ranks, over those of the model that stream
 grown_x       likewise what the processes' private memory grew by
 token_ms      of `weightstream.generate`, captured in a CUDA graph where that says so
+nccl_proto    what the environment tells NCCL of protocols, if anything
 load_s        from the call of from_pretrained to the end of the first step
 """
 
@@ -74,7 +75,7 @@ class Ranks:
 
     def write(self, **row: Any) -> None:
         if self.rank == 0:
-            row = {"bench": "tensor_parallel", "gpus": self.num} | row
+            row = {"bench": "tensor_parallel", "gpus": self.num, "nccl_proto": os.environ.get("NCCL_PROTO")} | row
             rows.append(self.args.out, [row], self.common)
             print({key: value for key, value in row.items() if key not in ("plan", "bench")}, flush=True)
 
@@ -252,11 +253,14 @@ class Ranks:
             for codec in ("none", "auto"):
                 settings = {"device_budget": budget, "codec": codec}
                 self.cell(f"8b, 0.90 GiB each, codec {codec}", folder, inputs, want, **settings)
-            self.prompt(folder, budget)
+
+    def run_prompt(self) -> None:
+        with self.checkpoint(SMALL) as folder:
+            self.prompt(folder, self.budget(0.9, folder, 13.5))
 
     @torch.no_grad()
     def prompt(self, folder: Path, budget: int) -> None:
-        """A long prompt on all GPUs, and on one of them."""
+        """A long one, on all GPUs and on one of them."""
         inputs = self.inputs(64 if self.args.tiny else PROMPT)
         want = self.resident("8b, prompt", folder, inputs)
         settings: dict[str, Any] = {"device_budget": budget, "codec": "none"}
@@ -335,7 +339,7 @@ def last(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="8b,70b")
+    parser.add_argument("--only", default="8b,prompt,70b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--files", type=Path, default=Path("/dev/shm"))
