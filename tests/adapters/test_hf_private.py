@@ -267,3 +267,23 @@ def test_a_loop_that_looks_a_step_late() -> None:
         supported = [late.is_supported(torch.device(kind), *asked, is_assistant=False) for kind in ("mps", "cpu")]
     assert supported == [True, False], lost("is_supported of mps alone")
     assert {"__call__", "finish"} <= vars(late).keys(), lost("finish, which tells the steps to undo")
+
+
+def test_what_is_set_inside_is_never_gone() -> None:
+    """Another thread may look for it."""
+
+    class Kept(type):
+        def __delattr__(cls, name: str) -> None:
+            raise AssertionError(f"{name} is gone for a moment")
+
+    class Owner(metaclass=Kept):
+        there = 1
+
+    with hf_private.set_inside(Owner, "there", 2):
+        assert Owner.there == 2
+    assert Owner.there == 1
+
+    bare = type("Bare", (), {})
+    with hf_private.set_inside(bare, "new", 3):
+        assert bare.new == 3  # type: ignore[attr-defined]
+    assert not hasattr(bare, "new")

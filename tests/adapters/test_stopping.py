@@ -12,7 +12,7 @@ import torch
 
 import weightstream
 from fake_cuda import FakeCuda
-from generating import MODELS, STATIC, WINDOW
+from generating import MODELS, STATIC
 from models import randomise
 
 transformers = pytest.importorskip("transformers")
@@ -85,9 +85,10 @@ def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> Non
     assert got.shape[1] <= 5 + at < 5 + MANY
     assert torch.equal(got, want)
     assert torch.equal(drawn_now, drawn_then)
-    steps = got.shape[1] - 5 - 1  # behind the prompt
-    graphs = 2 if "mistral" in model.config.model_type and steps + 5 > WINDOW else 1
-    assert decoding.replays == max(0, steps + 1 - graphs)  # one more
+    steps = got.shape[1] - 5 - 1  # behind the prompt; the first is watched
+    if "llama" in model.config.model_type:
+        assert decoding.replays == (steps if steps > 1 else 0)  # one more than plain steps, once they are replayed
+    assert cuda.replays == decoding.replays
 
 
 def test_texts_that_end_at_different_tokens(model: Any) -> None:
@@ -153,6 +154,40 @@ def test_code_of_the_caller_sees_each_token_at_once_and_none_too_many(llama: Any
     assert tokens.ids == [*want[0].tolist(), -1]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_steps_that_run_eager_are_none_too_many(name: str) -> None:
+    """Hooks of the caller see each of them."""
+    model = randomise(transformers.AutoModelForCausalLM.from_config(MODELS[name]()), seed=11)
+    options = ending(model, 10, **SAMPLED)
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    want, drawn_then = drawn(lambda: model.generate(prompt(), **options, **STATIC))
+    plain, refused = len(seen), "aten.tanh" if name == "gemma2" else "aten.silu"
+    seen.clear()
+    (got, decoding), drawn_now = drawn(lambda: decode(model, prompt(), options, FakeCuda(refused=refused).recorder))
+    assert torch.equal(got, want)
+    assert torch.equal(drawn_now, drawn_then)
+    assert "capture failed" in (decoding.reason or "")
+    assert len(seen) == plain
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_what_others_seed_meanwhile_stays(llama: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a greedy text at any time; else once the step too many has drawn."""
+    options = ending(llama, 10, **how)
+    cuda = FakeCuda()
+    if how is GREEDY:
+        replay = cuda.recorder.replay
+        recorder = cuda.recorder._replace(replay=lambda graph: (replay(graph), torch.manual_seed(77))[0])
+    else:
+        recorder = cuda.recorder
+        monkeypatch.setattr(Event, "synchronize", lambda self: torch.manual_seed(77))
+    decode(llama, prompt(), options, recorder)
+    found = torch.rand(4)
+    torch.manual_seed(77)
+    assert torch.equal(found, torch.rand(4))
+
+
 def test_a_cache_that_is_returned_has_no_token_too_many(llama: Any) -> None:
     options = ending(llama, 10, **GREEDY) | {"return_dict_in_generate": True, "output_logits": True}
     want = llama.generate(prompt(), **options, **STATIC)
@@ -173,8 +208,8 @@ def test_of_long_steps_none_is_spent(is_long: bool, monkeypatch: pytest.MonkeyPa
     assert streamer.plan.graph_s > 0
     monkeypatch.setattr(generation, "_SPARE_S", streamer.plan.graph_s * (0.5 if is_long else 2))
     lates: list[bool] = []
-    late = stopping.a_step_late
-    monkeypatch.setattr(stopping, "a_step_late", lambda: (lates.append(True), late())[1])
+    wanted = stopping.a_step_late
+    monkeypatch.setattr(stopping, "a_step_late", lambda *a, **kw: (lates.append(True), wanted(*a, **kw))[1])
     model.generate(prompt(), max_new_tokens=2)  # teaches the order
     got, _ = decode(model, prompt(), options, FakeCuda(refused="aten.silu").recorder)  # its graphs open no unit
     assert torch.equal(got, want)
@@ -202,6 +237,10 @@ def test_ranks_spend_a_step_where_all_of_them_do(llama: Any, monkeypatch: pytest
     assert decoding.replays == got.shape[1] - 5 - 1 - 1
 
 
+def late() -> Any:
+    return stopping.a_step_late(lambda: True, draws=False)
+
+
 def is_late() -> bool:
     return bool(utils.DeferredStopCheck.is_supported(torch.device("cuda"), None, False, is_assistant=False))
 
@@ -210,37 +249,45 @@ def test_it_is_of_one_thread_and_put_back() -> None:
     before = utils.DeferredStopCheck
     elsewhere: list[bool] = []
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(stopping.a_step_late())
+        first.enter_context(late())
         thread = threading.Thread(target=lambda: elsewhere.append(is_late()))
         thread.start()
         thread.join()
         assert (is_late(), elsewhere) == (True, [False])
-        second.enter_context(stopping.a_step_late())  # as another thread's call, which ends later
+        second.enter_context(late())  # as another thread's call, which ends later
         first.close()
         assert utils.DeferredStopCheck is not before
     assert utils.DeferredStopCheck is before
     assert not is_late()
-    with pytest.raises(ZeroDivisionError), stopping.a_step_late():
+    with pytest.raises(ZeroDivisionError), late():
         _ = 1 / 0
     assert utils.DeferredStopCheck is before
 
 
 def test_a_device_without_events_and_a_transformers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with stopping.a_step_late():
+    with late():
         assert is_late()
         assert not utils.DeferredStopCheck.is_supported(torch.device("cpu"), None, False, is_assistant=False)
     monkeypatch.delattr(utils, stopping.NAME)
-    with stopping.a_step_late():
+    with late():
         assert not hasattr(utils, stopping.NAME)
 
 
 def test_whether_a_step_may_be_spent() -> None:
-    def streamer(graph_s: float) -> Any:
-        return SimpleNamespace(plan=SimpleNamespace(graph_s=graph_s))
+    def model(graph_s: float | None = None, **settings: Any) -> Any:
+        found = SimpleNamespace(generation_config=transformers.GenerationConfig(**settings))
+        if graph_s is not None:
+            found.weightstream = SimpleNamespace(plan=SimpleNamespace(graph_s=graph_s))
+        return found
 
-    assert generation._may_spare_a_step(None, {"streamer": None})
-    assert generation._may_spare_a_step(streamer(0.2), {})
-    assert not generation._may_spare_a_step(streamer(0.21), {})
+    may = generation._may_spare_a_step
+    assert may(model(), {"streamer": None, "generation_config": transformers.GenerationConfig()})
+    assert may(model(0.2), {})
+    assert not may(model(0.21), {})
     for name in ("streamer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn"):
-        assert not generation._may_spare_a_step(None, {name: []})
+        assert not may(model(), {name: []})
+    settings: dict[str, Any] = {"return_dict_in_generate": True}
+    assert not may(model(), settings)
+    assert not may(model(), {"generation_config": transformers.GenerationConfig(**settings)})
+    assert not may(model(**settings), {})

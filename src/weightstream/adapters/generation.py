@@ -110,11 +110,11 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config.update(**_STATIC)
         options = options | {"generation_config": config}
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
-        streamer = getattr(model, guards.ATTRIBUTE, None)
-        decoder = Decoder(recorder, device, _Step(streamer, stack), ranks)
+        decoder = Decoder(recorder, device, _Step(getattr(model, guards.ATTRIBUTE, None), stack), ranks)
         stack.enter_context(_standing_in(model, decoder))
-        if least(ranks, _may_spare_a_step(streamer, options)):  # on all ranks, or one would wait for the others in it
-            stack.enter_context(stopping.a_step_late())
+        if least(ranks, _may_spare_a_step(model, options)):  # on all ranks, or one would wait for the others in it
+            draws = bool(_given(model, options, "do_sample")) or model.training
+            stack.enter_context(stopping.a_step_late(lambda: decoder.is_replaying, draws=draws))
         result = model.generate(*given, **options)
     return result, decoder.decoding()
 
@@ -129,12 +129,7 @@ def _recorder(model: Any) -> Recorder | None:
 
 def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str | None:
     """Why `generate` should run as it is for this model and these arguments; None: it need not."""
-    config = options.get("generation_config")
-
-    def given(name: str) -> Any:
-        places = (options.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((value for value in places if value is not None), None)
-
+    given = partial(_given, model, options)
     # "hybrid" is what old checkpoints say, and transformers ignores it
     if chosen := [name for name in sorted(_OTHERWISE) if given(name) not in (None, False, "hybrid")]:
         return f"{', '.join(chosen)} was given"
@@ -156,10 +151,19 @@ def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str |
     return None
 
 
-def _may_spare_a_step(streamer: Any, options: dict[str, Any]) -> bool:
-    """Whether a text may end a step late: nobody sees it, and it takes little of the time of a text."""
+def _given(model: Any, options: dict[str, Any], name: str) -> Any:
+    """A setting of `generate`, from where it looks; None: nobody has set it."""
+    configs = options.get("generation_config"), model.generation_config
+    places = options.get(name), *(getattr(config, name, None) for config in configs)
+    return next((value for value in places if value is not None), None)
+
+
+def _may_spare_a_step(model: Any, options: dict[str, Any]) -> bool:
+    """Whether a text may end a step late: nothing tells the caller, and it takes little of the time of a text."""
+    streamer = getattr(model, guards.ATTRIBUTE, None)
     is_short = streamer is None or streamer.plan.graph_s <= _SPARE_S
-    return is_short and all(options.get(name) is None for name in _BETWEEN)
+    is_told = any(options.get(name) is not None for name in _BETWEEN)
+    return is_short and not is_told and not _given(model, options, "return_dict_in_generate")  # of a static cache
 
 
 class _Step:
@@ -229,6 +233,7 @@ class Decoder:
         self._watched: Any = None  # the signature of the step before
         self._graph: _Graph | None = None
         self.reason: str | None = None
+        self.is_replaying = False  # the last step was
 
     def decoding(self) -> Decoding:
         if self.reason is None and not self._replays and self._num_steps > 2:
@@ -236,6 +241,7 @@ class Decoder:
         return Decoding(replays=self._replays, reason=self.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.is_replaying = False
         if self.reason is None and not self._step.is_entered and least(self._ranks, self._step.is_due()):
             self.reason = common(self._ranks, self._step.enter())
         cache, ids = cache_in(kwargs), kwargs.get("input_ids")
@@ -264,6 +270,7 @@ class Decoder:
             self._graph = None
             return forward(*args, **kwargs)
         self._replays += 1
+        self.is_replaying = True
         return self._graph.replay(leaves)
 
     def _capture(self, signature: Any, layers: Any, forward: Callable[..., Any], leaves: Any, spec: Any) -> str | None:

@@ -162,9 +162,10 @@ def set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(owner, name)
         for found in before.values():
             setattr(owner, name, found)
+        if not before:
+            delattr(owner, name)
 
 
 def _keep_mxfp4(

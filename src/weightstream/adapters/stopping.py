@@ -7,19 +7,28 @@ mps alone. Names that transformers does not promise to keep, of 5.17 and later; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from weightstream.adapters import hf_private
 
 NAME = "DeferredStopCheck"  # of a class
-_IS_LATE = ContextVar("_IS_LATE", default=False)  # of this thread's `generate`
+
+
+class _Call(NamedTuple):
+    """A `generate`. `is_ahead`: the host need not wait for what it queued last; `draws`: steps draw at random."""
+
+    is_ahead: Callable[[], bool]
+    draws: bool
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)  # of this thread
 
 
 class _Replaced:
@@ -47,14 +56,15 @@ _REPLACED = _Replaced()  # of the process, as the class is
 
 
 @contextmanager
-def a_step_late() -> Iterator[None]:
-    """Inside, this thread's `generate` looks a step late where its cache and its device allow it."""
+def a_step_late(is_ahead: Callable[[], bool], *, draws: bool) -> Iterator[None]:
+    """Inside, this thread's `generate` looks a step late while it `is_ahead`, where its cache and its device allow it.
+    `draws`: what a step draws at random is taken back with it."""
     with _REPLACED:
-        token = _IS_LATE.set(True)
+        token = _CALL.set(_Call(is_ahead, draws))
         try:
             yield
         finally:
-            _IS_LATE.reset(token)
+            _CALL.reset(token)
 
 
 def _has_events(device: torch.device) -> bool:
@@ -64,26 +74,28 @@ def _has_events(device: torch.device) -> bool:
 @cache
 def _late(base: Any) -> Any:
     class Late(base):  # type: ignore[misc]
-        """Takes back what the step too many drew at random, too."""
-
         def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_ids, *args, **kwargs)
+            self._call = _CALL.get()
             self._random = torch if input_ids.device.type == "cpu" else torch.get_device_module(input_ids.device)
             self._states: list[torch.Tensor] = []  # behind the last two steps
 
         @staticmethod
         def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
-            is_late = _IS_LATE.get() and _has_events(device)
+            is_late = _CALL.get() is not None and _has_events(device)
             return bool(base.is_supported(torch.device("mps") if is_late else device, *args, **kwargs))
 
-        def __call__(self, *args: Any, **kwargs: Any) -> bool:
-            self._states = [*self._states[-1:], self._random.get_rng_state()]
-            return bool(super().__call__(*args, **kwargs))
+        def __call__(self, unfinished_sequences: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+            if self._call is not None and self._call.draws:
+                self._states = [*self._states[-1:], self._random.get_rng_state()]
+            if super().__call__(unfinished_sequences, *args, **kwargs):
+                return True
+            return self._call is not None and not self._call.is_ahead() and bool(unfinished_sequences.max() == 0)
 
         def finish(self) -> int:
             undone: int = super().finish()
-            if undone:
-                self._random.set_rng_state(self._states[-1 - undone])
+            if undone and self._states and torch.equal(self._states[-1], self._random.get_rng_state()):
+                self._random.set_rng_state(self._states[-1 - undone])  # else another has seeded it since
             return undone
 
     return Late

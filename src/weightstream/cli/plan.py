@@ -124,8 +124,8 @@ def _on_one(
         return
     whole = {"experts": ahead.whole} if ahead.whole and planned.offloaded_nbytes else {}
     if shards:
-        rate = ahead.planners[0].machine.profile.ranks_bytes_per_s / 1e9
-        about = f"one of {shards['tp_size']} processes, which plan alike; they add up {rate:.0f} GB/s"
+        assumed = rate(ahead.planners[0].machine.profile.ranks_bytes_per_s / 1e9)
+        about = f"one of {shards['tp_size']} processes, which plan alike, and are taken to add up {assumed} GB/s"
         model, whole = f"a shard of {model}", {"ranks": about, **whole}
     show(model, planned, whole | advice(ahead, planned))
     if sweep:
