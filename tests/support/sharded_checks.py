@@ -277,6 +277,8 @@ def updated(model: Any, reference: Any) -> None:
 
     @torch.no_grad()
     def shrink(mlp: Any, *_: Any) -> None:
+        if DEVICE != "cpu":  # copies of this step may not have been made yet, as docs/usage.md says
+            torch.accelerator.synchronize()
         mlp.up_proj.weight.mul_(0.5)
         mlp.down_proj.weight.mul_(1.25)
 
