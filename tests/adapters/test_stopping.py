@@ -75,6 +75,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.5}
 GREEDY = {"do_sample": False, "repetition_penalty": 2.0}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("at", [1, 2, 3, 10])
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> None:
@@ -91,6 +92,7 @@ def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> Non
     assert cuda.replays == decoding.replays
 
 
+@pytest.mark.few(1)
 def test_texts_that_end_at_different_tokens(model: Any) -> None:
     options = ending(model, 6, rows=3, **SAMPLED)
     want, drawn_then = drawn(lambda: model.generate(prompt(3), **options, **STATIC))
@@ -99,6 +101,7 @@ def test_texts_that_end_at_different_tokens(model: Any) -> None:
     assert torch.equal(drawn_now, drawn_then)
 
 
+@pytest.mark.few(1)
 def test_a_text_as_long_as_it_may_be_takes_no_step_more(model: Any) -> None:
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **SAMPLED}
     want, drawn_then = drawn(lambda: model.generate(prompt(), **options, **STATIC))

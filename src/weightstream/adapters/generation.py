@@ -72,7 +72,8 @@ def generate(
 
     It is `model.generate(inputs, cache_implementation="static", disable_compile=True, **kwargs)`, bit for bit. Where
     steps cannot be captured they run eager, and a warning says why; without CUDA, or when an argument asks for another
-    cache or loop, it is `model.generate(inputs, **kwargs)`.
+    cache or loop, it is `model.generate(inputs, **kwargs)`. That a text has ended may be seen a step late; nothing of
+    that step is kept.
 
     Args:
         model: a transformers model.
