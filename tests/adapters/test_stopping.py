@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,20 +250,40 @@ def is_late() -> bool:
 def test_it_is_of_one_thread_and_put_back() -> None:
     before = utils.DeferredStopCheck
     elsewhere: list[bool] = []
-    with ExitStack() as first, ExitStack() as second:
-        first.enter_context(late())
-        thread = threading.Thread(target=lambda: elsewhere.append(is_late()))
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def another() -> None:
+        elsewhere.append(is_late())
+        with late():  # which ends after the first
+            elsewhere.append(is_late())
+            is_inside.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=another)
+    with late():
         thread.start()
-        thread.join()
-        assert (is_late(), elsewhere) == (True, [False])
-        second.enter_context(late())  # as another thread's call, which ends later
-        first.close()
-        assert utils.DeferredStopCheck is not before
+        assert is_inside.wait(60)
+        assert (is_late(), elsewhere) == (True, [False, True])
+    assert utils.DeferredStopCheck is not before
+    assert not is_late()
+    may_end.set()
+    thread.join()
     assert utils.DeferredStopCheck is before
     assert not is_late()
     with pytest.raises(ZeroDivisionError), late():
         _ = 1 / 0
     assert utils.DeferredStopCheck is before
+
+
+def test_ours_is_not_made_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who follows a forward in another thread may put it back once nobody is inside any more."""
+    with late():
+        ours = utils.DeferredStopCheck
+    monkeypatch.setattr(utils, "DeferredStopCheck", ours)
+    assert not is_late()
+    with late():
+        assert utils.DeferredStopCheck is ours
+        assert is_late()
 
 
 def test_a_device_without_events_and_a_transformers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
         config.update(**_STATIC)
         options = options | {"generation_config": config}
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
-        decoder = Decoder(recorder, device, _Step(getattr(model, guards.ATTRIBUTE, None), stack), ranks)
+        decoder = Decoder(recorder, device, _Step(_streamer_of(model), stack), ranks)
         stack.enter_context(_standing_in(model, decoder))
         if least(ranks, _may_spare_a_step(model, options)):  # on all ranks, or one would wait for the others in it
             draws = bool(_given(model, options, "do_sample")) or model.training
@@ -120,10 +120,15 @@ def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder 
     return result, decoder.decoding()
 
 
+def _streamer_of(model: Any) -> Any:
+    """Its own, or that of the model that it wraps; None: there is none."""
+    return getattr(model, guards.ATTRIBUTE, None)
+
+
 def _recorder(model: Any) -> Recorder | None:
     if model.device.type != "cuda":
         return None
-    if (streamer := getattr(model, guards.ATTRIBUTE, None)) is not None:
+    if (streamer := _streamer_of(model)) is not None:
         return Recorder(new=cuda.new_graph, record=streamer.capture, replay=streamer.replay)
     return Recorder(new=cuda.new_graph, record=cuda.recording, replay=lambda graph: graph.replay())
 
@@ -161,7 +166,7 @@ def _given(model: Any, options: dict[str, Any], name: str) -> Any:
 
 def _may_spare_a_step(model: Any, options: dict[str, Any]) -> bool:
     """Whether a text may end a step late: nothing tells the caller, and it takes little of the time of a text."""
-    streamer = getattr(model, guards.ATTRIBUTE, None)
+    streamer = _streamer_of(model)
     is_short = streamer is None or streamer.plan.graph_s <= _SPARE_S
     is_told = any(options.get(name) is not None for name in _BETWEEN)
     return is_short and not is_told and not _given(model, options, "return_dict_in_generate")  # of a static cache

@@ -190,10 +190,10 @@ class Profile:
     Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
     take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode3_bytes_per_s` and `decode4_bytes_per_s`
     are bytes of plain weights that come out of the 3-bit and the 4-bit code. Processes that share a model add up
-    `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep
-    on the device, `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that
-    waits for it. `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the
-    processor, that others used right before (-1: unknown).
+    `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep on the device, `device_nbytes` all of its memory (0:
+    unknown). `handover_s` passes between a release and a copy that waits for it. `measured_at` is in seconds since the
+    epoch (0: unknown), and `load` the share of the GPU, or of the processor, that others used right before (-1:
+    unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
     that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
@@ -203,8 +203,7 @@ class Profile:
     and the seconds to copy that; `captured_s` are seconds that a unit takes beside in a CUDA graph, or less, as steps
     there have another cache. A search counts `host_share` of what the host adds to a step.
 
-    Else a unit takes the time to read its weights once, and at least `overhead_s`, and
-    `launch_s` per tensor.
+    Else a unit takes the time to read its weights once, and at least `overhead_s`, and `launch_s` per tensor.
     """
 
     machine: str = ""
@@ -317,11 +316,11 @@ class Workload:
 class Op:
     """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
 
-    `half` and `single` are matrix products in 16-bit floats and in float32; `ranks` adds up the bytes of as many
-    processes. `after`: it runs once the unit is released,
-    before the next one opens. `device_s` are measured seconds, in place of what the others tell; 0.0: none. `picked`:
-    it copies so large a share of the matrices of a stack. `stacked`: each matrix of a stack is multiplied by a row of
-    its own. `least`: it takes as long as so many small kernels, at least.
+    `half` and `single` are matrix products in 16-bit floats and in float32; `ranks` adds up a tensor that each of
+    several processes has. `after`: it runs once the unit is released, before the next one opens. `device_s` are
+    measured seconds, in place of what the others tell; 0.0: none. `picked`: it copies so large a share of the matrices
+    of a stack. `stacked`: each matrix of a stack is multiplied by a row of its own. `least`: it takes as long as so
+    many small kernels, at least.
     """
 
     rate: Rate = "none"
