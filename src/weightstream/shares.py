@@ -7,7 +7,6 @@ blocks are worth a try: plan/lanes.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -16,12 +15,11 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters.module import GRAINS, find_blocks, find_units
-from weightstream.adapters.shapes import Footprint, observe
+from weightstream.adapters.shapes import observe
 from weightstream.assembly import rooted
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError
 from weightstream.plan import lanes
-from weightstream.plan.manifest import Workload
 from weightstream.plan.planner import Machine
 from weightstream.runtime.leaves import leaves, leaves_of
 from weightstream.runtime.weights import Scope
@@ -71,7 +69,7 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
     around = [unit.module for unit in units if unit.scope is not Scope.TREE]
     if known[0] is not None:
         known[0] = max(1, known[0] - sum(leaf.tensor.nbytes for module in around for leaf in leaves(module)))
-    follow, found = cache(_eager), []
+    follow, found = cache(observe), []
     for whose in deals:
         lane_of = {block: 0 if root is None else whose[root] for block, root in zip(blocks, first, strict=True)}
         layers: list[dict[str, nn.Module]] = [{} for _ in machines]
@@ -80,11 +78,6 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
         roots = [rooted(named) for named in layers]
         found.append(Shares(roots, [_nbytes(root) for root in roots], known, lane_of, around, follow))
     return found
-
-
-def _eager(model: nn.Module, workload: Workload) -> Footprint:
-    """A step of all devices, which none captures."""
-    return replace(observe(model, workload), captured=None)
 
 
 def _nbytes(module: nn.Module) -> int:

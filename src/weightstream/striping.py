@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial, reduce
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from weightstream import prospects
-from weightstream.adapters import device_map
+from weightstream.adapters import device_map, static_cache
+from weightstream.adapters.steps import cache_in
 from weightstream.assembly import Assembly, Given, assembled
 from weightstream.codec.device import on
 from weightstream.config import OffloadConfig
@@ -31,19 +32,20 @@ from weightstream.plan.lanes import StripedPlan
 from weightstream.plan.planner import Machine, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.runtime import guards, ops
-from weightstream.runtime.backend import Backend
+from weightstream.runtime.backend import Backend, Side
 from weightstream.runtime.crossing import Way, crossing
+from weightstream.runtime.graphs import CAPTURED
 from weightstream.runtime.leaves import leaves
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
-from weightstream.runtime.timeline import kind_of
+from weightstream.runtime.timeline import Kind, kind_of
 from weightstream.runtime.values import moved
 from weightstream.shares import Shares, shared_out
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.trace import Trace
 
-_WHY = "the model is spread over several devices, whose steps run eager"
+_COMPILED = "the model is spread over several devices, where nothing is compiled: its steps run eager, or are captured"
 
 
 class Stripes:
@@ -113,21 +115,27 @@ class Stripes:
         with self._gate.turn:
             if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
                 return forward(*args, **kwargs)
-            if self._capturing():
-                raise OffloadError(f"a capture is under way, and {_WHY}")
-            guards.refuse_transforms()
             args, kwargs = moved((args, kwargs), self.devices[0])
-            step, kind = partial(forward, *args, **kwargs), kind_of(args, kwargs)
-            for part in self.parts.values():
-                part.foresee(kind, args, kwargs)
+            step, is_fixed = partial(forward, *args, **kwargs), self._gate.is_fixed
+            kind = kind_of(args, kwargs, "fixed" if is_fixed else "forward")
+            if not is_fixed:
+                self._foresee(kind, args, kwargs)
             for part in reversed(self.parts.values()):
-                step = partial(part.run, step, kind)
+                step = partial(part.run_fixed if is_fixed else part.run, step, kind)
             try:
-                with self._gate.entered(Mode.EAGER):
+                with self._gate.entered(Mode.FORWARD if is_fixed else Mode.EAGER):
                     return step()
             finally:
+                static_cache.tell_lengths_at(cache_in(kwargs), self.devices[0])
                 for way in self._ways:
                     way.clear()
+
+    def _foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        if self._capturing():
+            raise OffloadError(CAPTURED)
+        guards.refuse_transforms()
+        for part in self.parts.values():
+            part.foresee(kind, args, kwargs)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
 
@@ -196,29 +204,83 @@ class Stripes:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model is a plain model
 
-    # -- fixed addresses, of which there are none ---------------------------------------------------------------------
+    # -- fixed addresses -----------------------------------------------------------------------------------------------
 
-    def why_not_fixed(self) -> str:
-        """Why no step has fixed addresses."""
-        return _WHY
+    def watch(self) -> None:
+        """Watch the next step, too: it may read what no step before did."""
+        for part in self.parts.values():
+            part.watch()
 
-    def step(self) -> Any:
-        """Raises `OffloadError`, as the next do."""
-        raise OffloadError(f"the weights cannot have fixed addresses: {_WHY}")
+    def why_not_fixed(self) -> str | None:
+        """Why `step` would raise; None if it would not."""
+        return next((reason for part in self.parts.values() if (reason := part.why_not_fixed())), None)
 
-    def capture(self, graph: Any, **options: Any) -> Any:
-        return self.step()
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """As `Streamer.step`, on all devices."""
+        self._gate.refuse_forked()
+        with self._gate.turn, ExitStack() as stack:
+            if not self._gate.is_fixed:
+                for part in self.parts.values():
+                    stack.enter_context(part.step())
+                stack.enter_context(self._gate.entered(Mode.STEP))
+            yield
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        """As `Streamer.capture`: one graph of what all devices do."""
+        within: Callable[[], AbstractContextManager[object]] = partial(self._captured, graph, **options)
+        for part in self.parts.values():
+            within = partial(part.graphs.capture, graph, within)
+        with self.step(), within():
+            yield
+
+    @contextmanager
+    def _captured(self, graph: Any, **options: Any) -> Iterator[None]:
+        first, others = self.backends[0], self._others
+        with first.capture(graph, **options), ExitStack() as stack:
+            for other in others:
+                stack.enter_context(other.joined(graph))
+                _follow(other, first)
+                stack.callback(_follow, first, other)
+            yield
+
+    def replay(self, graph: Any) -> None:
+        """As `Streamer.replay`."""
+        launch = partial(self._launch, graph)
+        for part in self.parts.values():
+            launch = partial(part.graphs.replay, graph, launch)
+        is_known = all(graph in part.graphs.recordings for part in self.parts.values())
+        with self.step() if is_known else nullcontext():
+            launch()
+
+    def _launch(self, graph: Any) -> None:
+        for other in self._others:
+            _follow(self.backends[0], other)
+        graph.replay()
+        for other in self._others:
+            _follow(other, self.backends[0])
+
+    @property
+    def _others(self) -> list[Backend]:
+        """Those of devices that compute blocks, but for the first."""
+        return [backend for name, backend in zip(self.names[1:], self.backends[1:], strict=True) if name in self.parts]
 
     def compile(self, scope: str = "model", **options: Any) -> Any:
-        return self.step()
-
-    def replay(self, graph: Any) -> Any:
-        return self.step()
+        """Raises `OffloadError`, as the next do."""
+        raise OffloadError(_COMPILED)
 
     def wait_unit(self, unit: int) -> None:
-        self.step()
+        self.compile()
 
     release_unit = wait_unit
+
+
+def _follow(one: Backend, other: Backend) -> None:
+    """What is queued to compute on one device from now on runs behind what was on the other."""
+    edge = other.edge()
+    other.record(Side.COMPUTE, edge)
+    one.wait(Side.COMPUTE, edge)
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weightstream
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, Graph, Lane, Lanes
 from generating import MODELS, STATIC, options
 from models import randomise
 
@@ -19,12 +19,15 @@ transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
 from weightstream.adapters import generation  # noqa: E402
-from weightstream.adapters.generation import Decoding, decode, generate  # noqa: E402
+from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
 from weightstream.adapters.shapes import observe  # noqa: E402
+from weightstream.assembly import Given  # noqa: E402
+from weightstream.config import OffloadConfig  # noqa: E402
+from weightstream.errors import PlanError  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
 from weightstream.plan.prospect import Prospect  # noqa: E402
 from weightstream.prospects import Sketch, machine_elsewhere, sketch_of  # noqa: E402
-from weightstream.shares import _eager  # noqa: E402
+from weightstream.striping import Stripes, stripe  # noqa: E402
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 
@@ -456,7 +459,40 @@ def test_plans_are_made_for_eager_steps_where_no_graph_brings_text() -> None:
     call = observe(model, Workload(tokens=8, context=8))
     assert not is_text(sketch().knowing(call, "forward")), "a pipeline wants no text of it"
     assert observe(model, Workload()).captured is not None
-    assert _eager(model, Workload()).captured is None, "of several devices"
     other, about = torch.nn.Linear(4, 4), {"device": "cpu", "device_budget": 1 << 20}
     with weightstream.offload(other, example_inputs=(torch.ones(4),), **about) as streamer:
         assert not is_text(streamer._installed.refinement.prospect)
+
+
+def over_lanes(model: Any, num: int) -> Stripes:
+    """A model over devices that capture, at the smallest of some budgets that plans."""
+    nbytes = sum(param.nbytes for param in model.parameters())
+    lanes = Lanes()
+    for sixteenths in (3, 4, 6, 8, 12):
+        config = OffloadConfig(max_memory=dict.fromkeys(range(num), nbytes * sixteenths // 16), codec="none")
+        try:
+            return stripe(model, [Lane(lanes) for _ in range(num)], config, Given())
+        except PlanError:
+            continue
+    raise AssertionError("no budget plans")
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_over_several_devices_one_graph_holds_the_step_of_all(name: str, num: int) -> None:
+    model, reference = build(name), build(name)
+    with over_lanes(model, num) as stripes:
+        assert stripes.plan.step_nbytes
+        recorder = Recorder(new=Graph, record=stripes.capture, replay=stripes.replay)
+        for length in (5, 3):
+            want = reference.generate(prompt(length), **options(), **STATIC)
+            got, decoding = decode(model, prompt(length), options(), recorder)
+            assert torch.equal(got, want)
+            assert decoding.replays > 8
+            assert decoding.reason is None
+        first, *others = stripes.backends
+        assert not first.joins
+        assert all(other.joins for other in others)
+        assert torch.equal(reference.generate(prompt(), **options()), model.generate(prompt(), **options()))
+    assert torch.equal(reference.generate(prompt(), **options()), model.generate(prompt(), **options()))

@@ -626,10 +626,10 @@ def test_fixed_and_captured_steps_move_nothing(
     assert always_better, "what was measured goes into what is predicted"
     assert streamer.plan.step_s == always_better[-1].step_s
     graph = nn.Identity()  # anything that can be held weakly
-    streamer._graphs.recordings[graph] = None  # type: ignore[assignment]
+    streamer.graphs.recordings[graph] = None  # type: ignore[assignment]
     assert_steps(module, 12)
     assert streamer.plan.resident == places
-    del streamer._graphs.recordings[graph]
+    del streamer.graphs.recordings[graph]
     assert_steps(module, 8, rows=4)
     assert streamer.plan.resident != places
 

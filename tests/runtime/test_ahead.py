@@ -313,7 +313,7 @@ def test_a_capture_that_ends_between_two_layers_is_joined(monkeypatch: pytest.Mo
             backend, ahead = streamer._backend, streamer._binding.ahead
             monkeypatch.setattr(backend, "capture", capture)
             monkeypatch.setattr(backend, "capturing", lambda: inside[0])
-            with streamer._graphs.capture(Graph()):
+            with streamer.capture(Graph()):
                 states = model.model.embed_tokens(ids)
                 places = model.model.rotary_emb(states, torch.zeros(1, 1, dtype=torch.long))
                 model.model.layers[0](states, position_embeddings=places)

@@ -19,7 +19,7 @@ import streaming
 import weightstream
 from models import BLOCKLESS, MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
-from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError, striping
+from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError, UnsupportedError, striping
 from weightstream.assembly import Assembly, Given
 from weightstream.measure import links
 from weightstream.plan import lanes
@@ -357,9 +357,12 @@ def test_it_tells_of_itself(tmp_path: Path) -> None:
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
         assert rows == {f"cpu:{k} {row}" for k in range(2) for row in ("host", "compute", "copy")}
-        for asked in (stripes.step, stripes.compile, lambda: stripes.capture(None)):
-            with pytest.raises(OffloadError, match="several devices"):
-                asked()
+        with pytest.raises(OffloadError, match="several devices, where nothing is compiled"):
+            stripes.compile()
+        with pytest.raises(UnsupportedError, match="the CPU"), stripes.capture(None):
+            pass
+        with pytest.raises(OffloadError, match="no graph of this streamer"):
+            stripes.replay(stripes)
 
 
 def test_budgets_of_the_host_are_shared_out() -> None:

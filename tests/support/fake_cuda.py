@@ -6,8 +6,9 @@ nothing, and it refuses what a capture refuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from weightstream.adapters.generation import Recorder
+from weightstream.runtime.backend import Copy, Side
+from weightstream.runtime.cpu import CpuBackend, CpuEvent
+
+DEVICE = object()  # in place of an operator: what a device was told
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -68,6 +73,9 @@ class Graph(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, output in self.calls:
+            if func is DEVICE:
+                args()
+                continue
             again = func(*args, **kwargs)
             for work in (leaf for leaf in tree_leaves(again) if isinstance(leaf, torch.ScriptObject)):
                 distributed.Work.unbox(work).wait()  # of a sum, which Python waited for
@@ -76,6 +84,97 @@ class Graph(TorchDispatchMode):
             for own, new in zip(_tensors(output), _tensors(again), strict=True):
                 if own.data_ptr() != new.data_ptr():
                     own.copy_(new)
+
+
+class _Event(CpuEvent):
+    """One that knows whose it is."""
+
+    lane: Lane | None = None
+
+
+class Lanes:
+    """What several devices have in common: the graph that they capture, and their memory."""
+
+    def __init__(self) -> None:
+        self.graph: Graph | None = None
+        self.all: list[Lane] = []
+
+    @contextmanager
+    def captured(self, graph: Graph) -> Iterator[None]:
+        """A capture runs nothing: what is run here is undone."""
+        assert self.graph is None, "a capture is under way"
+        for lane in self.all:
+            lane.synchronize()
+        memories = [memory for lane in self.all for memory in lane.memories]
+        before = [memory.clone() for memory in memories]
+        self.graph = graph
+        try:
+            with graph:
+                yield
+        finally:
+            self.graph = None
+            graph.undo()
+            for lane in self.all:
+                lane.synchronize()
+            for memory, was in zip(memories, before, strict=True):
+                memory.copy_(was)
+
+
+class Lane(CpuBackend):
+    """One of several devices, whose copies and events are in the graph, too."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        lanes.all.append(self)
+        self.memories: list[torch.Tensor] = []
+        self.joins = 0
+        self._lanes = lanes
+        self._missing: set[str] | None = None  # in a capture of another device: what orders both
+
+    def event(self) -> Any:
+        return _Event()
+
+    edge = event
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        self.memories.append(super().alloc(nbytes))
+        return self.memories[-1]
+
+    def capturing(self) -> bool:
+        return self._lanes.graph is not None
+
+    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
+        return self._lanes.captured(graph)
+
+    @contextmanager
+    def joined(self, graph: Any) -> Iterator[None]:
+        assert self._lanes.graph is graph, "there is no capture to join"
+        self._missing, self.joins = {"begin", "end"}, self.joins + 1
+        yield
+        assert not self._missing, "nobody has ordered what this device did"
+        self._missing = None
+
+    def record(self, side: Side, event: Any) -> None:
+        self._tell(partial(super().record, side, event))
+        event.lane = self
+
+    def wait(self, side: Side, event: Any) -> None:
+        if event.lane is not self and event.lane is not None:
+            for lane, what in ((self, "begin"), (event.lane, "end")):
+                if lane._missing is not None:
+                    lane._missing.discard(what)
+        self._tell(partial(super().wait, side, event))
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self._tell(partial(super().copy, copies))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        call()
+        if self._missing is not None:
+            assert "begin" not in self._missing, "the device is not in the capture yet"
+            self._missing.add("end")
+        if self._lanes.graph is not None:
+            self._lanes.graph.calls.append((DEVICE, call, None, None))
 
 
 class FakeCuda:

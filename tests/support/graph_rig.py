@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,9 +183,14 @@ class GraphRig(Rig):
             **buffer,
         )
         self.captures = StreamerGraphs(self.graphs, lambda: self.binding)
-        self.capture, self.replay = self.captures.capture, self.captures.replay
         self.sync, self.join = self.captures.sync, self.captures.join
         self.wait_unit, self.release_unit = self.captures.wait, self.captures.release
+
+    def capture(self, graph: Graph) -> AbstractContextManager[None]:
+        return self.captures.capture(graph, partial(self.graphs.capture, graph))
+
+    def replay(self, graph: Graph) -> None:
+        self.captures.replay(graph, graph.replay)
 
     def _hold(self, unit: int) -> None:
         self.engine.begin_if_behind(unit)

@@ -146,9 +146,7 @@ def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str |
         return f"{', '.join(others)}: only text is decoded from a graph"
     if (reason := static_cache.unsuited(model)) is not None:
         return reason
-    streamer = model.__dict__.get(guards.ATTRIBUTE)
-    devices = {p.device for p in model.parameters()} if streamer is None else getattr(streamer, "devices", ())
-    if len(devices) > 1:
+    if guards.ATTRIBUTE not in model.__dict__ and len({param.device for param in model.parameters()}) > 1:
         return "the model is spread over several devices"
     if ranks is None and num_processes() > 1:
         return "it runs in several processes, and is not sharded as tensor parallelism has it"

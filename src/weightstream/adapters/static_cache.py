@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+
 from weightstream.adapters import hf_private
+
+_LENGTH, _TELLS = "cumulative_length", "get_seq_length"  # of a layer: a tensor; what windows tell is a number
 
 
 def unsuited(model: Any) -> str | None:
@@ -22,6 +27,20 @@ def is_static(cache: Any) -> bool:
     from transformers.cache_utils import StaticCache
 
     return type(cache) is StaticCache
+
+
+def tell_lengths_at(cache: Any, device: torch.device) -> None:
+    """Layers on other devices tell their length there from now on: positions and masks are made of it."""
+    for layer in getattr(cache, "layers", ()):
+        if _LENGTH not in vars(layer) or _TELLS in vars(layer):  # it counts in Python; or this was done before
+            continue
+        length = layer.get_seq_length()
+        if isinstance(length, torch.Tensor) and length.device != device:
+            vars(layer)[_TELLS] = partial(_length_at, layer, device)
+
+
+def _length_at(layer: Any, device: torch.device) -> Any:
+    return type(layer).get_seq_length(layer).to(device, non_blocking=True)
 
 
 def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:

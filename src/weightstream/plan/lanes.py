@@ -25,7 +25,7 @@ from typing import Any
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds
 from weightstream.plan.manifest import Profile, Workload
-from weightstream.plan.plan import Plan
+from weightstream.plan.plan import Plan, in_a_graph
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import Cursor
@@ -53,8 +53,11 @@ class Lane:
     @classmethod
     def of(cls, plan: Plan, planner: Planner) -> Lane:
         """That of a plan whose planner counts as `after` a unit what runs until the next one of its device."""
-        own = {name: tuple(op for op in ops if not op.after) for name, ops in planner.demand.work.items()}
-        planner = replace(planner, demand=replace(planner.demand, work=own), unit_s={})
+        work, captured = (
+            {name: tuple(op for op in ops if not op.after) for name, ops in every.items()}
+            for every in (planner.demand.work, planner.demand.captured)
+        )
+        planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured), unit_s={})
         simulated, profile = planner.alone(plan)
         link = planner.machine.profile.link_bytes_per_s
         read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link
@@ -135,14 +138,14 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
     return found
 
 
-def step_s(lanes: Sequence[Lane], turns: Sequence[int]) -> float:
+def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = False) -> float:
     """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulate_s` for one.
 
     Each lane has a link. What a block is given comes from the first lane, and goes back there. Its first unit is open,
     and what that streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host
-    launches all.
+    launches all; but where it is `captured`, in a CUDA graph, nobody waits for that.
     """
-    states = [_State(lane) for lane in lanes]
+    states = [_State(lane, captured=captured) for lane in lanes]
     hops = [0.0, *(lane.hop_s for lane in lanes[1:])]
     now = started = launched = disk_free = 0.0
     for state in states:
@@ -169,13 +172,15 @@ def step_s(lanes: Sequence[Lane], turns: Sequence[int]) -> float:
 class _State:
     """A lane while its steps are simulated: when it is free, its link is, and its units are filled."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, *, captured: bool = False) -> None:
         self.plan, self.profile = plan, profile = lane.simulated, lane.profile
         units = list(enumerate(plan.manifest.units))
         times = [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
         self.decodes = [profile.decode_s(u, unit) for u, unit in units]
-        self.computes = [max(0.0, s - decode_s) for (s, _), decode_s in zip(times, self.decodes, strict=True)]
-        self.hosts = [host_s for _, host_s in times]
+        more = profile.captured_s if captured and profile.captured_s else [0.0] * len(units)
+        device_s = [s + more_s - decode_s for (s, _), decode_s, more_s in zip(times, self.decodes, more, strict=True)]
+        self.computes = [max(0.0, s) for s in device_s]
+        self.hosts = [0.0 if captured else host_s for _, host_s in times]
         self.free = self._link_free = 0.0
         self._filled = [0.0] * len(units)
 
@@ -201,10 +206,12 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripedPlan:
-    """The plans of one model over several devices, by name, and the seconds that a step is predicted to take."""
+    """The plans of one model over several devices, by name, and the seconds that a step is predicted to take, eager and
+    in a CUDA graph."""
 
     plans: Mapping[str, Plan]
     step_s: float
+    graph_s: float
 
     @property
     def every(self) -> tuple[Plan, ...]:
@@ -250,6 +257,7 @@ class StripedPlan:
         links_s = max(plan.copy_s for plan in self.every)
         num = sum(plan.step_nbytes > 0 for plan in self.every)
         told = f"{milliseconds(self.step_s)} per step; the links are busy {milliseconds(links_s)} of it"
+        told += in_a_graph(self.graph_s, self.step_s)
         return {"predicted": told, "streamed": f"{human(self.step_nbytes)} per step over {num} links"}
 
     def __str__(self) -> str:
@@ -257,7 +265,8 @@ class StripedPlan:
 
     def numbers(self) -> dict[str, Any]:
         """For JSON."""
-        whole = {"machine": self.every[0].machine or None, "step_s": self.step_s, "nbytes": self.decoded_nbytes}
+        whole = {"machine": self.every[0].machine or None, "step_s": self.step_s, "graph_s": self.graph_s}
+        whole["nbytes"] = self.decoded_nbytes
         devices = {name: plan.numbers() for name, plan in self.plans.items()}
         return {**whole, "step_nbytes": self.step_nbytes, "devices": devices}
 
@@ -265,13 +274,16 @@ class StripedPlan:
 def predicted(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
     """The plans with the seconds of a step; `places` as for `walk`."""
     plans = {name: lane.plan for name, lane in lanes.items()}
-    return StripedPlan(plans=plans, step_s=_step_s(lanes, places))
+    step_s, graph_s = _times_s(lanes, places)
+    return StripedPlan(plans=plans, step_s=step_s, graph_s=graph_s)
 
 
-def _step_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> float:
+def _times_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> tuple[float, float]:
+    """Seconds of a step, eager and in a CUDA graph."""
     found = list(lanes.values())
     orders = [[lane.plan.manifest.units[unit].name for unit in lane.plan.manifest.order] for lane in found]
-    return step_s(found, walk(orders, places))
+    turns = walk(orders, places)
+    return step_s(found, turns), step_s(found, turns, captured=True)
 
 
 Planned = dict[str, tuple[Prospect, Lane]]
@@ -314,7 +326,9 @@ def fastest(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, int]) 
 
 
 def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
-    return _step_s({name: lane for name, (_, lane) in planned.items()}, places)
+    step_s, graph_s = _times_s(lanes := {name: lane for name, (_, lane) in planned.items()}, places)
+    host_share = max(lane.profile.host_share for lane in lanes.values())
+    return graph_s + host_share * max(0.0, step_s - graph_s)
 
 
 def _one_turn_s(lane: Lane) -> float:

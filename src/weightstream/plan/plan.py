@@ -251,7 +251,7 @@ class Plan:
     def predictions(self) -> dict[str, str]:
         """What is predicted of a step, as lines with a label each."""
         at = f", {rate(self.tokens_per_s or 0.0)} tokens/s ({self.workload})" if self.workload else ""
-        graph = f"; {milliseconds(self.graph_s)} in a CUDA graph" if 0 < self.graph_s < _LESS * self.step_s else ""
+        graph = in_a_graph(self.graph_s, self.step_s)
         lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}{graph}"}
         if codes := self.manifest.codes:
             nbytes, span = sum(n for _, n in codes.values()), sum(self.manifest.spans[alias] for alias in codes)
@@ -290,6 +290,11 @@ class Plan:
     def __str__(self) -> str:
         predicted = (f"{label}: {value}" for label, value in self.predictions().items())
         return "\n".join([self.summary(), *predicted])
+
+
+def in_a_graph(graph_s: float, step_s: float) -> str:
+    """What to say behind the time of a step, where one in a CUDA graph takes less."""
+    return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
 
 
 def _fills(order: Sequence[int], extents: tuple[Extent, ...]) -> dict[str, Any]:

@@ -96,6 +96,10 @@ class Backend(Protocol):
     def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
         """Work queued inside becomes the graph; where a capture is under way already, part of that."""
 
+    def joined(self, graph: Any) -> AbstractContextManager[None]:
+        """Inside, what is queued on this device is part of `graph`, which another device captures: whoever calls orders
+        the compute streams of both, at the begin and at the end. Its memory lives as long as the graph."""
+
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         """Pinned host memory as kernels of the device can read it, if they can."""
 

@@ -92,6 +92,9 @@ class CpuBackend:
     def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
         raise UnsupportedError("a graph can be captured on a CUDA device only, and this model computes on the CPU")
 
+    def joined(self, graph: Any) -> AbstractContextManager[None]:
+        return self.capture(graph)
+
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         return memory
 

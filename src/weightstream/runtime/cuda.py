@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -166,6 +167,8 @@ class CudaBackend:
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
+        self._joining = torch.cuda.Stream(self.device)  # of all graphs: libraries keep a workspace for each stream
+        self._pools: WeakKeyDictionary[Any, torch.cuda.MemPool] = WeakKeyDictionary()  # of graphs of other devices
         self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
 
     def alloc(self, nbytes: int) -> torch.Tensor:
@@ -193,10 +196,17 @@ class CudaBackend:
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
         if self._feeder is not None:
             raise OffloadError(_FED)
-        if self.capturing():
+        with nullcontext() if self.capturing() else recording(graph, **options):
             yield
-            return
-        with recording(graph, **options):
+
+    @contextmanager
+    def joined(self, graph: Any) -> Iterator[None]:
+        if self._feeder is not None:
+            raise OffloadError(_FED)
+        with torch.cuda.device(self.device):
+            pool = self._pools[graph] = torch.cuda.MemPool()
+        here = torch.cuda.device(torch.cuda.current_device())
+        with torch.cuda.stream(self._joining), torch.cuda.use_mem_pool(pool, self.device), here:
             yield
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,14 +64,15 @@ class Graphs:
         self.recordings.clear()
 
     @contextmanager
-    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        """Capture a step, or a piece of one, whose launches are announced."""
+    def capture(self, graph: Any, within: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Capture a step, or a piece of one, whose launches are announced. `within()` is the device's capture, before
+        which the copies are queued that the graph takes for granted."""
         if self._mode is not Mode.IDLE:
             self.resume_eager()
         engine = self._binding().engine
         if self._last is None and not self._backend.capturing():
             engine.prime()  # planned, and outside of the graph
-        with self._backend.capture(graph, **options):
+        with within():
             self._recording = recording = Recording(engine, self._backend, self._last)
             self._move(Mode.IDLE, Mode.CAPTURING)
             try:
@@ -83,7 +84,7 @@ class Graphs:
                 recording.end()
         self._last = self.recordings[graph] = recording
 
-    def replay(self, graph: Any) -> None:
+    def replay(self, graph: Any, launch: Callable[[], object]) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
         if (recording := self.recordings.get(graph)) is None:
             raise OffloadError(
@@ -96,7 +97,7 @@ class Graphs:
         engine.counters.steps += recording.begins
         with engine.timeline.step(Kind("graph", id(graph)), inside=False, whole=recording.is_whole):
             engine.before_graph(recording.entry)
-            graph.replay()
+            launch()
             recording.after_launch()
 
     def sync(self) -> None:

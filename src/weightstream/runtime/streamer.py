@@ -59,7 +59,7 @@ class Streamer:
         made = self._compiled, homes, backend, refinement, grains, on_close, block
         self._installed = Installation(self._modules, *made)
         self._learning = Learning(self._installed)
-        self._gate, self._graphs, self._homes = self._installed.gate, self._installed.graphs, homes
+        self._gate, self.graphs, self._homes = self._installed.gate, self._installed.graphs, homes
         self._installed.start(plan)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ class Streamer:
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
             if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
-                return self._run_fixed(forward, args, kwargs)
+                step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if that was asked for
+                return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
             if self._backend.capturing():
                 if self._modules.session.streams:
                     raise OffloadError(CAPTURED)
@@ -246,7 +247,7 @@ class Streamer:
             has_ended = True
             return output
         finally:
-            self._release(unit, output) if fixed else self._close_unit(unit, output, has_ended)
+            self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
 
     def _open(self, unit: int) -> None:
         with self._gate.lock:
@@ -310,7 +311,7 @@ class Streamer:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
             if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
-                self._graphs.clear()
+                self.graphs.clear()
                 self._homes.sources_changed = False
             self._binding.engine.prime()  # now, as a capture by hand may be under way later
             self._binding.fix()
@@ -320,7 +321,7 @@ class Streamer:
     def unfix(self) -> None:
         """Undo `fix`."""
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
-            self._graphs.resume_eager()
+            self.graphs.resume_eager()
             self._modules.session.fixed = False
             self._gate.change(Mode.IDLE)
             self._binding.unfix()
@@ -345,12 +346,11 @@ class Streamer:
         is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))
         return is_due and self._compiled.runs(self.why_not_fixed())
 
-    def _run_fixed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The model's forward at fixed addresses: compiled if that was asked for."""
-        entry, timeline = self._compiled.entry(forward), self._installed.timeline
-        with timeline.step(kind_of(args, kwargs, "compiled")), self.step(), self._gate.entered(Mode.FORWARD):
+    def run_fixed(self, step: Callable[[], Any], kind: Kind) -> Any:
+        """As `run`, at fixed addresses."""
+        with self._installed.timeline.step(kind), self.step(), self._gate.entered(Mode.FORWARD):
             try:
-                return entry(*args, **kwargs)
+                return step()
             except BaseException:
                 self._binding.abandon()  # compiled code does not release what an error leaves in use
                 raise
@@ -360,19 +360,16 @@ class Streamer:
         self._modules.session.traced = True
         self._wait(unit)
 
-    def release_unit(self, unit: int) -> None:
-        """What `weightstream::release` does: the unit's last kernel is queued."""
-        self._release(unit, None)
-
     def _wait(self, unit: int) -> None:
         with self._gate.lock:
-            self._graphs.wait(unit)
+            self.graphs.wait(unit)
 
-    def _release(self, unit: int, output: object) -> None:
+    def release_unit(self, unit: int, output: object = None) -> None:
+        """What `weightstream::release` does: the unit's last kernel is queued."""
         with self._gate.lock:
             if output is not None:
                 self._binding.own_outputs(unit, output)
-            self._graphs.release(unit)
+            self.graphs.release(unit)
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
@@ -381,20 +378,20 @@ class Streamer:
         All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
         `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
-        with self.step(), self._graphs.capture(graph, **options):
+        with self.step(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
             yield
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        with self.step() if graph in self._graphs.recordings else nullcontext(), self._gate.lock:
-            self._graphs.replay(graph)
+        with self.step() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
+            self.graphs.replay(graph, graph.replay)
 
     def sync(self) -> None:
         """Before a graph is captured or launched by an engine: make compute wait for every copy in flight."""
         with self._gate.lock:
-            self._graphs.sync()
+            self.graphs.sync()
 
     def join(self) -> None:
         """Inside an engine's capture, before it ends: make the copies that are due, and join them."""
         with self._gate.lock:
-            self._graphs.join()
+            self.graphs.join()
