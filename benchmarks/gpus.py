@@ -1,6 +1,6 @@
 """One model over several GPUs: links alone and together, an 8B and a 70B shape, FLUX's transformer.
 
-    python benchmarks/gpus.py [--only links,8b,alone,lent,flux,70b] [--gpus 2] [--brief] [--device cpu --tiny]
+    python benchmarks/gpus.py [--only links,8b,alone,lent,flux,text,70b] [--gpus 2] [--brief] [--device cpu --tiny]
 
 Every output is compared with the plain model's on the first GPU, bit for bit. Inputs are new in every step.
 
@@ -8,6 +8,8 @@ ms            of a step, from its end to the next one's
 predicted_ms  before any measured time: once the first call told the work
 link_nbytes   that each link moves in a step; link_gbps: over ms
 floor_ms      the longest of these over what that link reached when all copied at once, in the same run
+token_ms      of `weightstream.generate`, captured in a CUDA graph where `decoding` says so; eager_token_ms: of
+              `model.generate`, with the same cache
 layout        striped: as `offload` has it; contiguous: neighbours together, for comparison
 """
 
@@ -17,6 +19,8 @@ import argparse
 import gc
 import itertools
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -26,13 +30,16 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
 
+import checkpoint
 import kinds
 import model as models
 import rows
 import timing
 import torch
+import transformers
 
 import weightstream
+from weightstream.adapters.generation import generate
 from weightstream.measure import links
 from weightstream.measure.bench import HostMemory, backend_of, host_memory
 from weightstream.plan import lanes
@@ -45,6 +52,7 @@ from weightstream.store.pages import PageCache
 GIB = 2**30
 LARGE = models.Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
 STEPS, SETTLED, INPUTS = 12, 6, 3
+FEW, MANY = 16, 48  # tokens: what takes longer in a longer text is a token
 LINKS_S = 0.5
 Step = Callable[[int, torch.device], torch.Tensor]  # of the inputs of this number, which are on a device
 
@@ -228,6 +236,71 @@ class Gpus:
         cells += [{"layout": "striped", "budgets": each, "codec": codec} for codec in ("none", "auto")]
         self.measure("flux", made, run, cells)
 
+    def run_text(self) -> None:
+        """Tokens of a Llama in the shape of 8B: steps launched one by one, and from a graph."""
+        folder = self.args.files / "weightstream-gpus"
+        checkpoint.make(folder, checkpoint.TINY if self.args.tiny else checkpoint.LLAMA)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(self.home)
+            want = self.text("text, resident on one", model)
+            del model
+            share = partial(self.share_of, checkpoint.weights_nbytes(folder))
+            least = {0: share(2.9), **dict.fromkeys(range(1, len(self.devices)), share(0.9))}
+            cells = [(dict.fromkeys(least, share(9.0)), "none"), (least, "none"), (least, "auto")]
+            for budgets, codec in cells:
+                timing.clear(self.home)
+                system = f"text, {'+'.join(f'{b / GIB:.2f}' for b in budgets.values())} GiB, codec {codec}"
+                device = {"device": "cpu"} if self.home.type == "cpu" else {}
+                with rows.guarded(self.write, system):
+                    model = weightstream.from_pretrained(
+                        folder, device_budget=budgets, codec=codec, progress=False, **device
+                    )
+                    self.text(system, model, want)
+                    model.weightstream.remove()
+                    del model
+                gc.collect()
+        finally:
+            shutil.rmtree(folder)
+
+    def share_of(self, nbytes: int, gib: float, of_gib: float = 14.96) -> int:
+        return int(gib * nbytes / of_gib) if self.args.tiny else int(gib * GIB)
+
+    def text(self, system: str, model: Any, want: Any = None) -> Any:
+        """Milliseconds of each further token, in both ways in turns; returns the tokens."""
+        ids = torch.arange(2, 34, device=self.home).view(1, -1)
+        told: list[Any] = []
+        static = {"cache_implementation": "static", "disable_compile": True}
+        ways = {"eager": partial(model.generate, **static), "graph": partial(weightstream.generate, model, on_decoding=told.append)}
+
+        def seconds(way: str, num: int) -> float:
+            nonlocal found
+            started = time.perf_counter()
+            tokens = ways[way](ids, max_new_tokens=num, min_new_tokens=num, do_sample=False, pad_token_id=0)
+            timing.synchronize(self.home)
+            taken = time.perf_counter() - started
+            if num == MANY:
+                found = tokens if found is None else found
+                same.append(torch.equal(found, tokens))
+            return taken
+
+        found, same = want, list[bool]()
+        for way in ways:
+            seconds(way, FEW)
+        planned = getattr(model, "weightstream", None) and model.weightstream.plan
+        ms: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(5):
+            for way in ways:
+                ms[way].append(1e3 * (seconds(way, MANY) - seconds(way, FEW)) / (MANY - FEW))
+        row = {"token_ms": rows.percentiles(ms["graph"]), "eager_token_ms": rows.percentiles(ms["eager"])}
+        row |= {"decoding": str(told[-1]), "equal": all(same)}
+        if planned is not None:
+            predicted = {"token": 1e3 * planned.graph_s, "eager_token": 1e3 * planned.step_s}
+            row |= {f"predicted_{name}_ms": round(value, 2) for name, value in predicted.items()}
+            row |= {f"x_predicted_{name}": round(v / row[f"{name}_ms"]["p50"], 3) for name, v in predicted.items()}
+            row |= {"link_nbytes": [plan.step_nbytes for plan in planned.every], "plan": planned.summary()}
+        self.write(system=system, **row)
+        return found
+
     def run_70b(self) -> None:
         """The plain model is on all GPUs, neighbours together: one has no room for it."""
         made, run = self.decoder(models.TINY if self.args.tiny else LARGE, spread=True)
@@ -309,7 +382,7 @@ def laid_out(layout: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="links,8b,alone,lent,flux,70b")
+    parser.add_argument("--only", default="links,8b,alone,lent,flux,text,70b")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+import generating
 import streaming
 import weightstream
 from coded_rig import random_model, rows
 from expert_rig import built, generated, held, prompt
 from models import BLOCKLESS, MODELS, assert_same, model_nbytes
+from stack import Stack, assert_equal, captured, floats, slow
 from streaming import plain, run
-from weightstream import ConfigError
+from weightstream import ConfigError, striping
+from weightstream.adapters import generation
 from weightstream.runtime import lent
 from weightstream.runtime.backend import Copy, Event
 from weightstream.striping import Stripes
+
+transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,9 +68,123 @@ def test_a_mixture_generates_over_two() -> None:
         assert len(stripes.parts) == 2
         for _ in range(2):
             assert_same(generated(model, prompt(7).cuda(0)), generated(reference, prompt(7).cuda(0)))
-            found = weightstream.generate(model, prompt(7).cuda(0), max_new_tokens=6, do_sample=False, pad_token_id=0)
-            wanted = reference.generate(prompt(7).cuda(0), max_new_tokens=6, do_sample=False, pad_token_id=0)
-            assert torch.equal(found, wanted)
+            options, told = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}, []
+            found = weightstream.generate(model, prompt(7).cuda(0), on_decoding=told.append, **options)
+            assert torch.equal(found, reference.generate(prompt(7).cuda(0), **options))
+            assert told[0].replays, told[0]
+
+
+def text(name: str, cls: Any = None) -> Any:
+    torch.manual_seed(11)
+    config = generating.MODELS[name]()
+    config.initializer_range = 0.1
+    model = cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval().to(torch.bfloat16)
+
+
+def prompt_of(length: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length)).cuda(0)
+
+
+@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("name", generating.MODELS)
+def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
+    model, reference, told = text(name), text(name).cuda(0), []
+    with striped(model, codec=codec) as stripes:
+        assert len(stripes.parts) == 2
+        held = []
+        for length, batch, more in (5, 1, {}), (9, 3, {}), (5, 1, {"do_sample": True}), (5, 1, {}), (9, 3, {}):
+            ids, given = prompt_of(length, batch), generating.options(**more)
+            torch.manual_seed(5)
+            want = reference.generate(ids, **given, **generating.STATIC)
+            torch.manual_seed(5)
+            assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **given), want)
+            assert told[-1].reason is None, told[-1]
+            assert told[-1].replays > 8
+            gc.collect()
+            held.append([torch.cuda.memory_allocated(device) for device in range(2)])
+        assert held[-1] == held[-2] == held[1], "a graph's memory goes with it, on both"
+        assert stripes.stats().unplanned_fills < stripes.stats().fills / 4
+        torch.manual_seed(5)
+        assert torch.equal(model.generate(ids, **given, **generating.STATIC), want), "eager"
+    assert torch.equal(model.cuda(0).generate(ids, **given, **generating.STATIC), want)
+
+
+class Reading(transformers.LlamaForCausalLM):
+    """Every second layer waits for its device, wherever it is."""
+
+    waits = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers[1::2]:
+            layer.register_forward_hook(self.look)
+
+    @classmethod
+    def look(cls, _: Any, args: Any, __: Any) -> None:
+        if cls.waits:
+            float(args[0].sum())
+
+
+def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference, told = text("llama", Reading), text("llama").cuda(0), []
+    want = reference.generate(prompt_of(5), **generating.options(), **generating.STATIC)
+    with striped(model, codec="none") as stripes:
+        assert len(stripes.parts) == 2
+        for waits in (True, False, True, False):
+            with monkeypatch.context() as within:
+                if waits:
+                    within.setattr(Reading, "waits", True)
+                    within.setattr(generation, "_HostWatch", Blind)
+                options = generating.options()
+                assert torch.equal(weightstream.generate(model, prompt_of(5), on_decoding=told.append, **options), want)
+            assert (told[-1].reason is not None) == waits, told[-1]
+            assert torch.equal(model.generate(prompt_of(5), **options, **generating.STATIC), want)
+            reserved = []
+            for _ in range(3):  # what another stream used comes back only while no capture is thought to be under way
+                for device in range(2):
+                    torch.empty(64 << 20, device=f"cuda:{device}").record_stream(torch.cuda.Stream(device))
+                    torch.cuda.synchronize(device)
+                reserved.append([torch.cuda.memory_reserved(device) for device in range(2)])
+            assert reserved[-1] == reserved[0]
+
+
+class Blind(generation._HostWatch):
+    """Sees nothing before the capture."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def launched(num_graphs: int, rounds: int) -> None:
+    """Graphs of both, and eager steps between them, under late copies into poisoned memory."""
+    with torch.device("cuda:0"):
+        reference = Stack(8, 512).eval()
+    model, inputs = copy.deepcopy(reference).cpu(), floats(reference)
+    with torch.no_grad(), striped(model, codec="none") as stripes:
+        want = [reference(x) for x in inputs]
+        assert torch.equal(model(inputs[0]), want[0])
+        assert len(stripes.parts) == 2
+        assert all(part.plan.step_nbytes for part in stripes.parts.values())
+        for _ in range(num_graphs):
+            step = captured(stripes, model, inputs[0])
+            with stripes.step():
+                assert_equal(step, inputs, want, rounds)
+            assert_equal(model, inputs, want, 1)
+
+
+def test_late_copies_in_graphs_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, most_cycles=400_000)
+    launched(num_graphs=12, rounds=20)
+
+
+@pytest.mark.alone
+def test_a_launch_that_the_other_gpu_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, most_cycles=400_000)
+    follow = striping._follow
+    monkeypatch.setattr(striping, "_follow", lambda one, other: one.capturing() and follow(one, other))
+    with pytest.raises(AssertionError):
+        launched(num_graphs=12, rounds=20)
 
 
 @pytest.mark.parametrize("form", ["cached", "coded", "coded, streams", "cached, coded"])

@@ -46,6 +46,9 @@ class Wrapper:
     def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
         return self.backend.capture(graph, **options)
 
+    def joined(self, graph: Any) -> AbstractContextManager[None]:
+        return self.backend.joined(graph)
+
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         return self.backend.device_view(memory)
 
