@@ -39,7 +39,6 @@ import torch
 import transformers
 
 import weightstream
-from weightstream.adapters.generation import generate
 from weightstream.measure import links
 from weightstream.measure.bench import HostMemory, backend_of, host_memory
 from weightstream.plan import lanes
@@ -270,7 +269,8 @@ class Gpus:
         ids = torch.arange(2, 34, device=self.home).view(1, -1)
         told: list[Any] = []
         static = {"cache_implementation": "static", "disable_compile": True}
-        ways = {"eager": partial(model.generate, **static), "graph": partial(weightstream.generate, model, on_decoding=told.append)}
+        graph = partial(weightstream.generate, model, on_decoding=told.append)
+        ways = {"eager": partial(model.generate, **static), "graph": graph}
 
         def seconds(way: str, num: int) -> float:
             nonlocal found

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
-from weightstream.adapters import generation  # noqa: E402
+from weightstream.adapters import static_cache  # noqa: E402
 from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
 from weightstream.adapters.shapes import observe  # noqa: E402
 from weightstream.assembly import Given  # noqa: E402
@@ -356,7 +356,7 @@ def test_the_window_makes_its_index_on_the_device() -> None:
     keys = [torch.randn(1, 2, 1, 3) for _ in range(6)]
     for key in keys[:4]:
         layer.update(key, key)
-    with generation._guarded([layer]):
+    with static_cache.guarded([layer]):
         for key in keys[4:]:
             layer.update(key, key)
     assert torch.equal(layer.keys, torch.cat(keys[2:], 2))

@@ -194,10 +194,28 @@ def test_the_gpu_that_is_not_current(form: str) -> None:
     with held(model, form, 6, device="cuda:1"):
         for _ in range(2):
             assert_same(generated(model, prompt(5).cuda(1)), generated(reference, prompt(5).cuda(1)))
-            options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-            found = weightstream.generate(model, prompt(5).cuda(1), **options)
+            options, told = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}, []
+            found = weightstream.generate(model, prompt(5).cuda(1), on_decoding=told.append, **options)
+            assert told[0].replays, told[0]
             assert torch.equal(found, reference.generate(prompt(5).cuda(1), **options))
     assert torch.cuda.current_device() == 0
+
+
+def test_models_on_both_are_captured_in_turns() -> None:
+    """Whichever comes first: the stream that PyTorch captures on is on the device where it first was."""
+    for index in (1, 0, 1):
+        for offloads in (False, True):
+            model, reference, told = text("llama"), text("llama").cuda(index), []
+            if offloads:
+                budget = sum(param.nbytes for param in model.parameters()) // 2
+                weightstream.offload(model, device=f"cuda:{index}", device_budget=budget)
+            else:
+                model.cuda(index)
+            ids, options = prompt_of(5).to(f"cuda:{index}"), generating.options()
+            with torch.cuda.device(index):
+                want = reference.generate(ids, **options, **generating.STATIC)
+            assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)
+            assert told[0].replays > 8, told[0]
 
 
 @pytest.mark.parametrize("name", ["Stack", "llama", "llama-bf16", "CalledTwice", "mixtral"])

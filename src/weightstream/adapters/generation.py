@@ -18,13 +18,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters import hf_private, static_cache, stopping
 from weightstream.adapters.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.adapters.steps import CACHES, cache_in
-from weightstream.errors import UnsupportedError, WeightstreamError
+from weightstream.errors import WeightstreamError
 from weightstream.runtime import cuda, guards
 from weightstream.runtime.watch import OperatorMode
 
@@ -280,15 +279,25 @@ class Decoder:
     def _capture(self, signature: Any, layers: Any, forward: Callable[..., Any], leaves: Any, spec: Any) -> str | None:
         """Make the graph. Returns why it could not be: the error would hold what is broken."""
         self._graph = None  # its memory first
+        errors: list[Exception] = []  # an end of the capture that fails hides what ended it
+
+        def step() -> Any:
+            try:
+                return forward(*own_args, **own_kwargs)
+            except Exception as error:
+                errors.append(error)
+                raise
+
         try:
             inputs = [leaf.to(self._device, copy=True) if torch.is_tensor(leaf) else leaf for leaf in leaves]
             own_args, own_kwargs = tree_unflatten(inputs, spec)
-            step = partial(forward, *own_args, **own_kwargs)
             self._graph = _Graph(self._recorder, signature, inputs, step, layers)
         except Exception as error:  # whatever the forward, the capture or the driver makes of it
-            message = str(error).partition("\n")[0]
-            failed = f"the capture failed: {type(error).__name__}: {message}"
-            return message if isinstance(error, WeightstreamError) else failed
+            first = [*errors, error][0]
+            errors.clear()
+            message = str(first).partition("\n")[0]
+            failed = f"the capture failed: {type(first).__name__}: {message}"
+            return message if isinstance(first, WeightstreamError) else failed
         return None
 
 
@@ -303,7 +312,7 @@ class _Graph:
         self._recorder = recorder
         self._graph = recorder.new()
         windows = [layer for layer in layers if _COUNT in vars(layer)]
-        with _guarded(windows) as counts, recorder.record(self._graph):
+        with static_cache.guarded(windows) as counts, recorder.record(self._graph):
             self._output = step()
             self._advances = [(w, getattr(w, _COUNT) - count) for w, count in zip(windows, counts, strict=True)]
 
@@ -327,42 +336,6 @@ def _state(layer: Any) -> dict[str, Any]:
     """What a step's Python may look at in a layer of the cache: values, and tensors by address."""
     state = {name: v.data_ptr() if isinstance(v, torch.Tensor) else v for name, v in vars(layer).items()}
     return state | {_COUNT: state.get(_COUNT, -1) >= layer.max_cache_len}  # all that `update` asks of it
-
-
-@contextmanager
-def _guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
-    """During a capture: sliding windows do not tell their length, and copy nothing from the host.
-
-    What they have counted, which is yielded, is put back: nothing has run yet.
-    """
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError("the model computes with the length of a sliding window in Python")
-
-    counts = [getattr(window, _COUNT) for window in windows]
-    for window in windows:
-        update = partial(_on_device, window.update)
-        vars(window).update(get_seq_length=refuse, get_mask_sizes=refuse, update=update)
-    try:
-        yield counts
-    finally:
-        for window, count in zip(windows, counts, strict=True):
-            del window.get_seq_length, window.get_mask_sizes, window.update
-            setattr(window, _COUNT, count)
-
-
-def _on_device(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _MadeOnDevice():
-        return update(*args, **kwargs)
-
-
-class _MadeOnDevice(TorchFunctionMode):
-    """Makes `torch.tensor([…])` of kernels: it copies from pageable memory, which no capture allows."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.tensor:
-            return torch.stack([torch.full((), value, **kwargs) for value in args[0]])
-        return func(*args, **(kwargs or {}))
 
 
 class _HostWatch(OperatorMode):

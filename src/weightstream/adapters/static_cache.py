@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from weightstream.adapters import hf_private
+from weightstream.errors import UnsupportedError
 
 _LENGTH, _TELLS = "cumulative_length", "get_seq_length"  # of a layer: a tensor; what windows tell is a number
 
@@ -57,3 +61,39 @@ def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any |
         if hf_private.STATIC_WINDOW_COUNT in vars(layer):
             setattr(layer, hf_private.STATIC_WINDOW_COUNT, num_filled)
     return found
+
+
+@contextmanager
+def guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
+    """During a capture: sliding windows do not tell their length, and copy nothing from the host.
+
+    What they have counted, which is yielded, is put back: nothing has run yet.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError("the model computes with the length of a sliding window in Python")
+
+    counts = [getattr(window, hf_private.STATIC_WINDOW_COUNT) for window in windows]
+    for window in windows:
+        update = partial(_on_device, window.update)
+        vars(window).update(get_seq_length=refuse, get_mask_sizes=refuse, update=update)
+    try:
+        yield counts
+    finally:
+        for window, count in zip(windows, counts, strict=True):
+            del window.get_seq_length, window.get_mask_sizes, window.update
+            setattr(window, hf_private.STATIC_WINDOW_COUNT, count)
+
+
+def _on_device(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _MadeOnDevice():
+        return update(*args, **kwargs)
+
+
+class _MadeOnDevice(TorchFunctionMode):
+    """Makes `torch.tensor([…])` of kernels: it copies from pageable memory, which no capture allows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor:
+            return torch.stack([torch.full((), value, **kwargs) for value in args[0]])
+        return func(*args, **(kwargs or {}))

@@ -7,10 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,8 +47,7 @@ _FED = (
 )
 
 
-def available() -> bool:
-    return torch.cuda.is_available()
+available = torch.cuda.is_available
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -87,24 +85,31 @@ def new_graph() -> Any:
     return torch.cuda.CUDAGraph()
 
 
+@cache
+def _captures(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)  # PyTorch's own, for all captures, is on the device that it first captured on
+
+
 @contextmanager
-def recording(graph: Any, **options: Any) -> Iterator[None]:
-    """Work queued inside becomes the graph. Other threads may go on using the device.
+def recording(graph: Any, device: torch.device | None = None, **options: Any) -> Iterator[None]:
+    """Work queued inside, on this device or the current one, becomes the graph. Other threads may go on using it.
 
     PyTorch leaves stream, allocator and random state in the middle of a capture that became invalid: put right here.
     """
-    stream = torch.cuda.current_stream()
-    options = {"capture_error_mode": "thread_local", "pool": torch.cuda.graph_pool_handle()} | options
-    try:
-        with torch.cuda.graph(graph, **options):
-            yield
-    except BaseException:
-        torch.cuda.set_stream(stream)
-        with suppress(RuntimeError):  # it ended
-            torch._C._cuda_endAllocateToPool(stream.device_index, options["pool"])
-        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):  # ends what the random state began
-            torch.zeros(1, device=stream.device)
-        raise
+    stream = torch.cuda.current_stream(device)
+    own: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": _captures(stream.device_index)}
+    options = {"capture_error_mode": "thread_local"} | own | options
+    with torch.cuda.device(stream.device):
+        try:
+            with torch.cuda.graph(graph, **options):
+                yield
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # it ended
+                torch._C._cuda_endAllocateToPool(stream.device_index, options["pool"])
+            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=own["stream"]):
+                torch.zeros(1, device=stream.device)  # ends what the random state began
+            raise
 
 
 def register(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
@@ -167,8 +172,6 @@ class CudaBackend:
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
-        self._joining = torch.cuda.Stream(self.device)  # of all graphs: libraries keep a workspace for each stream
-        self._pools: WeakKeyDictionary[Any, torch.cuda.MemPool] = WeakKeyDictionary()  # of graphs of other devices
         self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
 
     def alloc(self, nbytes: int) -> torch.Tensor:
@@ -196,18 +199,21 @@ class CudaBackend:
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
         if self._feeder is not None:
             raise OffloadError(_FED)
-        with nullcontext() if self.capturing() else recording(graph, **options):
+        with nullcontext() if self.capturing() else recording(graph, self.device, **options):
             yield
 
     @contextmanager
     def joined(self, graph: Any) -> Iterator[None]:
         if self._feeder is not None:
             raise OffloadError(_FED)
-        with torch.cuda.device(self.device):
-            pool = self._pools[graph] = torch.cuda.MemPool()
-        here = torch.cuda.device(torch.cuda.current_device())
-        with torch.cuda.stream(self._joining), torch.cuda.use_mem_pool(pool, self.device), here:
-            yield
+        pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)
+        weakref.finalize(graph, torch._C._cuda_releasePool, *pool)  # a `MemPool` frees at once, in other captures too
+        try:
+            with torch.cuda.stream(_captures(self.device.index)), here:
+                yield
+        finally:
+            torch._C._cuda_endAllocateToPool(*pool)
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         with self._current():
@@ -280,10 +286,8 @@ class CudaBackend:
             dst.copy_(src, non_blocking=True)
 
     def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long.
-
-        Memory of PyTorch's own pinned allocator may not be freed before it is made, as nothing tells that of the copy.
-        """
+        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long. Whoever frees
+        memory of PyTorch's own pinned allocator waits for it, as nothing tells that of the copy."""
         if not driver.copy(dst, src, self._copies.cuda_stream):
             with torch.cuda.stream(self._copies):  # which says what is wrong
                 dst.view(src.shape).copy_(src, non_blocking=True)
@@ -305,9 +309,8 @@ class CudaBackend:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         except RuntimeError as error:
-            logger.warning(
-                "%s (%s): the staging ring is not pinned, so copies do not overlap.", error, describe_limits()
-            )
+            told = "%s (%s): the staging ring is not pinned, so copies do not overlap."
+            logger.warning(told, error, describe_limits())
             return Arena().take(nbytes)
 
     def launch(self, kernel: Callable[[], None]) -> None:
@@ -375,8 +378,7 @@ def node(device: torch.device) -> Node | None:
 
 def allocatable_nbytes(device: torch.device) -> int:
     """What a tensor can be made of now: free memory, and what the allocator keeps for reuse."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    return memory(device)[0] + torch.cuda.memory_reserved(device) - allocated_nbytes(device)
 
 
 def peers(device: torch.device, others: Sequence[torch.device]) -> list[bool]:
