@@ -51,7 +51,7 @@ from weightstream.store.pages import PageCache
 GIB = 2**30
 LARGE = models.Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
 STEPS, SETTLED, INPUTS = 12, 6, 3
-FEW, MANY = 16, 48  # tokens: what takes longer in a longer text is a token
+FEW, MANY, ROUNDS = 8, 32, 4  # tokens: what takes longer in a longer text is a token
 LINKS_S = 0.5
 Step = Callable[[int, torch.device], torch.Tensor]  # of the inputs of this number, which are on a device
 
@@ -288,7 +288,7 @@ class Gpus:
             seconds(way, FEW)
         planned = getattr(model, "weightstream", None) and model.weightstream.plan
         ms: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(5):
+        for _ in range(ROUNDS):
             for way in ways:
                 ms[way].append(1e3 * (seconds(way, MANY) - seconds(way, FEW)) / (MANY - FEW))
         row = {"token_ms": rows.percentiles(ms["graph"]), "eager_token_ms": rows.percentiles(ms["eager"])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
             assert told[-1].replays > 8
             gc.collect()
             held.append([torch.cuda.memory_allocated(device) for device in range(2)])
-        assert held[-1] == held[-2] == held[1], "a graph's memory goes with it, on both"
+        assert (held[4], held[3]) == (held[1], held[2]), "a graph's memory goes with it, on both"
         assert stripes.stats().unplanned_fills < stripes.stats().fills / 4
         torch.manual_seed(5)
         assert torch.equal(model.generate(ids, **given, **generating.STATIC), want), "eager"
@@ -168,8 +169,9 @@ def launched(num_graphs: int, rounds: int) -> None:
         assert all(part.plan.step_nbytes for part in stripes.parts.values())
         for _ in range(num_graphs):
             step = captured(stripes, model, inputs[0])
+            turns = cycle((step, step, model, model, step, model))
             with stripes.step():
-                assert_equal(step, inputs, want, rounds)
+                assert_equal(lambda x, turns=turns: next(turns)(x), inputs, want, rounds)
             assert_equal(model, inputs, want, 1)
 
 
