@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from stack import ALL, Slow, Taught, slow, taught
-from weightstream.runtime.backend import Event, Side
+from weightstream.runtime.backend import Event, Side, StepEnd
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.engine import Engine
 from weightstream.runtime.recording import Recording
@@ -147,3 +148,58 @@ def test_the_clock_checker_sees_a_wait_left_out(monkeypatch: pytest.MonkeyPatch)
         for x in model.inputs:
             model.stack(x)
     assert any("no event orders the fill" in race for race in clocks[0].races)
+
+
+def in_place(weight: torch.Tensor) -> None:
+    weight.mul_(-0.5)
+
+
+def through_data(weight: torch.Tensor) -> None:
+    weight.data.mul_(-0.5)
+
+
+def by_index(weight: torch.Tensor) -> None:
+    weight[:] = weight * -0.5
+
+
+def through_a_view(weight: torch.Tensor) -> None:
+    weight.view(-1).mul_(-0.5)
+
+
+def with_others(weight: torch.Tensor) -> None:
+    torch._foreach_mul_([weight], -0.5)
+
+
+def loaded(weight: torch.Tensor) -> None:
+    holder = torch.nn.Module()
+    holder.weight = weight
+    holder.load_state_dict({"weight": weight * -0.5})
+
+
+def updates(monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], None], fixed: bool = False) -> None:
+    """Weights are updated behind each step, while its copies are late, as a plain model's are: in order."""
+    slow(monkeypatch, most_cycles=4_000_000)
+    with taught(**SMALL, share=0.4) as model:
+        for x in model.inputs * 4:
+            with model.streamer.step() if fixed else nullcontext():
+                found = model.stack(x)
+            want = model.plain(x)
+            for stack in (model.stack, model.plain):
+                for block in stack.blocks:
+                    write(block.down.weight)
+            assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed"])
+@pytest.mark.parametrize("write", [in_place, through_data, by_index, through_a_view, with_others, loaded])
+def test_an_update_waits_for_the_copies_of_the_step_before(
+    write: Callable[[torch.Tensor], None], fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates(monkeypatch, write, fixed)
+
+
+@pytest.mark.alone
+def test_an_update_that_waits_for_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepEnd, "wait", lambda _: None)
+    with pytest.raises(AssertionError):
+        updates(monkeypatch, in_place)

@@ -189,3 +189,30 @@ def test_a_removed_streamer_holds_no_weight() -> None:
     assert [ref for ref in storages if ref() is not None] == []
     assert streamer.plan is plan
     assert streamer.stats().steps == 1
+
+
+TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a view": lambda weight: weight.view(-1),
+    "the address": lambda weight: weight.data_ptr(),
+    "an item": lambda weight: weight.__setitem__(0, 1.0),
+    "with others": lambda weight: torch._foreach_mul_([weight], 1.5),
+}
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a sum": lambda weight: weight.sum(),
+    "facts": lambda weight: (weight.shape, weight.device, weight.stride()),
+    "a copy": lambda weight: weight.clone(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*WRITES, *TOUCHES, *READS])
+def test_whoever_may_write_waits_once_for_the_copies_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, waited = linears(), torch.randn(3, WIDTH), []
+    with weightstream.offload(model, device="cpu", device_budget=3 * UNIT_NBYTES) as streamer:
+        synchronize = streamer._backend.synchronize
+        monkeypatch.setattr(streamer._backend, "synchronize", lambda: waited.append(synchronize()))
+        for turn in range(1, 4):
+            model(x)
+            for _ in range(2):
+                (WRITES | TOUCHES | READS)[name](model[5].weight)
+            assert len(waited) == (0 if name in READS else turn)

@@ -132,3 +132,26 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """End threads and free what the backend holds; may be called twice."""
+
+
+class StepEnd:
+    """The end of the last step, which the next one runs behind, and whoever writes to what copies may still read."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._event = backend, backend.event()
+        self._is_passed = True
+
+    def mark(self) -> None:
+        """It is here."""
+        self._backend.record(Side.COMPUTE, self._event)
+        self._is_passed = False
+
+    def follow(self) -> None:
+        """The next step may run on another stream."""
+        self._backend.wait(Side.COMPUTE, self._event)
+
+    def wait(self) -> None:
+        """Block until the device has made all copies."""
+        if not self._is_passed and not self._backend.capturing():
+            self._backend.synchronize()
+            self._is_passed = True

@@ -36,7 +36,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import decoding
 from weightstream.runtime.ahead import Ahead
-from weightstream.runtime.backend import Backend, Side, owners
+from weightstream.runtime.backend import Backend, StepEnd, owners
 from weightstream.runtime.block import Block
 from weightstream.runtime.engine import Counters, Engine, State
 from weightstream.runtime.faces import Bound, Face, UnitFaces, noticed
@@ -73,12 +73,11 @@ class Binding:
         block: Block | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
-        self.plan = plan
+        self.plan, self.memory = plan, memory  # the ring, the buffer and slots
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
-        self.memory = memory  # the ring, the buffer and slots
         self.open_units: list[Bound] = []  # the innermost last
         self._homes, self._backend = homes, backend
-        self._step_end = backend.event()
+        self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
@@ -94,7 +93,7 @@ class Binding:
     def wake(self) -> None:
         """See updates that were made since the last step."""
         self._homes.unguard()
-        self._backend.wait(Side.COMPUTE, self._step_end)
+        self._step_end.follow()
         self._leave_written()
         found = self._see(self.faces)
         # these may have been written to, and no version would tell
@@ -110,7 +109,7 @@ class Binding:
     @_unseen
     def rest(self) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
-        self._backend.record(Side.COMPUTE, self._step_end)
+        self._step_end.mark()
         self._homes.guard()
         for face in self.faces:
             face.guard()
@@ -338,8 +337,7 @@ class Binding:
             home = self._homes.homes[alias]
             for member in home.group.members:
                 if member.spec.name in mine:
-                    ring, shown = member.view(memory, offset), member.view(home.group.home, 0)
-                    faces.append(Face(member=member, source=home, unit=index, home=shown, ring=ring))
+                    faces.append(Face.of(member, home, index, member.view(memory, offset), self._step_end))
         return UnitFaces(faces)
 
     def _borrow(self, unit: Bound) -> UnitFaces:

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.errors import OffloadError
-from weightstream.runtime.backend import owners
+from weightstream.runtime.backend import StepEnd, owners
 from weightstream.runtime.decoding import Opening, Rows
 from weightstream.runtime.home import Home
 from weightstream.runtime.leaves import Role, Shell
@@ -43,18 +43,24 @@ class Face:
     unit: int
     home: torch.Tensor
     ring: torch.Tensor
+    on_access: Callable[[Access], None]
     tensor: torch.Tensor = field(init=False)
-    on_access: Callable[[Access], None] = field(init=False)
     home_at: int = field(init=False)
     ring_at: tuple[int, tuple[int, ...]] = field(init=False)
     version: int = field(init=False)
     relaid: bool = False  # `adopt` took over another layout, which no graph knows
     is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
 
+    @classmethod
+    def of(cls, member: Member, source: Home, unit: int, ring: torch.Tensor, step_end: StepEnd) -> Face:
+        """That of a tensor which shows `ring` in this unit."""
+        home = member.view(source.group.home, 0)
+        tells = partial(_before, member, source, step_end)  # a guard holds no views
+        return cls(member=member, source=source, unit=unit, home=home, ring=ring, on_access=tells)
+
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
         self.version = self.member.version
-        self.on_access = partial(_before, self.member, self.source)  # a guard holds no views
         self.is_lazy = self.source.source.lazy is not None
         self._locate()
 
@@ -159,8 +165,10 @@ class Face:
         )
 
 
-def _before(member: Member, home: Home, access: Access) -> None:
+def _before(member: Member, home: Home, step_end: StepEnd, access: Access) -> None:
     """Somebody is about to use the memory of a tensor that shows its home."""
+    if access is not Access.READ:
+        step_end.wait()
     member.touched |= access in (Access.WRITE, Access.VIEW)
     # several tensors that are written at once, as `torch._foreach_mul_` does, raise no version of a blind wrapper
     member.lent |= access is Access.TAKE or (access is Access.WRITE and bool(member.blind))
