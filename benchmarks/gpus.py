@@ -245,7 +245,7 @@ class Gpus:
             del model
             share = partial(self.share_of, checkpoint.weights_nbytes(folder))
             least = {0: share(2.9), **dict.fromkeys(range(1, len(self.devices)), share(0.9))}
-            cells = [(dict.fromkeys(least, share(9.0)), "none"), (least, "none"), (least, "auto")]
+            cells = [(dict.fromkeys(least, share(9.0)), "none"), (least, "auto"), (least, "none")]
             for budgets, codec in cells:
                 timing.clear(self.home)
                 system = f"text, {'+'.join(f'{b / GIB:.2f}' for b in budgets.values())} GiB, codec {codec}"
@@ -268,6 +268,7 @@ class Gpus:
         """Milliseconds of each further token, in both ways in turns; returns the tokens."""
         ids = torch.arange(2, 34, device=self.home).view(1, -1)
         told: list[Any] = []
+        planned = getattr(model, "weightstream", None) and model.weightstream.plan
         static = {"cache_implementation": "static", "disable_compile": True}
         graph = partial(weightstream.generate, model, on_decoding=told.append)
         ways = {"eager": partial(model.generate, **static), "graph": graph}
@@ -286,7 +287,6 @@ class Gpus:
         found, same = want, list[bool]()
         for way in ways:
             seconds(way, FEW)
-        planned = getattr(model, "weightstream", None) and model.weightstream.plan
         ms: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
             for way in ways:

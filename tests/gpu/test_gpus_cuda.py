@@ -157,16 +157,17 @@ class Blind(generation._HostWatch):
         return func(*args, **(kwargs or {}))
 
 
-def launched(num_graphs: int, rounds: int) -> None:
+def launched(codec: str, num_graphs: int = 12, rounds: int = 20) -> None:
     """Graphs of both, and eager steps between them, under late copies into poisoned memory."""
     with torch.device("cuda:0"):
-        reference = Stack(8, 512).eval()
+        reference = Stack(8, 512).eval().to(torch.float32 if codec == "none" else torch.bfloat16)
     model, inputs = copy.deepcopy(reference).cpu(), floats(reference)
-    with torch.no_grad(), striped(model, codec="none") as stripes:
+    with torch.no_grad(), striped(model, codec=codec) as stripes:
         want = [reference(x) for x in inputs]
         assert torch.equal(model(inputs[0]), want[0])
         assert len(stripes.parts) == 2
         assert all(part.plan.step_nbytes for part in stripes.parts.values())
+        assert all(bool(part.plan.manifest.codes) == (codec != "none") for part in stripes.parts.values())
         for _ in range(num_graphs):
             step = captured(stripes, model, inputs[0])
             turns = cycle((step, step, model, model, step, model))
@@ -175,18 +176,20 @@ def launched(num_graphs: int, rounds: int) -> None:
             assert_equal(model, inputs, want, 1)
 
 
-def test_late_copies_in_graphs_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codec", ["none", "small"])
+def test_late_copies_in_graphs_of_both(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=400_000)
-    launched(num_graphs=12, rounds=20)
+    launched(codec)
 
 
 @pytest.mark.alone
 def test_a_launch_that_the_other_gpu_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager step decodes into the buffer that the graph still reads, while its tensors are on their way."""
     slow(monkeypatch, most_cycles=400_000)
     follow = striping._follow
     monkeypatch.setattr(striping, "_follow", lambda one, other: one.capturing() and follow(one, other))
     with pytest.raises(AssertionError):
-        launched(num_graphs=12, rounds=20)
+        launched("small")
 
 
 @pytest.mark.parametrize("form", ["cached", "coded", "coded, streams", "cached, coded"])
