@@ -35,12 +35,13 @@ def is_static(cache: Any) -> bool:
 
 def tell_lengths_at(cache: Any, device: torch.device) -> None:
     """Layers on other devices tell their length there from now on: positions and masks are made of it."""
-    for layer in getattr(cache, "layers", ()):
-        if _LENGTH not in vars(layer) or _TELLS in vars(layer):  # it counts in Python; or this was done before
-            continue
-        length = layer.get_seq_length()
-        if isinstance(length, torch.Tensor) and length.device != device:
-            vars(layer)[_TELLS] = partial(_length_at, layer, device)
+    layers = getattr(cache, "layers", None)
+    for layer in layers if isinstance(layers, list) else ():
+        own = getattr(layer, "__dict__", {})
+        if isinstance(own.get(_LENGTH), torch.Tensor) and _TELLS not in own:  # else this was done before
+            length = layer.get_seq_length()
+            if isinstance(length, torch.Tensor) and length.device != device:
+                own[_TELLS] = partial(_length_at, layer, device)
 
 
 def _length_at(layer: Any, device: torch.device) -> Any:

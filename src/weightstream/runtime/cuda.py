@@ -207,8 +207,8 @@ class CudaBackend:
         if self._feeder is not None:
             raise OffloadError(_FED)
         pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
-        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)
-        weakref.finalize(graph, torch._C._cuda_releasePool, *pool)  # a `MemPool` frees at once, in other captures too
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` frees at once, inside of any capture
+        weakref.finalize(graph, torch._C._cuda_releasePool, *pool).atexit = False
         try:
             with torch.cuda.stream(_captures(self.device.index)), here:
                 yield
