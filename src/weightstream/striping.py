@@ -31,8 +31,8 @@ from weightstream.plan import lanes
 from weightstream.plan.lanes import StripedPlan
 from weightstream.plan.planner import Machine, Weights
 from weightstream.plan.prospect import Prospect
-from weightstream.runtime import guards, ops
-from weightstream.runtime.backend import Backend, Side
+from weightstream.runtime import guards, joint, ops
+from weightstream.runtime.backend import Backend
 from weightstream.runtime.crossing import Way, crossing
 from weightstream.runtime.graphs import CAPTURED
 from weightstream.runtime.leaves import leaves
@@ -124,11 +124,16 @@ class Stripes:
                 step = partial(part.run_fixed if is_fixed else part.run, step, kind)
             try:
                 with self._gate.entered(Mode.FORWARD if is_fixed else Mode.EAGER):
-                    return step()
+                    output = step()
             finally:
-                static_cache.tell_lengths_at(cache_in(kwargs), self.devices[0])
-                for way in self._ways:
-                    way.clear()
+                self._forget_sent()
+            static_cache.tell_lengths_at(cache_in(kwargs), self.devices[0])
+            return output
+
+    def _forget_sent(self) -> None:
+        """Keep no copies of what blocks were given: a launch of a graph writes what no version tells of."""
+        for way in self._ways:
+            way.clear()
 
     def _foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         if self._capturing():
@@ -224,6 +229,7 @@ class Stripes:
                 for part in self.parts.values():
                     stack.enter_context(part.step())
                 stack.enter_context(self._gate.entered(Mode.STEP))
+                stack.callback(self._forget_sent)
             yield
 
     @contextmanager
@@ -237,34 +243,30 @@ class Stripes:
 
     @contextmanager
     def _captured(self, graph: Any, **options: Any) -> Iterator[None]:
-        first, others = self.backends[0], self._others
-        with first.capture(graph, **options), ExitStack() as stack:
-            for other in others:
-                stack.enter_context(other.joined(graph))
-                _follow(other, first)
-                stack.callback(_follow, first, other)
-            yield
+        self._forget_sent()
+        try:
+            with joint.captured(self._computing, graph, **options):
+                yield
+        finally:
+            self._forget_sent()
 
     def replay(self, graph: Any) -> None:
         """As `Streamer.replay`."""
-        launch = partial(self._launch, graph)
+        launch = partial(joint.launch, self._computing, graph)
         for part in self.parts.values():
             launch = partial(part.graphs.replay, graph, launch)
-        is_known = all(graph in part.graphs.recordings for part in self.parts.values())
-        with self.step() if is_known else nullcontext():
+        every = [part.graphs for part in self.parts.values()]
+        with self.step() if all(graph in graphs.recordings for graphs in every) else nullcontext():
+            for graphs in every:
+                graphs.recording_of(graph)
+            self._forget_sent()
             launch()
 
-    def _launch(self, graph: Any) -> None:
-        for other in self._others:
-            _follow(self.backends[0], other)
-        graph.replay()
-        for other in self._others:
-            _follow(other, self.backends[0])
-
     @property
-    def _others(self) -> list[Backend]:
-        """Those of devices that compute blocks, but for the first."""
-        return [backend for name, backend in zip(self.names[1:], self.backends[1:], strict=True) if name in self.parts]
+    def _computing(self) -> list[Backend]:
+        """Those of the first device, and of others that compute blocks."""
+        others = zip(self.names[1:], self.backends[1:], strict=True)
+        return [self.backends[0], *(backend for name, backend in others if name in self.parts)]
 
     def compile(self, scope: str = "model", **options: Any) -> Any:
         """Raises `OffloadError`, as the next do."""
@@ -274,13 +276,6 @@ class Stripes:
         self.compile()
 
     release_unit = wait_unit
-
-
-def _follow(one: Backend, other: Backend) -> None:
-    """What is queued to compute on one device from now on runs behind what was on the other."""
-    edge = other.edge()
-    other.record(Side.COMPUTE, edge)
-    one.wait(Side.COMPUTE, edge)
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
 import logging
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import weightstream
 from fake_cuda import FakeCuda, Graph, Lane, Lanes
@@ -23,10 +31,11 @@ from weightstream.adapters.generation import Decoding, Recorder, decode, generat
 from weightstream.adapters.shapes import observe  # noqa: E402
 from weightstream.assembly import Given  # noqa: E402
 from weightstream.config import OffloadConfig  # noqa: E402
-from weightstream.errors import PlanError  # noqa: E402
+from weightstream.errors import OffloadError, PlanError  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
 from weightstream.plan.prospect import Prospect  # noqa: E402
 from weightstream.prospects import Sketch, machine_elsewhere, sketch_of  # noqa: E402
+from weightstream.runtime import crossing  # noqa: E402
 from weightstream.striping import Stripes, stripe  # noqa: E402
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -496,3 +505,131 @@ def test_over_several_devices_one_graph_holds_the_step_of_all(name: str, num: in
         assert all(other.joins for other in others)
         assert torch.equal(reference.generate(prompt(), **options()), model.generate(prompt(), **options()))
     assert torch.equal(reference.generate(prompt(), **options()), model.generate(prompt(), **options()))
+
+
+class Masked(nn.Module):
+    """A block that is given what changes between steps beside its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * mask
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(8))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.body(x, mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["the model", "a part of it"])
+def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the second device had other memory. A launch writes to copies, and no version tells."""
+    model = randomise(Whole().eval(), seed=3)
+    reference, (x, mask) = copy.deepcopy(model), torch.randn(2, 2, 64)
+    with over_lanes(model, 2) as stripes:
+        for _ in range(3):
+            model(x.clone(), mask.clone())
+        monkeypatch.setattr(crossing.Way, "goes", lambda way, _: way is stripes._ways[1])
+        monkeypatch.setattr(crossing.Way, "copied", staticmethod(lambda tensor, _: tensor.clone()))
+        call, made = (model if part == "the model" else model.body), []
+        with stripes.step():
+            call(x, mask)
+        for _ in range(2):
+            with stripes.capture(graph := Graph()):
+                made.append((graph, call(x, mask)))
+        with stripes.step():
+            assert torch.equal(call(x, mask), reference(x, mask))
+            for graph, out in reversed(made):
+                mask.copy_(torch.randn(2, 64))
+                stripes.replay(graph)
+                assert torch.equal(out, reference(x, mask))
+                assert torch.equal(call(x, mask), reference(x, mask))
+
+
+@torch.no_grad()
+def test_a_graph_that_one_device_has_lost_is_not_launched_in_part() -> None:
+    model = randomise(Whole().eval(), seed=3)
+    x, mask = torch.randn(2, 2, 64)
+    with over_lanes(model, 2) as stripes:
+        for lane in range(2):
+            for _ in range(3):
+                model(x, mask)
+            with stripes.capture(graph := Graph()):
+                model(x, mask)
+            [*stripes.parts.values()][lane].graphs.clear()
+            steps = [part.stats().steps for part in stripes.parts.values()]
+            with pytest.raises(OffloadError, match="no graph of this streamer"):
+                stripes.replay(graph)
+            assert [part.stats().steps for part in stripes.parts.values()] == steps
+
+
+def test_layers_elsewhere_tell_their_length_where_masks_are_made() -> None:
+    layers = [StaticLayer(max_cache_len=4) for _ in range(3)]
+    for layer in layers[:2]:
+        layer.update(torch.randn(1, 2, 1, 3), torch.randn(1, 2, 1, 3))
+    cache, meta = SimpleNamespace(layers=layers), torch.device("meta")
+    static_cache.tell_lengths_at(cache, torch.device("cpu"))
+    assert not any("get_seq_length" in vars(layer) for layer in layers), "they are there"
+    for _ in range(2):
+        static_cache.tell_lengths_at(cache, meta)
+        assert [getattr(layer.get_seq_length(), "device", None) for layer in layers] == [meta, meta, None]
+    for other in (copy.deepcopy(layers[0]), pickle.loads(pickle.dumps(layers[0]))):
+        assert vars(other)["get_seq_length"].args[0] is other.cumulative_length
+    gone = weakref.ref(layers[0].keys), weakref.ref(layers[0])
+    gc.disable()
+    try:
+        del cache, layer, layers, other
+        assert [ref() for ref in gone] == [None, None], "their memory goes at once"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "layers", [4, {}, [(torch.ones(1), torch.ones(1))], [object()]], ids=["number", "map", "tuples", "objects"]
+)
+def test_caches_of_other_kinds_are_left_alone(layers: Any) -> None:
+    static_cache.tell_lengths_at(SimpleNamespace(layers=layers), torch.device("meta"))
+    static_cache.tell_lengths_at(None, torch.device("meta"))
+
+
+def test_a_capture_that_fails_tells_what_failed_first_and_keeps_nothing(llama: Any) -> None:
+    cuda, refs = FakeCuda(refused="aten.silu"), []
+
+    @contextmanager
+    def record(graph: Any) -> Iterator[None]:
+        refs.append(weakref.ref(graph))
+        try:
+            with cuda.recorder.record(graph):
+                yield
+        except RuntimeError as error:
+            raise ValueError("the end of a capture that failed") from error
+
+    def new() -> Any:
+        cuda.recorder.new()
+        return cuda.graphs.pop()
+
+    gc.disable()
+    try:
+        _, decoding = decode(llama, prompt(), options(), cuda.recorder._replace(new=new, record=record))
+        assert decoding.reason == "the capture failed: RuntimeError: operation not permitted when stream is capturing"
+        assert [ref() for ref in refs] == [None]
+    finally:
+        gc.enable()

@@ -19,9 +19,9 @@ from expert_rig import built, generated, held, prompt
 from models import BLOCKLESS, MODELS, assert_same, model_nbytes
 from stack import Stack, assert_equal, captured, floats, slow
 from streaming import plain, run
-from weightstream import ConfigError, striping
+from weightstream import ConfigError
 from weightstream.adapters import generation
-from weightstream.runtime import lent
+from weightstream.runtime import joint, lent
 from weightstream.runtime.backend import Copy, Event
 from weightstream.striping import Stripes
 
@@ -93,7 +93,7 @@ def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
     model, reference, told = text(name), text(name).cuda(0), []
     with striped(model, codec=codec) as stripes:
         assert len(stripes.parts) == 2
-        held = []
+        held, reserved = [], []
         for length, batch, more in (5, 1, {}), (9, 3, {}), (5, 1, {"do_sample": True}), (5, 1, {}), (9, 3, {}):
             ids, given = prompt_of(length, batch), generating.options(**more)
             torch.manual_seed(5)
@@ -103,8 +103,11 @@ def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
             assert told[-1].reason is None, told[-1]
             assert told[-1].replays > 8
             gc.collect()
+            torch.cuda.empty_cache()
             held.append([torch.cuda.memory_allocated(device) for device in range(2)])
+            reserved.append([torch.cuda.memory_reserved(device) for device in range(2)])
         assert (held[4], held[3]) == (held[1], held[2]), "a graph's memory goes with it, on both"
+        assert all(last - first <= 2 << 20 for first, last in zip(reserved[1], reserved[4], strict=True)), "so do pools"
         assert stripes.stats().unplanned_fills < stripes.stats().fills / 4
         torch.manual_seed(5)
         assert torch.equal(model.generate(ids, **given, **generating.STATIC), want), "eager"
@@ -186,8 +189,8 @@ def test_late_copies_in_graphs_of_both(codec: str, monkeypatch: pytest.MonkeyPat
 def test_a_launch_that_the_other_gpu_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager step decodes into the buffer that the graph still reads, while its tensors are on their way."""
     slow(monkeypatch, most_cycles=400_000)
-    follow = striping._follow
-    monkeypatch.setattr(striping, "_follow", lambda one, other: one.capturing() and follow(one, other))
+    follow = joint._follow
+    monkeypatch.setattr(joint, "_follow", lambda one, other: one.capturing() and follow(one, other))
     with pytest.raises(AssertionError):
         launched("small")
 

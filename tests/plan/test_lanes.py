@@ -13,7 +13,7 @@ from test_schedule import GRAIN
 
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import cost
+from weightstream.plan import cost, lanes
 from weightstream.plan.lanes import HOP_S, Lane, chosen, fastest, predicted, step_s, walk, whose
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.placement import place
@@ -176,6 +176,40 @@ def test_the_plan_of_all() -> None:
     for words in ("cuda:0: ", "cuda:1: everything fits", "per step over 1 links"):
         assert words in str(plan)
     assert (plan.cached, plan.num_slots, plan.workload) == (frozenset(), 0, None)
+
+
+def launched(host_s: float, more_s: float, host_share: float = 0.25) -> Profile:
+    """Units of 0.2 s on the device and `host_s` to launch, which take `more_s` more in a graph."""
+    times = {"unit_s": (0.2,) * 3, "host_s": (host_s,) * 3, "captured_s": (more_s,) * 3, "show_s": 0.0, "fill_s": 0.0}
+    return replace(LINK_BOUND, overhead_s=0.0, host_share=host_share, **times)
+
+
+@pytest.mark.parametrize(("more_s", "graph_s"), [(0.0, 1.2), (0.1, 1.8), (-0.1, 0.6)])
+def test_a_step_in_a_graph_does_not_wait_for_the_host(more_s: float, graph_s: float) -> None:
+    profile = launched(0.5, more_s)
+    found = {f"cuda:{k}": lane(3, 40 * GRAIN, profile, first=3 * k) for k in range(2)}
+    plan = predicted(found, {f"blocks.{k}": k for k in range(6)})
+    assert plan.step_s == pytest.approx(6 * 0.5), "the host sets the pace"
+    assert plan.graph_s == pytest.approx(graph_s)
+    assert plan.numbers()["graph_s"] == plan.graph_s
+    assert "in a CUDA graph" in plan.predictions()["predicted"]
+
+
+def test_what_is_chosen_counts_a_share_of_what_the_host_adds() -> None:
+    """Of two ways one is faster eager, and the other in a graph."""
+    slow_host, slow_device = launched(0.5, 0.0), replace(launched(0.0, 0.0), unit_s=(0.3,) * 3)
+    ways = {"a": slow_host, "b": slow_device}
+    for share, wanted in ((0.25, "a"), (0.95, "b")):
+        taken = {}
+        for name, profile in ways.items():
+            one = lane(3, 40 * GRAIN, replace(profile, host_share=share))
+            taken[name] = lanes._taken_s({"cuda:0": (None, one)}, {f"blocks.{k}": k for k in range(3)})  # type: ignore[dict-item]
+        assert min(taken, key=taken.__getitem__) == wanted
+
+
+def test_the_bound_of_one_turn_holds_in_graphs() -> None:
+    one = lane(3, 40 * GRAIN, launched(0.0, -0.1))
+    assert lanes._one_turn_s(one) == pytest.approx(3 * 0.1)
 
 
 @given(

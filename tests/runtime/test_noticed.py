@@ -196,6 +196,8 @@ TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
     "the address": lambda weight: weight.data_ptr(),
     "an item": lambda weight: weight.__setitem__(0, 1.0),
     "with others": lambda weight: torch._foreach_mul_([weight], 1.5),
+    "as asked": lambda weight: nn.functional.relu(weight, inplace=True),
+    "an operator": lambda weight: torch.ops.aten.relu_.default(weight),
 }
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "a sum": lambda weight: weight.sum(),
@@ -209,8 +211,8 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 def test_whoever_may_write_waits_once_for_the_copies_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, waited = linears(), torch.randn(3, WIDTH), []
     with weightstream.offload(model, device="cpu", device_budget=3 * UNIT_NBYTES) as streamer:
-        synchronize = streamer._backend.synchronize
-        monkeypatch.setattr(streamer._backend, "synchronize", lambda: waited.append(synchronize()))
+        drain = streamer._backend.drain
+        monkeypatch.setattr(streamer._backend, "drain", lambda event: waited.append(drain(event)))
         for turn in range(1, 4):
             model(x)
             for _ in range(2):

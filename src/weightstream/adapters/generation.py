@@ -293,12 +293,15 @@ class Decoder:
             own_args, own_kwargs = tree_unflatten(inputs, spec)
             self._graph = _Graph(self._recorder, signature, inputs, step, layers)
         except Exception as error:  # whatever the forward, the capture or the driver makes of it
-            first = [*errors, error][0]
-            errors.clear()
-            message = str(first).partition("\n")[0]
-            failed = f"the capture failed: {type(first).__name__}: {message}"
-            return message if isinstance(first, WeightstreamError) else failed
+            reason = _told([*errors, error][0])
+            errors.clear()  # they hold this frame
+            return reason
         return None
+
+
+def _told(error: Exception) -> str:
+    message = str(error).partition("\n")[0]
+    return message if isinstance(error, WeightstreamError) else f"the capture failed: {type(error).__name__}: {message}"
 
 
 class _Graph:

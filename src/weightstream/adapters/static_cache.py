@@ -40,12 +40,12 @@ def tell_lengths_at(cache: Any, device: torch.device) -> None:
         own = getattr(layer, "__dict__", {})
         if isinstance(own.get(_LENGTH), torch.Tensor) and _TELLS not in own:  # else this was done before
             length = layer.get_seq_length()
-            if isinstance(length, torch.Tensor) and length.device != device:
-                own[_TELLS] = partial(_length_at, layer, device)
+            if length is own[_LENGTH] and length.device != device:
+                own[_TELLS] = partial(_at, length, device)  # not of the layer, which would be a cycle
 
 
-def _length_at(layer: Any, device: torch.device) -> Any:
-    return type(layer).get_seq_length(layer).to(device, non_blocking=True)
+def _at(length: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return length.to(device, non_blocking=True)
 
 
 def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:

@@ -333,9 +333,10 @@ def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
 
 def _one_turn_s(lane: Lane) -> float:
     """No less takes one turn of a device that has about these blocks: it computes, and copies what is over budget."""
-    plan, state = lane.simulated, _State(lane)
+    plan, states = lane.simulated, [_State(lane, captured=captured) for captured in (False, True)]
     over = sum(plan.manifest.read.values()) - (plan.budget or math.inf)
-    return max(sum(state.computes[unit] for unit in plan.manifest.order), over / lane.profile.link_bytes_per_s)
+    computes_s = min(sum(state.computes[unit] for unit in plan.manifest.order) for state in states)
+    return max(computes_s, over / lane.profile.link_bytes_per_s)
 
 
 def _ways(whole: Prospect) -> list[tuple[Prospect, Lane]]:

@@ -127,6 +127,10 @@ class Backend(Protocol):
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
         """From one to the other; None while the device has not passed both. Does not wait."""
 
+    def drain(self, event: Event) -> None:
+        """Block until compute has passed the event and all copies are made that were queued. Captures of other threads
+        go on."""
+
     def synchronize(self) -> None:
         """Block until both streams are idle."""
 
@@ -139,19 +143,20 @@ class StepEnd:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._event = backend, backend.event()
-        self._is_passed = True
+        self._num_marked = self._num_passed = 0
 
     def mark(self) -> None:
         """It is here."""
         self._backend.record(Side.COMPUTE, self._event)
-        self._is_passed = False
+        self._num_marked += 1
 
     def follow(self) -> None:
         """The next step may run on another stream."""
         self._backend.wait(Side.COMPUTE, self._event)
 
     def wait(self) -> None:
-        """Block until the device has made all copies."""
-        if not self._is_passed and not self._backend.capturing():
-            self._backend.synchronize()
-            self._is_passed = True
+        """Block until the device is there, and has made all copies."""
+        num_marked = self._num_marked  # another thread may run a step meanwhile
+        if self._num_passed != num_marked and not self._backend.capturing():
+            self._backend.drain(self._event)
+            self._num_passed = num_marked

@@ -140,6 +140,9 @@ class CpuBackend:
     def seconds(self, begin: CpuStamp, end: CpuStamp) -> float | None:
         return None if begin.at_s is None or end.at_s is None else end.at_s - begin.at_s
 
+    def drain(self, event: Event) -> None:
+        CpuBackend.synchronize(self)  # compute runs inline
+
     def synchronize(self) -> None:
         if self._close.alive:
             self._copies.join()

@@ -37,6 +37,8 @@ CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 M
     handover_s=150e-6,
     workspace_nbytes=33 << 20,
 )
+available, allocated_nbytes = torch.cuda.is_available, torch.cuda.memory_allocated
+new_graph: Any = torch.cuda.CUDAGraph
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _ALLOCATED = "allocated_bytes.all.allocated"  # since the process began
 _PORTABLE = 1  # pinned for every device, not for the current one alone
@@ -45,9 +47,6 @@ _FED = (
     "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
     "save the updated model and load that"
 )
-
-
-available = torch.cuda.is_available
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -79,10 +78,6 @@ def product_settings() -> tuple[object, ...]:
     matmul = torch.backends.cuda.matmul
     reduced, library = matmul.allow_bf16_reduced_precision_reduction, torch.backends.cuda.preferred_blas_library()
     return reduced, str(library), torch.are_deterministic_algorithms_enabled()
-
-
-def new_graph() -> Any:
-    return torch.cuda.CUDAGraph()
 
 
 @cache
@@ -293,9 +288,7 @@ class CudaBackend:
                 dst.view(src.shape).copy_(src, non_blocking=True)
 
     def _drained(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
-        event.record(self._copies)
-        return event.synchronize
+        return self._copies.record_event().synchronize  # type: ignore[no-any-return]
 
     def _read(self, copy: Copy) -> Reading:
         """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
@@ -333,6 +326,12 @@ class CudaBackend:
 
     def seconds(self, begin: CudaStamp, end: CudaStamp) -> float | None:
         return begin.event.elapsed_time(end.event) / 1e3 if begin.is_passed() and end.is_passed() else None
+
+    def drain(self, event: Event) -> None:
+        if self._feeder is not None and self._stop.alive:
+            self._feeder.join()
+        self._copies.synchronize()
+        event.synchronize()
 
     def synchronize(self) -> None:
         if self._feeder is not None and self._stop.alive:
@@ -384,10 +383,6 @@ def allocatable_nbytes(device: torch.device) -> int:
 def peers(device: torch.device, others: Sequence[torch.device]) -> list[bool]:
     """Whether each of the others is reached directly, not through host memory."""
     return [torch.cuda.can_device_access_peer(device, other) for other in others]
-
-
-def allocated_nbytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device)
 
 
 def give_back(*, workspaces: bool) -> None:

@@ -86,11 +86,7 @@ class Graphs:
 
     def replay(self, graph: Any, launch: Callable[[], object]) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        if (recording := self.recordings.get(graph)) is None:
-            raise OffloadError(
-                "no graph of this streamer's capture(), or since then came remove(), a new layout, or an update of "
-                "a weight that copies took from its file: capture it again"
-            )
+        recording = self.recording_of(graph)
         if self._mode is Mode.UNKNOWN:
             self.resume_eager()
         engine = self._binding().engine
@@ -99,6 +95,14 @@ class Graphs:
             engine.before_graph(recording.entry)
             launch()
             recording.after_launch()
+
+    def recording_of(self, graph: Any) -> Recording:
+        if (recording := self.recordings.get(graph)) is None:
+            raise OffloadError(
+                "no graph of this streamer's capture(), or since then came remove(), a new layout, or an update of "
+                "a weight that copies took from its file: capture it again"
+            )
+        return recording
 
     def sync(self) -> None:
         """Before an engine captures or launches a graph: make compute wait for every copy in flight."""

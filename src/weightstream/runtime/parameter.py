@@ -119,7 +119,8 @@ def _access(func: Any, kwargs: dict[str, Any]) -> Access:
         return Access.TAKE
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    return Access.WRITE if in_place or operator or name in _WRITING or "out" in kwargs else Access.READ
+    asked = "out" in kwargs or kwargs.get("inplace") or getattr(getattr(func, "_schema", None), "is_mutable", False)
+    return Access.WRITE if in_place or operator or name in _WRITING or asked else Access.READ
 
 
 def _address(tensor: torch.Tensor) -> int | None:

@@ -73,6 +73,9 @@ class Wrapper:
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
         return self.backend.seconds(begin, end)
 
+    def drain(self, event: Event) -> None:
+        self.backend.drain(event)
+
     def synchronize(self) -> None:
         self.backend.synchronize()
 
