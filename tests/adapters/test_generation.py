@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import weightstream
-from fake_cuda import FakeCuda, Graph, Lane, Lanes
+from fake_cuda import DEVICE, FakeCuda, Graph, Lane, Lanes
 from generating import MODELS, STATIC, options
 from models import randomise
 
@@ -562,6 +562,25 @@ def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: 
                 stripes.replay(graph)
                 assert torch.equal(out, reference(x, mask))
                 assert torch.equal(call(x, mask), reference(x, mask))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_launch_is_behind_all_devices_and_before_them(num: int) -> None:
+    model = randomise(Whole().eval(), seed=3)
+    x, mask = torch.randn(2, 2, 64)
+    with over_lanes(model, num) as stripes:
+        first, *others = stripes.backends
+        for _ in range(3):
+            model(x, mask)
+        with stripes.capture(graph := Graph()):
+            model(x, mask)
+        lanes, launched = first._lanes, []
+        lanes.orders.clear()
+        graph.calls.append((DEVICE, lambda: launched.append(list(lanes.orders)), None, None))
+        stripes.replay(graph)
+        assert launched == [[(first, other) for other in others]]
+        assert lanes.orders[len(others) :] == [(other, first) for other in others]
 
 
 @torch.no_grad()

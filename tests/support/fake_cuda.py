@@ -98,6 +98,7 @@ class Lanes:
     def __init__(self) -> None:
         self.graph: Graph | None = None
         self.all: list[Lane] = []
+        self.orders: list[tuple[Lane, Lane]] = []  # outside of captures: which device has waited for which
 
     @contextmanager
     def captured(self, graph: Graph) -> Iterator[None]:
@@ -160,6 +161,8 @@ class Lane(CpuBackend):
 
     def wait(self, side: Side, event: Any) -> None:
         if event.lane is not self and event.lane is not None:
+            if self._lanes.graph is None:
+                self._lanes.orders.append((self, event.lane))
             for lane, what in ((self, "begin"), (event.lane, "end")):
                 if lane._missing is not None:
                     lane._missing.discard(what)
