@@ -53,6 +53,7 @@ def test_striped_lanes_add_up_their_links_and_neighbours_do_not(num_lanes: int, 
         assert contiguous > 1.4 * striped
 
 
+@settings(deadline=None)
 @given(st.integers(2, 4), st.lists(st.integers(4, 40), min_size=4, max_size=4), st.floats(1e-3, 0.2))
 def test_striped_is_never_slower_where_links_are_the_limit(num: int, budgets: list[int], compute_s: float) -> None:
     """Devices of equal links with budgets of their own, and the blocks that `whose` gives them."""
@@ -212,6 +213,7 @@ def test_the_bound_of_one_turn_holds_in_graphs() -> None:
     assert lanes._one_turn_s(one) == pytest.approx(3 * 0.1)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=40),
     st.lists(st.integers(1, 60), min_size=1, max_size=4),
