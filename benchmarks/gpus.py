@@ -196,8 +196,7 @@ class Gpus:
 
     def share(self, gib: float, made: Any, of_gib: float) -> int:
         """So many GiB of a model that has `of_gib`; of a tiny one as much less."""
-        nbytes = sum(p.nbytes for p in made.parameters())
-        return int(gib * nbytes / of_gib) if self.args.tiny else int(gib * GIB)
+        return self.share_of(sum(p.nbytes for p in made.parameters()), gib, of_gib)
 
     def run_8b(self) -> None:
         made, run = self.decoder(models.TINY if self.args.tiny else models.Shape())

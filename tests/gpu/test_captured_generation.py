@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weightstream
-from generating import MODELS, STATIC, options
+from generating import MODELS, STATIC, build, options
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,13 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LONG = 1500
 WINDOWED = ("gemma2", "mistral")
-
-
-def build(config: Any, cls: Any = None) -> Any:
-    torch.manual_seed(11)
-    config.initializer_range = 0.1
-    model = cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)
-    return model.eval().to(torch.bfloat16)
 
 
 def halved(model: Any) -> int:

@@ -76,15 +76,7 @@ def test_a_mixture_generates_over_two() -> None:
 
 
 def text(name: str, cls: Any = None) -> Any:
-    torch.manual_seed(11)
-    config = generating.MODELS[name]()
-    config.initializer_range = 0.1
-    model = cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)
-    return model.eval().to(torch.bfloat16)
-
-
-def prompt_of(length: int, rows: int = 1) -> torch.Tensor:
-    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length)).cuda(0)
+    return generating.build(generating.MODELS[name](), cls)
 
 
 @pytest.mark.parametrize("codec", ["none", "small"])
@@ -95,7 +87,7 @@ def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
         assert len(stripes.parts) == 2
         held, reserved = [], []
         for length, batch, more in (5, 1, {}), (9, 3, {}), (5, 1, {"do_sample": True}), (5, 1, {}), (9, 3, {}):
-            ids, given = prompt_of(length, batch), generating.options(**more)
+            ids, given = prompt(length, batch).cuda(0), generating.options(**more)
             torch.manual_seed(5)
             want = reference.generate(ids, **given, **generating.STATIC)
             torch.manual_seed(5)
@@ -131,8 +123,8 @@ class Reading(transformers.LlamaForCausalLM):
 
 
 def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reference, told = text("llama", Reading), text("llama").cuda(0), []
-    want = reference.generate(prompt_of(5), **generating.options(), **generating.STATIC)
+    model, reference, told, ids = text("llama", Reading), text("llama").cuda(0), [], prompt(5).cuda(0)
+    want = reference.generate(ids, **generating.options(), **generating.STATIC)
     with striped(model, codec="none") as stripes:
         assert len(stripes.parts) == 2
         for waits in (True, False, True, False):
@@ -141,9 +133,9 @@ def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.Monke
                     within.setattr(Reading, "waits", True)
                     within.setattr(generation, "_HostWatch", Blind)
                 options = generating.options()
-                assert torch.equal(weightstream.generate(model, prompt_of(5), on_decoding=told.append, **options), want)
+                assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)
             assert (told[-1].reason is not None) == waits, told[-1]
-            assert torch.equal(model.generate(prompt_of(5), **options, **generating.STATIC), want)
+            assert torch.equal(model.generate(ids, **options, **generating.STATIC), want)
             reserved = []
             for _ in range(3):  # what another stream used comes back only while no capture is thought to be under way
                 for device in range(2):
@@ -209,7 +201,7 @@ def test_models_on_both_are_captured_in_turns() -> None:
                 weightstream.offload(model, device=f"cuda:{index}", device_budget=budget)
             else:
                 model.cuda(index)
-            ids, options = prompt_of(5).to(f"cuda:{index}"), generating.options()
+            ids, options = prompt(5).to(f"cuda:{index}"), generating.options()
             with torch.cuda.device(index):
                 want = reference.generate(ids, **options, **generating.STATIC)
             assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)

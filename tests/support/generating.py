@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from models import TEXT
 
@@ -30,3 +31,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 def options(num: int = 24, **more: Any) -> dict[str, Any]:
     lengths = {"max_new_tokens": num, "min_new_tokens": num}
     return lengths | {"do_sample": False, "repetition_penalty": 2.0, "pad_token_id": 0} | more
+
+
+def build(config: Any, cls: Any = None) -> Any:
+    """In bfloat16, with weights that tell tokens apart."""
+    torch.manual_seed(11)
+    config.initializer_range = 0.1
+    model = cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval().to(torch.bfloat16)

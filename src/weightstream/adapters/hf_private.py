@@ -24,7 +24,7 @@ from weightstream.adapters import gptq
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
 LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
 GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
-WINDOW_COUNT = "cumulative_length"  # of a cache's sliding window: the positions that it has seen
+WINDOW_COUNT = "cumulative_length"  # of a cache's layer: the positions that it has seen; of a static one, a tensor
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
 _MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight

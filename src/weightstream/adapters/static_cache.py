@@ -1,4 +1,4 @@
-"""The static cache of transformers, which captured decode steps run on: for which models, and of what shapes."""
+"""The static cache that captured decode steps run on: for which models, of what shapes, and what its layers tell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from weightstream.adapters import hf_private
 from weightstream.errors import UnsupportedError
 
-_LENGTH, _TELLS = "cumulative_length", "get_seq_length"  # of a layer: a tensor; what windows tell is a number
+_COUNT, _LENGTH = hf_private.STATIC_WINDOW_COUNT, hf_private.WINDOW_COUNT
+_TELLS = "get_seq_length"  # what windows tell is a number
 
 
 def unsuited(model: Any) -> str | None:
@@ -59,8 +60,8 @@ def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any |
     for index, layer in enumerate(cache.layers):
         found.update(layer.keys, layer.values, index)
     for layer in found.layers:
-        if hf_private.STATIC_WINDOW_COUNT in vars(layer):
-            setattr(layer, hf_private.STATIC_WINDOW_COUNT, num_filled)
+        if _COUNT in vars(layer):
+            setattr(layer, _COUNT, num_filled)
     return found
 
 
@@ -74,7 +75,7 @@ def guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise UnsupportedError("the model computes with the length of a sliding window in Python")
 
-    counts = [getattr(window, hf_private.STATIC_WINDOW_COUNT) for window in windows]
+    counts = [getattr(window, _COUNT) for window in windows]
     for window in windows:
         update = partial(_on_device, window.update)
         vars(window).update(get_seq_length=refuse, get_mask_sizes=refuse, update=update)
@@ -83,7 +84,7 @@ def guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
     finally:
         for window, count in zip(windows, counts, strict=True):
             del window.get_seq_length, window.get_mask_sizes, window.update
-            setattr(window, hf_private.STATIC_WINDOW_COUNT, count)
+            setattr(window, _COUNT, count)
 
 
 def _on_device(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -29,12 +29,12 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
 
 def compute_s(plan: Plan, profile: Profile) -> float:
     """Seconds that a step computes if it never waits for a copy: of the device or the host, which runs ahead."""
-    return max(sums_s(plan.manifest, _times_s(plan, profile)))
+    return max(sums_s(plan.manifest, times_s(plan, profile)))
 
 
 def host_s(plan: Plan, profile: Profile) -> float:
     """Seconds that the host takes to launch a step."""
-    return sums_s(plan.manifest, _times_s(plan, profile))[1]
+    return sums_s(plan.manifest, times_s(plan, profile))[1]
 
 
 def sums_s(manifest: Manifest, times: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -44,12 +44,18 @@ def sums_s(manifest: Manifest, times: Sequence[tuple[float, float]]) -> tuple[fl
 
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
     """Seconds of each unit alone at one of its positions under this plan."""
-    return [max(times) for times in _times_s(plan, profile)]
+    return [max(times) for times in times_s(plan, profile)]
 
 
-def _times_s(plan: Plan, profile: Profile) -> list[tuple[float, float]]:
+def times_s(plan: Plan, profile: Profile, *, captured: bool = False) -> list[tuple[float, float]]:
+    """Seconds of each unit at one of its positions, of the device and of the host, which launches nothing of a CUDA
+    graph that was `captured`; there a unit takes other seconds beside."""
     units = enumerate(plan.manifest.units)
-    return [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
+    times = [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
+    if not captured:
+        return times
+    beside = profile.captured_s or [0.0] * len(times)
+    return [(max(0.0, s + more), 0.0) for (s, _), more in zip(times, beside, strict=True)]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:
@@ -64,12 +70,12 @@ def disk_s(plan: Plan, profile: Profile) -> float:
 
 def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
     """Seconds of a step in the steady state; without a host, launches take no time."""
-    return _simulated(plan, profile, _times_s(plan, profile), has_host)[0]
+    return _simulated(plan, profile, times_s(plan, profile), has_host)[0]
 
 
 def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
     """The same without a host, and with one."""
-    times = _times_s(plan, profile)
+    times = times_s(plan, profile)
     step_s, is_late = _simulated(plan, profile, times, True)
     return _simulated(plan, profile, times, False)[0] if is_late else step_s, step_s
 
@@ -77,10 +83,7 @@ def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
 def _captured_s(plan: Plan, profile: Profile) -> float:
     """Seconds of a step in a CUDA graph, with what units take beside there; a search, whose bounds do not know of that,
     goes without."""
-    times = [
-        (max(0.0, s + more), 0.0) for (s, _), more in zip(_times_s(plan, profile), profile.captured_s, strict=True)
-    ]
-    return _simulated(plan, profile, times, False)[0]
+    return _simulated(plan, profile, times_s(plan, profile, captured=True), False)[0]
 
 
 def _simulated(

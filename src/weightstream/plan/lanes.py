@@ -23,6 +23,7 @@ from itertools import accumulate
 from typing import Any
 
 from weightstream.errors import PlanError
+from weightstream.plan import cost
 from weightstream.plan.amounts import human, milliseconds
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan, in_a_graph
@@ -174,13 +175,10 @@ class _State:
 
     def __init__(self, lane: Lane, *, captured: bool = False) -> None:
         self.plan, self.profile = plan, profile = lane.simulated, lane.profile
-        units = list(enumerate(plan.manifest.units))
-        times = [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
-        self.decodes = [profile.decode_s(u, unit) for u, unit in units]
-        more = profile.captured_s if captured and profile.captured_s else [0.0] * len(units)
-        device_s = [s + more_s - decode_s for (s, _), decode_s, more_s in zip(times, self.decodes, more, strict=True)]
-        self.computes = [max(0.0, s) for s in device_s]
-        self.hosts = [0.0 if captured else host_s for _, host_s in times]
+        times, units = cost.times_s(plan, profile, captured=captured), plan.manifest.units
+        self.decodes = [profile.decode_s(u, unit) for u, unit in enumerate(units)]
+        self.computes = [max(0.0, s - decode_s) for (s, _), decode_s in zip(times, self.decodes, strict=True)]
+        self.hosts = [host_s for _, host_s in times]
         self.free = self._link_free = 0.0
         self._filled = [0.0] * len(units)
 
