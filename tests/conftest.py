@@ -96,6 +96,12 @@ def keeps_its_plan(nothing_foreseen: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
+def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search ends after the plans that promise most: of a whole pipeline hundreds would be tried for each budget."""
+    monkeypatch.setattr("weightstream.plan.placement._MOST_PLANS", 12)
+
+
+@pytest.fixture
 def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is measured: for tests that nothing else runs beside."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -21,8 +21,9 @@ from streaming import DEVICES
 pipelines = pytest.importorskip("pipelines")
 diffusers = pytest.importorskip("diffusers")
 
-# diffusers' own, of numpy
 pytestmark = [
+    pytest.mark.usefixtures("few_plans"),
+    # diffusers' own, of numpy
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`upcast_vae` is deprecated:FutureWarning"),
 ]

@@ -23,8 +23,9 @@ pytest.importorskip("accelerate")
 
 from weightstream.adapters import pipeline_files  # noqa: E402
 
-# diffusers' own, of numpy
 pytestmark = [
+    pytest.mark.usefixtures("few_plans"),
+    # diffusers' own, of numpy
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`upcast_vae` is deprecated:FutureWarning"),
 ]

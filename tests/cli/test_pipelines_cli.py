@@ -23,7 +23,10 @@ from weightstream.cli import app
 pipelines = pytest.importorskip("pipelines")
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("few_plans"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 CALL = ("--height", 32, "--width", 32, "--steps", 3)
 BUDGET = "800KiB"  # of 1.6 MiB
 
