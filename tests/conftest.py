@@ -17,16 +17,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from repeats import NUM_EXAMPLES
 from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 from weightstream.runtime.cuda import CUDA_PROFILE
 
 os.environ.pop("COLUMNS", None)  # tests of screens say how wide these are
 _NUM_MODULES = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis has a third of its examples where stress is left out: other ones in each run."""
+    if "not stress" in config.getoption("markexpr"):
+        settings.register_profile("few", max_examples=NUM_EXAMPLES // 3)
+        settings.load_profile("few")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks

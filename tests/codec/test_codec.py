@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from patterns import KINDS, PATTERNS, SIZES, flat, gaussian, noise, spread
+from repeats import examples
 from weightstream.codec import reference
 from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code, layout_of
 from weightstream.errors import StoreError
@@ -70,7 +71,7 @@ def test_any_number_of_weights(dtype: str, bits: int, count: int) -> None:
     assert_exact(noise(dtype, count), dtype, bits)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kind=st.sampled_from(KINDS),
     count=st.integers(1, 13_000),
@@ -245,7 +246,7 @@ def best_window(counts: list[int], num_symbols: int) -> tuple[int, int]:
     return base, sum(counts) - sum(counts[base : base + num_symbols])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     shape=st.sampled_from([(16, 3), (32, 3), (32, 4), (256, 3), (256, 4)]),
     most=st.integers(0, 5),
@@ -303,7 +304,7 @@ def starts_of(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 @pytest.mark.stress
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), kind=st.sampled_from(KINDS))
 def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> None:
     """As docs/codec.md says: a start that leaves too little behind it reads as the last that does not."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_schedule import GRAIN, equal_plan, faults, orders, plan_of, unit_of
 
+from repeats import examples
 from weightstream.errors import InvariantError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, UnitSpec
@@ -154,7 +155,7 @@ def test_a_fill_that_no_position_reads() -> None:
     assert list(violations(replace(plan, first=(0, 1, 2)))), "unit 2 is copied, and no position names it"
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(data=st.data())
 def test_any_schedule_is_judged_as_the_bytes_judge_it(data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 4))

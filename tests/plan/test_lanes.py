@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_placement import LINK_BOUND, SMALL_MODELS, model, placed
 from test_schedule import GRAIN
 
+from repeats import examples
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.plan import cost, lanes
@@ -112,7 +113,7 @@ def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None
 
 
 @pytest.mark.stress
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(2, 3), st.lists(st.integers(8, 40), min_size=3, max_size=3), st.floats(1e-3, 3.0))
 def test_no_deal_is_left_out_that_is_faster(num: int, budgets: list[int], compute_s: float) -> None:
     budgets, profile = [budget * GRAIN for budget in budgets[:num]], replace(LINK_BOUND, overhead_s=compute_s)

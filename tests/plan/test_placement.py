@@ -12,10 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_schedule import GRAIN, equal_plan, plan_of, unit_of
 
+from repeats import examples
 from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import PlanError
 from weightstream.plan import choices, cost, placement
@@ -461,7 +462,7 @@ def closed_form_s(plan: Plan, profile: Profile) -> float:
     return lower_bound_s(plan, profile) + exposed
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_the_simulation_lies_between_the_lower_bound_and_the_serial_time(data: st.DataObject) -> None:
     grains = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -541,7 +542,7 @@ def test_a_late_host_delays_the_copies_behind_it() -> None:
     assert late == [4.0, 5.0]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_no_plan_takes_less_than_its_candidate_says(data: st.DataObject) -> None:
     """Else a search would pass it over."""
@@ -641,7 +642,7 @@ def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profi
 
 
 @pytest.mark.stress
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(drawn=unplaced())
 def test_a_host_that_is_never_late_takes_no_time(drawn: tuple[Plan, Profile]) -> None:
     alone_s, step_s = cost.simulated_s(*drawn)
@@ -650,7 +651,7 @@ def test_a_host_that_is_never_late_takes_no_time(drawn: tuple[Plan, Profile]) ->
     assert alone_s == step_s or drawn[1].host_s
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(drawn=unplaced(), data=st.data())
 def test_homes_keep_the_host_budget_or_are_refused(drawn: tuple[Plan, Profile], data: st.DataObject) -> None:
     plan, profile = drawn
@@ -713,7 +714,7 @@ def test_a_decoder_on_disk_is_read_evenly_and_takes_what_the_disk_takes() -> Non
 
 
 @pytest.mark.stress
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(drawn=unplaced(), data=st.data())
 def test_with_a_disk_the_simulation_lies_between_its_bounds(drawn: tuple[Plan, Profile], data: st.DataObject) -> None:
     plan, profile = drawn

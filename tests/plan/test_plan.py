@@ -8,10 +8,11 @@ from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_schedule import GRAIN, equal_plan, lazy_fills, plan_of, unit_of
 
+from repeats import examples
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, per_second, rate
 from weightstream.plan.check import prove
@@ -54,7 +55,7 @@ def plans(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Plan:
     return replace(plan, budget=budget, step_s=draw(st.floats(0, 1e6)), disk=disk)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(plan=plans())
 def test_json_gives_the_same_plan_back(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
@@ -65,7 +66,7 @@ def test_json_gives_the_same_plan_back(plan: Plan) -> None:
     prove(again)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(plan=plans())
 def test_a_step_moves_the_bytes_that_the_plan_says(plan: Plan) -> None:
     """A ring that fetches at each position what is not there moves as much, tensor by tensor, without padding."""
@@ -77,7 +78,7 @@ def test_a_step_moves_the_bytes_that_the_plan_says(plan: Plan) -> None:
     assert plan.unit_nbytes == tuple(own_nbytes(unit) for unit in range(len(plan.manifest.units)))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(plan=plans())
 def test_tensors_of_a_unit_are_aligned_and_apart(plan: Plan) -> None:
     for index, unit in enumerate(plan.manifest.units):
@@ -186,7 +187,7 @@ def test_manifests_are_checked() -> None:
         Manifest(units=(unit_of(0, 512), unit_of(1, 512)), order=(0, 2, 1, -1))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_reordering_keeps_homes_and_ring(data: st.DataObject) -> None:
     plan = data.draw(plans())

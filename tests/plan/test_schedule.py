@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from repeats import examples
 from weightstream.errors import PlanError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
@@ -244,7 +245,7 @@ def test_the_naive_rule_is_caught_exactly_when_it_is_wrong(num_units: int) -> No
             assert plan == equal_plan(num_units, num_slots)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_mixed_sizes_and_any_order(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 6000), min_size=1, max_size=24))

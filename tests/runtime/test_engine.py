@@ -7,9 +7,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from repeats import examples
 from rig import Rig, equal_plan, small_plan, spied
 from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.check import prove
@@ -287,7 +288,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return small_plan(sizes, ring, order)
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@examples(150, print_blob=True)
 @given(plans())
 def test_the_steady_state_moves_what_the_plan_says(plan: Plan) -> None:
     prove(plan)
@@ -419,5 +420,5 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.close()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, print_blob=True)
+EngineMachine.TestCase.settings = examples(60, stateful_step_count=30, print_blob=True)
 TestEngineMachine = EngineMachine.TestCase

@@ -21,12 +21,13 @@ import hypothesis.strategies as st
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import weightstream.runtime.devices
 from mapped import rss_nbytes
+from repeats import examples
 from rig import KIB
 from weightstream.adapters.module import find_units
 from weightstream.errors import PlanError, StoreError
@@ -466,7 +467,7 @@ def two_copies(first: int, gap: int, second: int, **other: Any) -> tuple[Copy, C
     return a, b
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 700), st.integers(0, 511), st.integers(1, 700))
 def test_a_joined_copy_covers_exactly_both_and_the_gap(first: int, gap: int, second: int) -> None:
     a, b = two_copies(first, gap, second)

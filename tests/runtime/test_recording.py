@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from graph_rig import ODD, PLANS, Graph, GraphRig, serve_again, take_turns
-from repeats import thinned
+from repeats import examples, thinned
 from rig import equal_plan, small_plan
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
@@ -108,7 +108,7 @@ def test_a_copy_that_was_overtaken_in_part_is_waited_for() -> None:
 UNITS = st.lists(st.integers(1, 4).map(lambda n: n * ALIGN_NBYTES - 8), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_any_plan_any_graphs_any_turns(data: st.DataObject) -> None:
     sizes = data.draw(UNITS)
@@ -129,7 +129,7 @@ def test_any_plan_any_graphs_any_turns(data: st.DataObject) -> None:
         assert_counted(rig)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_any_plan_captured_alone_in_pieces(data: st.DataObject) -> None:
     """As an engine does that knows the life cycle only: pieces of a step in their order, eager steps between."""

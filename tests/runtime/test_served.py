@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from graph_rig import PLANS, CaptureFailed, GraphRig, Served
-from repeats import thinned
+from repeats import examples, thinned
 from rig import equal_plan, small_plan
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES
@@ -128,7 +128,7 @@ def test_a_piece_of_kernels_alone_keeps_open_what_is_open() -> None:
         assert_right_in_any_order(rig, steps, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_any_plan_cut_anywhere(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 4).map(lambda n: max(n * ALIGN_NBYTES - 8, 0)), min_size=1, max_size=6))

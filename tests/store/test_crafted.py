@@ -17,16 +17,17 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from safetensors.torch import save_file
 
 import weightstream
 from judge import Judge, Verdict
 from models import TEXT
+from repeats import examples
 from weightstream.errors import CheckpointError, WeightstreamError
 from weightstream.store.checkpoint import Checkpoint
 
-FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = {"suppress_health_check": list(HealthCheck)}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def assert_agrees(verdict: Verdict) -> None:
 def test_crafted_files_are_read_right_or_refused(judge: Judge, tmp_path: Path) -> None:
     path, outcomes = tmp_path / "crafted.safetensors", Counter[str]()
 
-    @settings(FUZZ, max_examples=150)
+    @examples(150, **FUZZ)
     @given(crafted_files())
     def check(file: bytes) -> None:
         path.unlink(missing_ok=True)
@@ -323,7 +324,7 @@ def test_hostile_indexes_are_read_right_or_refused(judge: Judge, tmp_path: Path)
         make_hostile(folder / name, kind)
     held = {shard: judge.ask(folder / shard).tensors or {} for shard in (*SHARDS[:3], *SHARDS[4:6])}
 
-    @settings(FUZZ, max_examples=100)
+    @examples(100, **FUZZ)
     @given(indexes(hostile))
     def check(index: bytes) -> None:
         (folder / "model.safetensors.index.json").unlink(missing_ok=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from repeats import examples
 from weightstream.errors import StoreError
 from weightstream.store.extent import Extent, Joined
 from weightstream.store.mapping import FileMapping
@@ -16,7 +17,7 @@ from weightstream.store.mapping import FileMapping
 NBYTES = 20_000
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_any_range_of_any_extents(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Of two files, some of them empty."""

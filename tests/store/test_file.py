@@ -20,10 +20,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mapped import rss_nbytes
+from repeats import examples
 from weightstream.errors import InvariantError, StoreError
 from weightstream.store.file import CachedFile, DirectFile
 from weightstream.store.mapping import FileMapping
@@ -103,7 +104,7 @@ def is_direct(number: int) -> bool:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data(), nbytes=st.integers(1, 5 * PAGE))
 def test_any_range_of_any_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, nbytes: int) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
@@ -258,7 +259,7 @@ def shortened(limits: Callable[[], int]) -> Callable[..., int]:
     return preadv
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(begin=st.integers(0, NBYTES), limit=st.integers(PAGE, 3 * PAGE))
 def test_short_reads_are_continued(tmp_path_factory: pytest.TempPathFactory, begin: int, limit: int) -> None:
     path = tmp_path_factory.getbasetemp() / "short"
@@ -476,7 +477,7 @@ def test_a_refused_file_closes(path: Path, monkeypatch: pytest.MonkeyPatch, desc
 # -- through the page cache --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), nbytes=st.integers(1, 5 * PAGE), limit=st.integers(1, 2 * PAGE))
 def test_any_range_through_the_page_cache(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, nbytes: int, limit: int

@@ -13,9 +13,10 @@ from typing import Any
 import hypothesis.strategies as st
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 from cgroups import limited
+from repeats import examples
 from rig import KIB
 from weightstream.store.limits import available_nbytes, describe_limits
 
@@ -204,7 +205,7 @@ MOUNTS = "\n".join([OTHERS, V1_MOUNT.format(top="/"), UNIFIED, ""])
 STATISTICS = "anon 5\ninactive_file 1024\nactive_file 1024\n"
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@examples(120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cgroup=garbled(CGROUP), mounts=garbled(MOUNTS), number=garbled("4096\n"), statistics=garbled(STATISTICS))
 def test_garbage_never_raises(tmp_path: Path, cgroup: str, mounts: str, number: str, statistics: str) -> None:
     root = tmp_path

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -31,7 +31,7 @@ import weightstream.runtime.devices
 from fixtures_structure import Block
 from mapped import rss_nbytes
 from models import MODELS, Model, floats, model_nbytes, randomise, weights
-from repeats import thinned
+from repeats import examples, thinned
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
 from weightstream.assembly import Given
@@ -114,7 +114,7 @@ def written_pages(address: int, nbytes: int) -> set[int]:
 WRITES = st.lists(st.tuples(st.integers(0, 40 * PAGE - 1), st.integers(1, 3 * PAGE)), max_size=6)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(writes=WRITES, reads=WRITES, begin=st.integers(0, 9 * PAGE), nbytes=st.integers(1, 30 * PAGE))
 @pytest.mark.parametrize("request_code", [mapping_module._SCAN, 0])
 def test_exactly_the_pages_that_were_written_are_told(
@@ -394,7 +394,7 @@ def test_neighbours_are_one_registration_up_to_the_limit(
 RANGES = st.lists(st.tuples(st.integers(0, 64 * PAGE - 1), st.integers(1, 9 * PAGE)), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ranges=RANGES, limit=st.integers(1, 20 * PAGE))
 def test_any_ranges_lie_in_their_pages_and_each_gives_its_bytes(
     ranges: list[tuple[int, int]], limit: int, tmp_path_factory: pytest.TempPathFactory

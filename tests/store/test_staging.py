@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import weightstream
+from repeats import examples
 from weightstream.errors import InvariantError, StoreError
 from weightstream.store.file import DirectFile
 from weightstream.store.mapping import FileMapping
@@ -157,7 +158,7 @@ def without_gc() -> Iterator[None]:
 # -- values and order ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), nbytes=st.integers(1, 12 * PAGE), shape=st.tuples(*[st.integers(1, 4)] * 3))
 def test_any_range_through_any_ring(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, nbytes: int, shape: tuple[int, int, int]

@@ -1,4 +1,5 @@
-"""Grids of cases, of which CI runs a part: each value is there, and each pair of values where there are three axes."""
+"""Grids of cases, of which CI runs a part: each value is there, and each pair of values where there are three axes;
+and numbers of examples, of which CI has a share."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+NUM_EXAMPLES = 100  # that Hypothesis has of a test unless told otherwise
 
 
 def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
@@ -25,6 +29,11 @@ def only(values: Iterable[Any], *kept: Any) -> list[Any]:
     found = list(values)
     assert set(kept) <= set(found), set(kept) - set(found)
     return [pytest.param(*_parts(value), marks=[pytest.mark.stress] * (value not in kept)) for value in found]
+
+
+def examples(num: int, **more: Any) -> settings:
+    """So many examples of Hypothesis, or the share that CI has of them."""
+    return settings(max_examples=num * settings().max_examples // NUM_EXAMPLES, deadline=None, **more)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
