@@ -1,4 +1,4 @@
-"""Memory rises with the budget, not with the model: a checkpoint of over 1 GiB in a budget of 256 MiB."""
+"""Memory rises with the budget, not with the model: a checkpoint of 600 MiB in a budget of 256 MiB."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models import llama_tensors
 
 transformers = pytest.importorskip("transformers")
 
-LAYERS = 11
+LAYERS = 6
 BUDGET = 256 << 20
 
 
@@ -26,7 +26,7 @@ def shard_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sharded Llama of 1.1 GiB, a shard per layer, written without holding it."""
+    """A sharded Llama of 600 MiB, a shard per layer, written without holding it."""
     folder = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": LAYERS, "num_attention_heads": 16}
     weight_map: dict[str, str] = {}
@@ -76,7 +76,7 @@ def test_peak_memory_follows_the_budget(checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert found["model"] > 1 << 30
+    assert found["model"] > 2 * BUDGET
     assert found["steps"] == 3
     assert found["filled"] > 2 * (found["model"] - BUDGET)
     assert found["held"]["device"] <= BUDGET

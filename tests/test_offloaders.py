@@ -542,7 +542,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
     return profile
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
 def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_reader(

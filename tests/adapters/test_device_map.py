@@ -90,7 +90,7 @@ def test_remove_takes_them_away() -> None:
         assert hasattr(made.module, "hf_device_map")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_do_not_have_them(made: Model, how: str) -> None:
     twin = COPIES[how](made.module)

@@ -112,7 +112,7 @@ def test_images_are_the_same_bits(name: str, device: str, saved: Callable[[str],
     assert torch.equal(pipelines.image(pipe, name), want)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", pipelines.PIPELINES)
 def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]) -> None:
     """No second copy of any of them; nothing is written."""

@@ -94,7 +94,7 @@ WORKLOADS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "settings", "workload"), thinned(["llama", "mixtral"], WORKLOADS))
 def test_the_workload_counts(
     folders: Mapping[str, Path], name: str, settings: Mapping[str, int], workload: Workload
@@ -106,7 +106,7 @@ def test_the_workload_counts(
     assert plan.activation_nbytes > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [

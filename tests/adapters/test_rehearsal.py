@@ -47,7 +47,7 @@ def test_a_component_that_is_cast_stays_as_it_is() -> None:
     assert all(param.is_meta for param in cast.parameters())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["float", "half", "to", "device"])
 def test_ways_to_cast(way: str) -> None:
     """Cast and cast back, on the pipeline's own part of a call; a move to a device changes nothing."""

@@ -217,7 +217,7 @@ class Names(OperatorMode):
 CACHING = ("cat", "index_copy_", "add_", "arange", "roll", "index_put_", "copy_", "le", "gt")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -316,7 +316,7 @@ ONLY_IDS = [name for name in models.ARCHITECTURES if name not in ("t5", "bart-bf
 ONLY_IDS = [name for name in ONLY_IDS if name not in ("vit", "swin", "convnext-bf16")]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ONLY_IDS)
 def test_models_are_followed_and_stay_as_they_are(name: str) -> None:
     pytest.importorskip("transformers")

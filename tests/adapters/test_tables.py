@@ -46,7 +46,7 @@ def tiny(shape: Any) -> Any:
     return shape._replace(sizes=dict(shape.sizes) | {name: TINY[name] for name in shape.sizes if name in TINY})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
     shape = shapes.SHAPES[name]

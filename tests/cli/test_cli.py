@@ -301,7 +301,7 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"weightstream {__version__}\n"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify"), ("plan", "--sweep")])
 def test_help_loads_no_torch(command: str, option: str) -> None:
     code = "import sys, weightstream.__main__"

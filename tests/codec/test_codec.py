@@ -286,7 +286,7 @@ def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, bits: int, se
     decoded(torch.full_like(coded, 255), layout)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @kinds
 def test_a_flipped_bit_changes_what_it_must(dtype: str, bits: int) -> None:
     """Every bit of sign, mantissa and symbols counts: flipped, one weight changes, or those that share its escapes."""

@@ -167,7 +167,7 @@ def tables(decoding: triton_codec.Decoding) -> list[torch.Tensor]:
 # Sound bytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "bits", "pattern"),
     thinned(KINDS, [name for name in PATTERNS if "shuffled" not in name and "Gaussian," not in name], every=3),
@@ -233,7 +233,7 @@ def test_decoding_again_reads_anew(dtype: str, bits: int) -> None:
 # No access outside
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @interpreted
 @pytest.mark.parametrize(("dtype", "bits", "count"), thinned(KINDS, [4, 5000]))
 def test_encode_has_no_access_outside(dtype: str, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def damaged_parts(dtype: str, bits: int, how: str) -> list[Part]:
     return [(damaged(coded, layout, how, seed), layout, out) for seed, (coded, layout, out) in enumerate(whole)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "bits", "how"), thinned(KINDS, DAMAGES, every=3))
 def test_damaged_bytes(dtype: str, bits: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give what the reference gives, no access outside, and each word of a target is written once."""

@@ -197,7 +197,7 @@ def damaged(layout: Layout, coded: torch.Tensor, how: str) -> torch.Tensor:
     return coded
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
 def test_damaged_starts_in_slots_have_no_access_outside(
     how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +216,7 @@ def test_damaged_starts_in_slots_have_no_access_outside(
     assert_guards_hold(out)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @interpreted
 @pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
 def test_damaged_starts_of_a_stack_have_no_access_outside(

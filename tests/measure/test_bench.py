@@ -291,7 +291,7 @@ def test_copies_are_made_in_every_round() -> None:
 # -- the steps ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_every_step_is_of_other_tokens_and_comes_again(name: str) -> None:
     steps = Steps(MODELS[name]().module, Workload(batch=2, tokens=2, context=30), CPU)

@@ -272,7 +272,7 @@ def test_no_counts_break_it(num_slots: int, found: int, fetched: int) -> None:
         assert 0 <= missed(slots, Counts(num_slots, found, fetched)) <= NUM_PICKED
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workload", [Workload(), Workload(batch=4), Workload(batch=2, tokens=2)], ids=str)
 @pytest.mark.parametrize("num_slots", [40, 90])
 def test_what_a_cache_counted_tells_what_a_step_fetches(num_slots: int, workload: Workload) -> None:
@@ -330,7 +330,7 @@ def test_a_plan_tells_what_was_counted() -> None:
 # -- rows that are fetched ahead ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recall", [0.66, 0.85])
 @pytest.mark.parametrize("most", [1, 2, 4])
 @pytest.mark.parametrize("num_slots", [24, 42])

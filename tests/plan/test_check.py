@@ -189,7 +189,7 @@ def test_an_extent_outside_of_the_ring() -> None:
         reported(replace(plan, ring_nbytes=plan.ring_nbytes - 1), f"in a ring of {plan.ring_nbytes - 1}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shift", [1, 16, 256, 511])
 def test_a_misaligned_extent(shift: int) -> None:
     for plan in RIGHT:

@@ -57,7 +57,7 @@ def told(plan: Plan, begin: int, end: int) -> list[int]:
     return [unit for position, unit in due if all(order[p] != unit for p in range(end) if p > position)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("num_units", "palette", "longest"), SMALL)
 def test_every_reach_and_release_from_every_position(num_units: int, palette: Sequence[int], longest: int) -> None:
     for plan in small_plans(num_units, palette, longest):
@@ -76,7 +76,7 @@ def test_every_reach_and_release_from_every_position(num_units: int, palette: Se
             assert cursor.position == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("num_units", "palette", "longest"), SMALL)
 def test_a_walk_in_order_is_the_plan(num_units: int, palette: Sequence[int], longest: int) -> None:
     for plan in small_plans(num_units, palette, longest):
@@ -90,7 +90,7 @@ def test_a_walk_in_order_is_the_plan(num_units: int, palette: Sequence[int], lon
         assert ring.num_unplanned == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("num_units", "palette", "longest"), SMALL)
 def test_what_is_needed_at_every_position(num_units: int, palette: Sequence[int], longest: int) -> None:
     """It is there when a step comes in order, it finds room at once, and with nothing else the rest of it runs."""

@@ -32,7 +32,7 @@ def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0, 
     return Lane(plan=plan, simulated=plan, profile=profile, hop_s=hop_s)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("profile", [Profile(), LINK_BOUND, BUSY, replace(BUSY, overhead_s=2.0, handover_s=0.3)])
 def test_one_lane_takes_what_a_plan_takes(profile: Profile) -> None:
     for manifest in SMALL_MODELS:

@@ -145,7 +145,7 @@ def smallest_budget(manifest: Manifest) -> int:
     return least
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_budget_of_small_models(profile: Profile) -> None:
     for manifest in SMALL_MODELS:

@@ -20,7 +20,7 @@ def llama() -> Any:
     config = transformers.LlamaConfig(
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=128,

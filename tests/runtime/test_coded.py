@@ -29,7 +29,7 @@ WIDTH = 128
 __all__ = ["code_all"]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(
     ("codec", "dtype", "places", "name"),
@@ -231,7 +231,7 @@ def made(name: str) -> nn.Module:
     return module
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "place"), thinned(HARD, PLACES, every=4))
 def test_hard_forwards_are_equal(name: str, place: str) -> None:
     model, plain = made(name), made(name)
@@ -244,7 +244,7 @@ def test_hard_forwards_are_equal(name: str, place: str) -> None:
     assert exact(model) == exact(plain)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_norms_in_training_mode_keep_their_statistics(place: str) -> None:
     model, plain = random_model(lambda: Frame(Norm)).train(), random_model(lambda: Frame(Norm)).train()
@@ -254,7 +254,7 @@ def test_norms_in_training_mode_keep_their_statistics(place: str) -> None:
     assert exact(model) == exact(plain)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "place"), thinned(["float8", "a child inside", "itself inside"], PLACES))
 def test_steps_at_fixed_addresses_are_equal(name: str, place: str) -> None:
     model, plain = made(name), made(name)
@@ -266,7 +266,7 @@ def test_steps_at_fixed_addresses_are_equal(name: str, place: str) -> None:
         assert_same(step(model, {"x": rows(1)}), step(plain, {"x": rows(1)}))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["one in another", "coded in uncoded"])
 def test_units_that_need_the_same_bytes_at_once_are_refused_at_fixed_addresses(name: str, place: str) -> None:
@@ -293,7 +293,7 @@ def test_a_compiled_step_is_equal(place: str) -> None:
             assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
     prefetch = PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=1, offload_prefetch_step=2)

@@ -66,7 +66,7 @@ def allocated_nbytes(plan: Plan) -> int:
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("codec", ["3bit", "4bit"])
 def test_the_device_holds_what_the_plan_says(place: str, codec: str, counted: list[Counted]) -> None:
@@ -212,7 +212,7 @@ def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 <
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "share"), thinned(PLACES, [0.98, 0.5]))
 def test_sizes_that_were_too_small_are_planned_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, counted: list[Counted]
@@ -253,7 +253,7 @@ class Strays(Chain):
         return super().forward(x) + nn.functional.linear(x, self.blocks[2].up.weight)[:, :128]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(("place", "share"), thinned(PLACES, [0.5, 1.0]))
 def test_weights_that_get_a_new_unit_are_coded_again(
@@ -275,7 +275,7 @@ def test_weights_that_get_a_new_unit_are_coded_again(
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "less"), thinned(PLACES, [1, 1 << 14, 1 << 30]))
 def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
     place: str, less: int, monkeypatch: pytest.MonkeyPatch
@@ -299,7 +299,7 @@ def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
 FAILURES: dict[str, type[Exception]] = {"no memory": MemoryError, "a file": StoreError, "anything": RuntimeError}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "after", "kind"), thinned(PLACES, [0, 3], FAILURES))
 def test_encoding_that_fails_leaves_the_model_as_it_was(
     place: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -360,7 +360,7 @@ class Raises(Block):
         return x
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_forward_that_fails_gives_the_buffer_back(place: str) -> None:
     def build() -> Any:

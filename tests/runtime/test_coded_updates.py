@@ -105,7 +105,7 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", READS)
 def test_a_read_between_steps_sees_the_bytes(name: str) -> None:
     model, plain = random_model(), random_model()
@@ -156,7 +156,7 @@ def test_threads_that_read_at_once_see_the_bytes() -> None:
     assert found == [True] * 4 * len(weights(plain))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_copies_of_an_offloaded_model_are_plain_ones(place: str) -> None:
     model, plain = random_model(), random_model()
@@ -244,7 +244,7 @@ UPDATES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "place"), thinned(UPDATES, ["streams", "resident"]))
 def test_an_update_between_steps_is_in_the_next_and_in_what_comes_back(name: str, place: str) -> None:
     model, plain = random_model(), random_model()
@@ -284,7 +284,7 @@ ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ALIASES)
 @pytest.mark.parametrize("place", ["streams", "resident"])
 def test_an_alias_that_was_taken_before_steps_writes_after_them(name: str, place: str) -> None:
@@ -308,7 +308,7 @@ class Late(Chain):
         return x * self.blocks[1].up.weight.float().norm().to(x.dtype) if late else x
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_weight_read_outside_of_its_unit_long_after_the_first_step(place: str) -> None:
     model, plain = random_model(Late), random_model(Late)
@@ -318,7 +318,7 @@ def test_a_weight_read_outside_of_its_unit_long_after_the_first_step(place: str)
             assert_same(step(model, inputs), step(plain, inputs))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["from the start", "later"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hook_reads_and_updates_weights_of_other_units(place: str, when: str) -> None:
@@ -366,7 +366,7 @@ class Decaying(Chain):
         return super().forward(super().forward(x))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_foreseen")  # another plan may leave plain what is updated
 @pytest.mark.parametrize("place", PLACES)
 def test_a_forward_that_updates_its_own_weights(place: str) -> None:

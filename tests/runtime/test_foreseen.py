@@ -88,7 +88,7 @@ def test_the_first_step_has_no_unplanned_fills() -> None:
 REGULAR = [name for name in FIXTURES if name not in ("OptionalBranch", "OrderByInput")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", thinned([*REGULAR, "vit", "whisper", "t5", "clip"]))
 def test_first_steps_of_models_of_every_kind(name: str) -> None:
     made = FIXTURES[name]() if name in FIXTURES else ARCHITECTURES[name]()

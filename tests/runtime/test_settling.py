@@ -188,7 +188,7 @@ class Rig:
         return {alias: (type(h.source), h.source.view.data_ptr()) for alias, h in self.homes.homes.items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("origin", "kind"), thinned(ORIGINS, DEVICES))
 def test_from_any_place_to_any_other_and_back(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
     rig = Rig(backend, origin, kind, tmp_path)

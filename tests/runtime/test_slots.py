@@ -161,7 +161,7 @@ def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
     assert min(table.hits, table.misses) > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recall", [0.0, 0.2, 0.9])
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (40, 13), (8, 8), (128, 32)])
 def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int, num_slots: int, recall: float) -> None:

@@ -83,7 +83,7 @@ def test_another_order_moves_no_home(opened: Any, monkeypatch: pytest.MonkeyPatc
     assert streamer.plan.manifest.order == order[::-1]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", range(3))
 def test_on_an_error_the_plan_in_force_stays(opened: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever memory runs out: for a resident, the ring, the buffer."""

@@ -41,7 +41,7 @@ def assert_streamed(stats: weightstream.Stats, before: weightstream.Stats, strea
     assert stats.unplanned_fills == before.unplanned_fills
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("name", "share"),
@@ -81,7 +81,7 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
     assert_same(run(model, device, NUM_STEPS), run(reference, device, NUM_STEPS))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", thinned(ARCHITECTURES, every=4))
 def test_an_architecture_streams_through_little_more_than_half(name: str, device: str) -> None:

@@ -92,7 +92,7 @@ def test_state_dict_pickles_at_its_own_size(name: str) -> None:
     assert file.tell() <= 1.05 * plain_file.tell()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "llama-bf16", "t5", "mixtral"])
 def test_save_pretrained_round_trips(name: str, device: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ UPDATES = (
 )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def first_output(model: Model, device: str, seed: int) -> torch.Tensor:
     return next(tensors_of(model.module(**to_device(model.inputs(seed), device))))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Stack", "llama", "FusedEncoder", "Recurrent"])
 def test_backward_is_refused_but_forward_with_gradients_works(name: str, device: str) -> None:

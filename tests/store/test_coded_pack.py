@@ -130,7 +130,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", *
 # The same weights
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["none", "auto", "small", "fast"])
 def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
@@ -355,7 +355,7 @@ def test_verify_tells_what_differs(section: str, source: Path, tmp_path: Path, m
 # Damage
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None:
     flip(pack, section)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -86,28 +89,37 @@ def test_a_folder_goes_at_exit() -> None:
 
 def test_what_a_signal_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """That of no process that lives, nor what only has such a name."""
-    code = (
-        "import sys, time, torch; from pathlib import Path; from weightstream.store.folder import OffloadFolder;"
-        "f = OffloadFolder(Path(sys.argv[1])); f.write('a', torch.zeros(3)); print(f.path, flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    alive, *dead = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3))
-    try:
-        paths = [Path(process.stdout.readline().strip()) for process in (alive, *dead) if process.stdout]
-        for process, number in zip(dead, (signal.SIGTERM, signal.SIGKILL), strict=True):
-            process.send_signal(number)
-            process.wait()
-        (tmp_path / "weightstream-llama70b").mkdir()
-        assert all(path.is_dir() for path in paths)
-        folder = OffloadFolder(tmp_path)
-        assert sorted(tmp_path.iterdir()) == sorted([paths[0], folder.path, tmp_path / "weightstream-llama70b"])
-        assert list(paths[0].glob("*.safetensors"))
-    finally:
-        alive.kill()
-        alive.wait()
-        for process in (alive, *dead):
-            if process.stdout:
-                process.stdout.close()
+    code = """
+import os, signal, sys, time, torch
+from pathlib import Path
+from weightstream.store.folder import OffloadFolder
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what is killed is gone at once
+any(not os.fork() for _ in range(2))  # three processes, and torch is imported once
+f = OffloadFolder(Path(sys.argv[1]))
+f.write("a", torch.zeros(3))
+os.write(1, f"{os.getpid()} {f.path}\\n".encode())  # print makes two calls
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as alive:
+        assert alive.stdout
+        told = dict(alive.stdout.readline().split() for _ in range(3))
+        paths = {int(pid): Path(path) for pid, path in told.items()}
+        dead = [pid for pid in paths if pid != alive.pid]
+        try:
+            (tmp_path / "weightstream-llama70b").mkdir()
+            assert all(path.is_dir() for path in paths.values())
+            for pid, number in zip(dead, (signal.SIGTERM, signal.SIGKILL), strict=True):
+                os.kill(pid, number)
+            while any(map(psutil.pid_exists, dead)):
+                time.sleep(0.01)
+            assert all(path.is_dir() for path in paths.values())
+            folder, kept = OffloadFolder(tmp_path), paths[alive.pid]
+            assert sorted(tmp_path.iterdir()) == sorted([kept, folder.path, tmp_path / "weightstream-llama70b"])
+            assert list(kept.glob("*.safetensors"))
+        finally:
+            for pid in (*filter(psutil.pid_exists, dead), alive.pid):
+                os.kill(pid, signal.SIGKILL)
     folder.close()
     OffloadFolder(tmp_path).close()
     assert list(tmp_path.iterdir()) == [tmp_path / "weightstream-llama70b"]

@@ -252,7 +252,7 @@ def test_weights_read_outside_of_their_unit_are_read_from_disk_with_the_reader(p
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("update", "warm"), thinned(UPDATES, [0, 3]))
 def test_updates_of_weights_on_disk_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, model: Model, reference: Model, checkpoint: Checkpoint

@@ -176,7 +176,7 @@ def test_what_was_converted_is_not_converted_again(
         assert [m for m in loaded.mappings if m.locate(tensor.data_ptr()) is not None], name
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama-bf16", "bart-bf16", "t5"])
 def test_ties_whose_tensors_are_not_the_files(name: str, tmp_path: Path, out: Path) -> None:
     """Where all of a file is an odd byte off, nothing can be viewed; the pack is aligned."""

@@ -872,7 +872,7 @@ def streamed_aliases(streamer: Streamer) -> set[str]:
 LOADED = ("llama", "llama-bf16", "gpt2", "bert", "t5", "mixtral", "qwen3_moe-bf16")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(("name", "shards"), thinned(LOADED, ["one file", "shards"]))
 def test_loaded_models_are_copied_from_their_files(name: str, shards: str, pinning: Device, tmp_path: Path) -> None:
@@ -977,7 +977,7 @@ def assert_updates_arrive(
         assert left >= set(names[index + 2 :]), "the others stay"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("update", "warm"), thinned(UPDATES, [0, 1, 3], every=3))
 def test_updates_of_any_kind_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, pinning: Device, tmp_path: Path
