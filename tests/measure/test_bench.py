@@ -49,6 +49,13 @@ def run(model: Path, *flags: object, budget: str = BUDGET) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.fixture(scope="module")
+def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A run for all that only look at what it told, and where its row is."""
+    out = tmp_path_factory.mktemp("done") / "rows.jsonl"
+    return run(folder, *STEP, "--out", out), out
+
+
 def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -74,10 +81,10 @@ def refused(result: Result) -> str:
 # -- what it tells ------------------------------------------------------------------------------------------------
 
 
-def test_the_row_is_complete(folder: Path, tmp_path: Path) -> None:
-    result = run(folder, *STEP, "--out", tmp_path / "rows.jsonl")
+def test_the_row_is_complete(folder: Path, done: tuple[Result, Path]) -> None:
+    result, out = done
     assert result.exit_code == 0, result.output
-    (row,) = rows_of(tmp_path / "rows.jsonl")
+    (row,) = rows_of(out)
     assert row["model"] == str(folder)
     assert row["device"] == "cpu"
     assert (row["torch"], row["weightstream"]) == (torch.__version__, __version__)
@@ -91,9 +98,8 @@ def test_the_row_is_complete(folder: Path, tmp_path: Path) -> None:
     assert [found["name"] for found in row["systems"]] == ["raw link floor", "offloaded", "resident"]
 
 
-def test_the_numbers_agree(folder: Path, tmp_path: Path) -> None:
-    run(folder, *STEP, "--out", tmp_path / "rows.jsonl")
-    (row,) = rows_of(tmp_path / "rows.jsonl")
+def test_the_numbers_agree(done: tuple[Result, Path]) -> None:
+    (row,) = rows_of(done[1])
     floor, offloaded, resident = row["systems"]
     for found in row["systems"]:
         assert 0 < found["p20_s"] <= found["p50_s"] <= found["p80_s"]
@@ -110,9 +116,9 @@ def test_the_numbers_agree(folder: Path, tmp_path: Path) -> None:
     assert resident["weights_nbytes"] == total
 
 
-def test_the_table_says_what_the_row_says(folder: Path, tmp_path: Path) -> None:
-    result = run(folder, *STEP, "--out", tmp_path / "rows.jsonl")
-    (row,) = rows_of(tmp_path / "rows.jsonl")
+def test_the_table_says_what_the_row_says(done: tuple[Result, Path]) -> None:
+    result, out = done
+    (row,) = rows_of(out)
     for found in row["systems"]:
         name, p20, p50, p80, x_floor, x_resident, rate, memory = cells(result, found["name"])
         assert [p20, p50, p80] == [f"{1e3 * found[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
@@ -142,8 +148,8 @@ def test_rows_are_appended(folder: Path, tmp_path: Path) -> None:
     assert system(first, "offloaded")["p50_s"] != system(second, "offloaded")["p50_s"]
 
 
-def test_plain_text_of_100_columns(folder: Path) -> None:
-    result = run(folder)
+def test_plain_text_of_100_columns(done: tuple[Result, Path]) -> None:
+    result, _ = done
     assert "\x1b" not in result.output
     assert max(map(len, result.stdout.splitlines())) <= 100
 

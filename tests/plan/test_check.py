@@ -33,6 +33,9 @@ def right_plans() -> list[Plan]:
 
 RIGHT = right_plans()
 TWO_SLOTS = equal_plan(4, 2)
+to_break = pytest.mark.parametrize(
+    "plans", [RIGHT[::4], pytest.param(RIGHT, marks=pytest.mark.stress)], ids=["each fourth", "all"]
+)
 
 
 def moved(plan: Plan, unit: int, extent: Extent) -> Plan:
@@ -79,28 +82,32 @@ def test_the_plans_to_break_are_right() -> None:
         prove(plan)
 
 
-def test_a_dropped_fill() -> None:
-    for plan in RIGHT:
+@to_break
+def test_a_dropped_fill(plans: list[Plan]) -> None:
+    for plan in plans:
         for position, unit in scheduled(plan):
             reported(replace(plan, after=without(plan.after, position, unit)), f"unit {unit} is read before it is fill")
 
 
-def test_a_dropped_first_fill() -> None:
-    for plan in RIGHT:
+@to_break
+def test_a_dropped_first_fill(plans: list[Plan]) -> None:
+    for plan in plans:
         for unit in plan.first:
             first = tuple(u for u in plan.first if u != unit)
             reported(replace(plan, first=first), f"unit {unit} is read before it is filled")
 
 
-def test_a_fill_one_release_earlier_overwrites_what_is_still_to_be_read() -> None:
-    for plan in RIGHT:
+@to_break
+def test_a_fill_one_release_earlier_overwrites_what_is_still_to_be_read(plans: list[Plan]) -> None:
+    for plan in plans:
         for position, unit in scheduled(plan):
             after = also(without(plan.after, position, unit), (position - 1) % len(plan.after), unit)
             reported(replace(plan, after=after), "is read before it is filled")
 
 
-def test_a_fill_after_its_position_comes_too_late() -> None:
-    for plan in RIGHT:
+@to_break
+def test_a_fill_after_its_position_comes_too_late(plans: list[Plan]) -> None:
+    for plan in plans:
         order = plan.manifest.order
         for position, unit in scheduled(plan):
             needed = next(q % len(order) for q in range(position + 1, 3 * len(order)) if order[q % len(order)] == unit)
@@ -109,16 +116,18 @@ def test_a_fill_after_its_position_comes_too_late() -> None:
                 reported(replace(plan, after=after), "is read before it is filled")
 
 
-def test_two_fills_swapped() -> None:
-    for plan in RIGHT:
+@to_break
+def test_two_fills_swapped(plans: list[Plan]) -> None:
+    for plan in plans:
         for (p, u), (q, w) in itertools.combinations(scheduled(plan), 2):
             if p != q and plan.extents[u].overlaps(plan.extents[w]) and u != w:
                 after = also(also(without(without(plan.after, p, u), q, w), p, w), q, u)
                 reported(replace(plan, after=after), "is read before it is filled")
 
 
-def test_a_fill_of_a_unit_that_is_there() -> None:
-    for plan in RIGHT:
+@to_break
+def test_a_fill_of_a_unit_that_is_there(plans: list[Plan]) -> None:
+    for plan in plans:
         for position, unit in enumerate(plan.manifest.order):
             if unit in plan.first and not any(unit in fills for fills in plan.after):
                 reported(replace(plan, after=also(plan.after, position, unit)), "is filled though it is there")
@@ -127,8 +136,9 @@ def test_a_fill_of_a_unit_that_is_there() -> None:
                 reported(replace(plan, after=again), f"unit {refill} is filled though it is there")
 
 
-def test_two_first_fills_over_the_same_bytes() -> None:
-    for plan in RIGHT:
+@to_break
+def test_two_first_fills_over_the_same_bytes(plans: list[Plan]) -> None:
+    for plan in plans:
         for unit in set(range(len(plan.manifest.units))) - set(plan.first):
             if any(plan.extents[unit].overlaps(plan.extents[other]) for other in plan.first):
                 reported(replace(plan, first=(*plan.first, unit)), f"unit {unit} overwrites unit ")
@@ -170,9 +180,10 @@ def test_any_schedule_is_judged_as_the_bytes_judge_it(data: st.DataObject) -> No
     assert_judged_by_the_bytes(replace(plan, extents=extents, after=after))
 
 
-def test_a_shifted_extent_is_judged_as_the_bytes_judge_it() -> None:
+@to_break
+def test_a_shifted_extent_is_judged_as_the_bytes_judge_it(plans: list[Plan]) -> None:
     num_harmful = 0
-    for plan in RIGHT:
+    for plan in plans:
         for unit, extent in enumerate(plan.extents):
             for offset in range(0, plan.ring_nbytes - extent.nbytes + 1, GRAIN):
                 shifted = moved(plan, unit, replace(extent, offset=offset))
@@ -180,8 +191,9 @@ def test_a_shifted_extent_is_judged_as_the_bytes_judge_it() -> None:
     assert num_harmful > 100
 
 
-def test_an_extent_outside_of_the_ring() -> None:
-    for plan in RIGHT:
+@to_break
+def test_an_extent_outside_of_the_ring(plans: list[Plan]) -> None:
+    for plan in plans:
         for unit, extent in enumerate(plan.extents):
             reported(moved(plan, unit, replace(extent, offset=-GRAIN)), f"unit {unit} lies at ")
             behind = replace(extent, offset=plan.ring_nbytes - extent.nbytes + GRAIN)
@@ -198,16 +210,18 @@ def test_a_misaligned_extent(shift: int) -> None:
             reported(shifted, f"unit {unit} starts at byte {extent.offset + shift}, which is not aligned")
 
 
-def test_an_extent_smaller_than_its_unit() -> None:
-    for plan in RIGHT:
+@to_break
+def test_an_extent_smaller_than_its_unit(plans: list[Plan]) -> None:
+    for plan in plans:
         for unit, extent in enumerate(plan.extents):
             smaller = moved(plan, unit, replace(extent, nbytes=extent.nbytes - 1))
             reported(smaller, f"unit {unit} needs {extent.nbytes} bytes, its extent has {extent.nbytes - 1}")
             reported(moved(plan, unit, replace(extent, nbytes=0)), "its extent has 0")
 
 
-def test_over_budget_by_one_byte() -> None:
-    for plan in RIGHT:
+@to_break
+def test_over_budget_by_one_byte(plans: list[Plan]) -> None:
+    for plan in plans:
         exact = replace(plan, budget=plan.device_nbytes)
         assert list(violations(exact)) == []
         reported(replace(exact, budget=plan.device_nbytes - 1), f"device bytes {plan.device_nbytes} > budget")
@@ -233,8 +247,9 @@ def test_a_resident_forgotten() -> None:
     reported(replace(plan, resident=frozenset()), "unit 0 needs 1536 bytes, its extent has 512")
 
 
-def test_an_enclosing_unit_that_streams() -> None:
-    for plan in RIGHT:
+@to_break
+def test_an_enclosing_unit_that_streams(plans: list[Plan]) -> None:
+    for plan in plans:
         for index, unit in enumerate(plan.manifest.units):
             units = list(plan.manifest.units)
             units[index] = replace(unit, enclosing=True)
