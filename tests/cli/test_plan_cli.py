@@ -99,6 +99,7 @@ def refused(result: Result) -> str:
 # -- the screen ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("few_plans")
 def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[..., Result]) -> None:
     text = shown_of(plan("--device-budget", "8MiB", "--batch", 4, "--sweep"))
     assert "\x1b" not in text
@@ -204,6 +205,7 @@ def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) 
     assert smaller["step_s"] <= 1.001 * found["step_s"]
 
 
+@pytest.mark.usefixtures("few_plans")
 def test_without_a_measured_device_it_says_so(folder: Path) -> None:
     flags = ["--device-budget", "8MiB", "--host-budget", "30GiB"]
     result = CliRunner().invoke(app, ["plan", str(folder), *flags])
@@ -256,6 +258,7 @@ def test_save_writes_the_plan(plan: Callable[..., Result], tmp_path: Path) -> No
     assert Plan.from_json(path.read_text()) == Plan.from_json(json.dumps(found["plan"]))
 
 
+@pytest.mark.usefixtures("few_plans")
 def test_plot_draws_a_picture(plan: Callable[..., Result], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "curve.png"
@@ -335,7 +338,7 @@ MIXTURES = {
     "qwen3_moe": ({"num_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}, None),
     "llama4_text": (
         {"num_local_experts": 8, "intermediate_size_mlp": 512, "interleave_moe_layer_step": 1, "head_dim": 64},
-        "each step reads all experts of model.layers.0.feed_forward.experts and 5 more: Llama4TextExperts does not "
+        "each step reads all experts of model.layers.0.feed_forward.experts and 3 more: Llama4TextExperts does not "
         "take rows of stacks by ids",
     ),
 }
@@ -357,6 +360,7 @@ def test_says_why_all_experts_are_read(kind: str, machine: Path, tmp_path: Path)
         assert told == reason or told.startswith(reason)
 
 
+@pytest.mark.usefixtures("few_plans")
 def test_over_several_gpus(folder: Path, machine: Path) -> None:
     """Two links move the layers in half the time; the other GPUs are taken to be as the one of the profile."""
 
@@ -379,6 +383,7 @@ def test_over_several_gpus(folder: Path, machine: Path) -> None:
     assert planned("--device-budget", "1KiB", "--gpus", 2).exit_code == 2
 
 
+@pytest.mark.usefixtures("few_plans")
 def test_by_tensor_parallelism(folder: Path, machine: Path, tmp_path: Path) -> None:
     """What one of two processes has; all other flags are of that one."""
 

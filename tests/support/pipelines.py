@@ -71,7 +71,7 @@ def flux() -> Any:
         patch_size=1,
         in_channels=16,
         num_layers=2,
-        num_single_layers=3,
+        num_single_layers=4,
         attention_head_dim=16,
         num_attention_heads=2,
         joint_attention_dim=32,
