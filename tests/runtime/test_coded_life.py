@@ -299,7 +299,7 @@ def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
 FAILURES: dict[str, type[Exception]] = {"no memory": MemoryError, "a file": StoreError, "anything": RuntimeError}
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("place", "after", "kind"), thinned(PLACES, [0, 3], FAILURES))
 def test_encoding_that_fails_leaves_the_model_as_it_was(
     place: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch

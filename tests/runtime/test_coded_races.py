@@ -162,7 +162,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
         assert (found.mismatches, found.races) == ([], [])
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_decoding_out_of_order_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, mutated(monkeypatch, binding_module, MUTATIONS[name]).Binding)

@@ -660,7 +660,7 @@ def zeros(found: torch.Tensor, _: int) -> None:
     found.zero_()
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("damage", "form"), thinned([rarely, raising, zeros], FORMS, every=3))
 @torch.no_grad()
 def test_other_bits_are_not_taken(
@@ -690,7 +690,7 @@ def test_other_bits_are_not_taken(
             assert set(ran) == {"batched_mm"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("why", ["a CPU", "float32", "hooks", "zeros"])
 @torch.no_grad()
 def test_where_no_trial_tells_nothing_is_grouped(

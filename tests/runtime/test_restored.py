@@ -201,7 +201,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_moving_and_converting_are_refused(conversion: str, device: str) -> None:
