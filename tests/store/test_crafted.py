@@ -17,17 +17,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
 import weightstream
 from judge import Judge, Verdict
 from models import TEXT
-from repeats import examples
 from weightstream.errors import CheckpointError, WeightstreamError
 from weightstream.store.checkpoint import Checkpoint
 
-FUZZ = {"suppress_health_check": list(HealthCheck)}
+FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,7 @@ def assert_agrees(verdict: Verdict) -> None:
 def test_crafted_files_are_read_right_or_refused(judge: Judge, tmp_path: Path) -> None:
     path, outcomes = tmp_path / "crafted.safetensors", Counter[str]()
 
-    @examples(150, **FUZZ)
+    @settings(FUZZ, max_examples=150)
     @given(crafted_files())
     def check(file: bytes) -> None:
         path.unlink(missing_ok=True)
@@ -324,7 +323,7 @@ def test_hostile_indexes_are_read_right_or_refused(judge: Judge, tmp_path: Path)
         make_hostile(folder / name, kind)
     held = {shard: judge.ask(folder / shard).tensors or {} for shard in (*SHARDS[:3], *SHARDS[4:6])}
 
-    @examples(100, **FUZZ)
+    @settings(FUZZ, max_examples=100)
     @given(indexes(hostile))
     def check(index: bytes) -> None:
         (folder / "model.safetensors.index.json").unlink(missing_ok=True)
