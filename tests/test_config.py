@@ -778,10 +778,10 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("given", "name"), [("3bit", "small"), ("4bit", "fast"), ("small", "small"), ("auto", "auto")])
+@pytest.mark.parametrize(("given", "name"), [("3bit", "small"), ("4bit", "fast"), ("dense", "dense"), ("auto", "auto")])
 def test_codecs_have_old_spellings(given: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f'codec = "{given}"')
     assert OffloadConfig(codec=given).codec == codec_named(given) == name
     assert OffloadConfig.from_toml(tmp_path / "a.toml") == OffloadConfig(codec=name)
-    with pytest.raises(ConfigError, match=r"'5bit'.*'auto', 'none', 'small' or 'fast'"):
+    with pytest.raises(ConfigError, match=r"'5bit'.*'auto', 'none', 'dense', 'small' or 'fast'"):
         codec_named("5bit")

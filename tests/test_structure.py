@@ -292,7 +292,7 @@ def test_public_names_are_sorted_and_said_once() -> None:
 # -- sizes: what a reader can hold -------------------------------------------------------------------------------------
 
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_FIELDS = 400, 50, 12
-KERNELS = {"codec/kernels.py", "runtime/slot_kernels.py"}  # written out for the compiler
+KERNELS = {"codec/dense_kernels.py", "codec/kernels.py", "runtime/slot_kernels.py"}  # written out for the compiler
 
 
 def code_lines(path: Path, node: ast.FunctionDef) -> int:

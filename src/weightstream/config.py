@@ -40,10 +40,10 @@ _Count = Annotated[int, Field(strict=True, ge=0), "a whole number >= 0"]
 _Positive = Annotated[int, Field(strict=True, ge=1), "a whole number >= 1"]
 _OptionalPositive = Annotated[int | None, Field(strict=True, ge=1), "a whole number >= 1"]
 _Switch = Annotated[bool, "true or false"]
-CODES: Mapping[str, int] = MappingProxyType({"small": 3, "fast": 4})  # bits that each keeps of an exponent
-_OLD_CODECS = MappingProxyType({f"{bits}bit": name for name, bits in CODES.items()})
+CODES: Mapping[str, int] = MappingProxyType({"dense": 2, "small": 3, "fast": 4})  # bits that each keeps of an exponent
+_OLD_CODECS = MappingProxyType({"3bit": "small", "4bit": "fast"})
 _Codec = Annotated[
-    Literal["auto", "none", "small", "fast"],
+    Literal["auto", "none", "dense", "small", "fast"],
     BeforeValidator(lambda value: _OLD_CODECS.get(value, value) if isinstance(value, str) else value),
 ]
 _Names = Annotated[

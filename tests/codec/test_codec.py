@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from patterns import KINDS, PATTERNS, SIZES, flat, gaussian, noise, spread
 from repeats import examples
 from weightstream.codec import reference
-from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code, layout_of
+from weightstream.codec.format import BITS, DENSE, ELEMENTS, Layout, can_code, layout_of
 from weightstream.errors import StoreError
 
 DOCS = (Path(__file__).parent / "golden.md").read_text(encoding="utf-8")
@@ -27,7 +27,9 @@ GOLDEN = re.findall(
     re.M,
 )
 GUARD = 77
+TILE_NBYTES = 6656  # of the code dense, behind the symbols, at most
 kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
+COUNTED = [(dtype, bits) for dtype, bits in KINDS if bits != DENSE]  # whose escapes are a byte each
 
 
 def documented() -> dict[str, Callable[..., Any]]:
@@ -92,6 +94,7 @@ def test_encoding_is_deterministic(dtype: str, bits: int) -> None:
 
 
 MOST_BITS = {
+    ("bfloat16", 2): 10.8,
     ("bfloat16", 3): 11.4,
     ("bfloat16", 4): 12.1,
     ("float16", 3): 14.4,
@@ -158,6 +161,10 @@ def test_there_is_a_golden_vector_of_every_kind() -> None:
         ("bfloat16", 3, 4097, 503, (2, 5632, 11264, 11276, 11278, 12288)),
         ("bfloat16", 3, 4097, 1010, (2, 5632, 11264, 11276, 11278, 12288)),
         ("bfloat16", 3, 4097, 1011, (2, 5632, 11264, 11276, 11278, 12800)),
+        ("bfloat16", 2, 0, 0, (0, 5120, 0, 4, 4, 512)),
+        ("bfloat16", 2, 1, 0, (1, 5120, 5120, 5128, 5132, 5632)),
+        ("bfloat16", 2, 4 * 4096, 500, (4, 5120, 20480, 20500, 20504, 21504)),
+        ("bfloat16", 2, 5 * 4096, 496, (5, 5120, 25600, 25624, 25632, 26624)),
         ("float16", 3, 4096, 0, (1, 7168, 7168, 7176, 7177, 7680)),
         ("float16", 4, 4096, 0, (1, 7680, 7680, 7688, 7689, 8192)),
         ("float8_e4m3fn", 3, 8192, 5, (2, 3584, 7168, 7180, 7182, 7680)),
@@ -180,7 +187,14 @@ def test_layouts(dtype: str, bits: int, count: int, num_escapes: int, expected: 
 def test_what_can_be_coded() -> None:
     dtypes = [*ELEMENTS, "float32", "float8_e5m2", "int8", ""]
     found = [(dtype, bits) for dtype in dtypes for bits in range(-1, 9) if can_code(dtype, bits)]
-    assert found == [("bfloat16", 3), ("bfloat16", 4), ("float16", 3), ("float16", 4), ("float8_e4m3fn", 3)]
+    assert found == [
+        ("bfloat16", 2),
+        ("bfloat16", 3),
+        ("bfloat16", 4),
+        ("float16", 3),
+        ("float16", 4),
+        ("float8_e4m3fn", 3),
+    ]
     assert set(BITS) == {bits for _, bits in found}
 
 
@@ -198,7 +212,11 @@ def record(bits: object = 3, escapes: object = 39) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        (record(bits=2), "coded in '2' bits of bfloat16: this version knows (3, 4)"),
+        (record(bits=1), "coded in '1' bits of bfloat16: this version knows (2, 3, 4)"),
+        (record(bits=2), "39 bytes of escapes are no whole words"),
+        (record(bits=2, escapes=13316), "'13316' escapes among 5000 weights"),
+        (record(bits=2, escapes=13312), "with 13312 escapes take 24064 bytes, the file has 11776"),
+        ({"dtype": "float16", **record(bits=2)}, "coded in '2' bits of float16"),
         (record(bits=5), "coded in '5' bits of bfloat16"),
         (record(bits=0), "coded in '0' bits"),
         (record(bits=-3), "coded in '-3' bits"),
@@ -259,6 +277,36 @@ def test_windows_are_the_least_that_leave_the_fewest(shape: tuple[int, int], mos
     assert list(zip(bases.tolist(), escapes.tolist(), strict=True)) == expected
 
 
+def dense_nbytes(counts: list[int], base: int) -> int:
+    """What follows the symbols of a tile."""
+    first = [base + 3, base - 1, base - 2]
+    second = [base + 4, *range(base - 8, base - 2)]
+    left = {exponent: count for exponent, count in enumerate(counts) if not base <= exponent <= base + 2}
+    num_bits = 2 * sum(left.values())
+    num_bits += 3 * sum(count for exponent, count in left.items() if exponent not in first)
+    num_bits += 8 * sum(count for exponent, count in left.items() if exponent not in first + second)
+    return -(-num_bits // 32) * 4
+
+
+@examples(60)
+@given(
+    width=st.sampled_from([1, 3, 8, 20, 256]),
+    first=st.integers(0, 255),
+    most=st.sampled_from([1, 4, 400]),
+    seed=st.integers(0, 2**31),
+)
+def test_bases_of_dense_are_the_least_with_the_fewest_bytes(width: int, first: int, most: int, seed: int) -> None:
+    counts = torch.zeros(4, 256, dtype=torch.int32)
+    there = counts[:, first : first + width]
+    there += torch.randint(0, most + 1, there.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    bases, nbytes = reference.windows(counts, DENSE)
+    expected = []
+    for row in counts.tolist():
+        every = [dense_nbytes(row, base) for base in range(254)]
+        expected.append((every.index(min(every)), min(every)))
+    assert list(zip(bases.tolist(), nbytes.tolist(), strict=True)) == expected
+
+
 @kinds
 def test_histograms_count_every_weight_once(dtype: str, bits: int) -> None:
     element, data = ELEMENTS[dtype], spread(dtype, 9001, 0.3, 3.0, seed=bits)
@@ -305,7 +353,7 @@ def starts_of(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @pytest.mark.stress
 @examples(200)
-@given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), kind=st.sampled_from(KINDS))
+@given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), kind=st.sampled_from(COUNTED))
 def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> None:
     """As docs/codec.md says: a start that leaves too little behind it reads as the last that does not."""
     layout, coded = reference.encode(spread(kind[0], 8192, 0.5, 3.0, 1), *kind)
@@ -318,7 +366,24 @@ def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> N
     assert torch.equal(found, decoded(coded, layout))
 
 
-@kinds
+@examples(60)
+@given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 12_000)))
+def test_what_follows_the_symbols_of_dense_is_read_where_it_is(start: int) -> None:
+    """A start that is outside counts as the nearest word, and what is outside as zeros."""
+    layout, coded = reference.encode(spread("bfloat16", 8192, 0.5, 3.0, 1), "bfloat16", DENSE)
+    starts_of(coded, layout)[1] = start
+    found = decoded(coded, layout)
+    begin = max(0, min(start // 4 * 4, layout.num_escapes))
+    rest = coded[layout.escapes_at + begin :][: layout.num_escapes - begin]
+    alone = Layout(dtype="bfloat16", bits=DENSE, count=4096, num_escapes=TILE_NBYTES)
+    tile = torch.zeros(alone.nbytes, dtype=torch.uint8)
+    tile[: alone.starts_at] = coded[alone.starts_at : 2 * alone.starts_at]
+    tile[alone.bases_at] = coded[layout.bases_at + 1]
+    tile[alone.escapes_at :][: min(len(rest), TILE_NBYTES)] = rest[:TILE_NBYTES]
+    assert torch.equal(found[8192:], decoded(tile, alone))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), COUNTED)
 def test_more_escape_symbols_than_escapes_read_none(dtype: str, bits: int) -> None:
     layout, coded = reference.encode(spread(dtype, 4096, 0.5, 3.0, 1), dtype, bits)
     coded[512 * layout.element.raw_bits : layout.starts_at] = 255  # all are escape symbols

@@ -15,8 +15,10 @@ from test_codec_kernels import (
     DEVICE,
     GUARD,
     GUARD_NBYTES,
+    again,
     assert_guards_hold,
     by_reference,
+    each_is_written,
     interpreted,
     kinds,
     watch,
@@ -34,7 +36,7 @@ IDS = [2, 0, 2, 3, 1, 3]
 
 def stack(dtype: str, bits: int, tiles: int) -> tuple[Layout, torch.Tensor]:
     """Rows of so many tiles, coded: one row with no escapes, one with few, others with many."""
-    widths = (0.1, 1.2, 1.6, 3.0) if bits == 3 else (0.1, 2.5, 3.2, 6.0)
+    widths = {2: (0.01, 0.4, 3.0, 9.0), 3: (0.1, 1.2, 1.6, 3.0), 4: (0.1, 2.5, 3.2, 6.0)}[bits]
     data = [spread(dtype, tiles * TILE, 0.5, width, seed=row) for row, width in enumerate(widths)]
     layout, coded = reference.encode(torch.cat(data), dtype, bits)
     starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
@@ -209,10 +211,10 @@ def test_damaged_starts_in_slots_have_no_access_outside(
     pick, ids = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots), [3, 1, 0, 9]
     given = on_device(ids), slots.of(ids)
     with monkeypatch.context() as patch:
-        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *given]
+        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *given, *again(bits, out)]
         seen = watch(patch, reads, [out]) if DEVICE == "cpu" else None
         pick(*given)
-    assert seen is None or seen.num_writes == out.numel() // 4
+    assert seen is None or each_is_written(seen, bits, out)
     assert_guards_hold(out)
 
 
@@ -226,9 +228,10 @@ def test_damaged_starts_of_a_stack_have_no_access_outside(
     there, out = damaged(layout, coded, how), target(layout, 2)
     pick, ids = triton_codec.Picking(there, layout, out, NUM_ROWS), on_device([3, 1])
     with monkeypatch.context() as patch:
-        seen = watch(patch, [there[: layout.escapes_at + layout.num_escapes], pick._table, pick._in_order, ids], [out])
+        reads = [there[: layout.escapes_at + layout.num_escapes], pick._table, pick._in_order, ids, *again(bits, out)]
+        seen = watch(patch, reads, [out])
         pick(ids)
-    assert seen.num_writes == out.numel() // 4
+    assert each_is_written(seen, bits, out)
     assert_guards_hold(out)
 
 

@@ -82,6 +82,7 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
         "half_flops_per_s": (1e8, 1e15),
         "single_flops_per_s": (1e8, 1e15),
         "attention_flops_per_s": (1e8, 1e15),
+        "decode2_bytes_per_s": (1e6, 1e13),
         "decode3_bytes_per_s": (1e6, 1e13),
         "decode4_bytes_per_s": (1e6, 1e13),
         "copy_latency_s": (0, 1e-2),

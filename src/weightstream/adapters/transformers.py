@@ -318,7 +318,7 @@ class _Load:
         _LOGGER.warning(
             "%s: %d coded tensors are decoded into %s for this process only: %s on disk and on every way from "
             "there in place of %s, since they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, "
-            "or on the CPU codec='small' or 'fast'; and neither codec='none' nor uva)",
+            "or on the CPU codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
             *(self._where, len(self._coded), self._folder.path),
             human(sum(layout.raw_nbytes for layout in self._coded.values())),
             human(sum(layout.nbytes for layout in self._coded.values())),

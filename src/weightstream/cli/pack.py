@@ -19,7 +19,7 @@ def pack(
         str,
         typer.Option(
             "--codec",
-            help="Code the weights without loss: small, fast (to decode), none; auto: what gains, the smaller.",
+            help="Code the weights without loss: dense, small, fast (to decode), none; auto: what gains, the smallest.",
         ),
     ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,

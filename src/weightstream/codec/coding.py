@@ -128,12 +128,14 @@ def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> I
     for part, coded in _each(encoded, _parts(data, layout.dtype, device)):
         yield coded[: part.starts_at]
         starts.append(coded[part.starts_at : part.bases_at].view(torch.int32)[1:].to(torch.int64) + total)
-        bases.append(coded[part.bases_at : part.escapes_at].clone())
+        bases.append(coded[part.bases_at :][: part.num_tiles].clone())
         escapes.append(coded[part.escapes_at : part.escapes_at + part.num_escapes].clone())
         total += part.num_escapes
     if total != layout.num_escapes:
         raise StoreError(f"{total} escapes, {layout.num_escapes} when they were counted: the weights changed")
-    rest = torch.cat([torch.cat(starts).to(torch.int32).view(torch.uint8), *bases, *escapes])
+    heads = torch.cat([torch.cat(starts).to(torch.int32).view(torch.uint8), *bases])
+    heads = torch.nn.functional.pad(heads, (0, layout.escapes_at - layout.starts_at - heads.numel()))
+    rest = torch.cat([heads, *escapes])
     yield torch.nn.functional.pad(rest, (0, layout.nbytes - layout.starts_at - rest.numel()))
 
 

@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 import torch
 
-from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout, can_code
+from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout, can_code, most_escapes
 from weightstream.codec.reference import histograms, windows
 
 # Coded bits per weight where weights cannot be read: trained and Gaussian ones, a little rounded up (docs/codec.md).
 ASSUMED_BITS: Mapping[str, Mapping[int, float]] = MappingProxyType(
     {
-        "bfloat16": MappingProxyType({3: 11.3, 4: 12.05}),
+        "bfloat16": MappingProxyType({2: 10.85, 3: 11.3, 4: 12.05}),
         "float16": MappingProxyType({3: 14.3, 4: 15.05}),
         "float8_e4m3fn": MappingProxyType({3: 7.3}),
     }
@@ -53,12 +53,12 @@ def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
 
 
 def _nbytes(escapes: torch.Tensor, dtype: str, bits: int, count: int) -> int:
-    """Bytes of `count` weights from how many escapes are in each of some tiles."""
+    """Bytes of `count` weights from how many bytes of escapes are in each of some tiles."""
     num_tiles, num_sampled = -(-count // TILE), len(escapes)
     if num_sampled == num_tiles:
         return Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(escapes.sum())).nbytes
     variance, mean = torch.var_mean(escapes.double())
     error = (float(variance) * num_tiles * (num_tiles - num_sampled) / num_sampled) ** 0.5
-    num_escapes = min(count, round(float(mean) * num_tiles + _STANDARD_ERRORS * error))
+    num_escapes = min(most_escapes(count, bits), round(float(mean) * num_tiles + _STANDARD_ERRORS * error))
     nbytes = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes).nbytes
     return nbytes + nbytes // _MARGIN

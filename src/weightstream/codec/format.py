@@ -1,9 +1,10 @@
 """The coded form of a tensor, version 1: where each bit of a weight goes. Knows layouts and no device; docs/codec.md.
 
 A float is a sign, an exponent and a mantissa. Sign and mantissa are kept as they are; of trained weights the exponents
-carry 2.5 to 2.8 bits, and are kept as a symbol of 3 or 4 bits counted from a base. The last symbol is an escape, of
-which a byte tells the rest. Weights are coded in tiles of 4096, and a tile in 128 lanes of 32 weights: in all that a
-tile holds, each lane owns every 128th word of 32 bits.
+carry 2.5 to 2.8 bits, and are kept as a symbol of 2, 3 or 4 bits counted from a base. The last symbol is an escape, of
+which a byte tells the rest; of symbols of 2 bits, which have many, digits do before it comes to a byte. Weights are
+coded in tiles of 4096, and a tile in 128 lanes of 32 weights: in all that a tile holds, each lane owns every 128th word
+of 32 bits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from weightstream.errors import StoreError
 VERSION = 1
 TILE = 4096
 LANES = 128
-BITS = (3, 4)
+BITS = (2, 3, 4)
+DENSE = 2  # what follows the symbols of its tiles are words
 ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
 _MAX_ESCAPES = 2**31 - 1  # ranks are signed
+_MOST_DENSE = TILE * (2 + 3 + 8) // 8  # bytes behind the symbols of a tile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +58,8 @@ class Layout:
 
     A tile is `tile_nbytes` long: a plane of w bits per weight takes w words of each lane, planes of raw bits first.
     `starts` are `num_tiles` + 1 unsigned words of 32 bits: how many escapes are in the tiles before. `bases` has a byte
-    per tile, `escapes` one per escape. Zeros fill up to a multiple of 512 bytes.
+    per tile, `escapes` one per escape; of the code dense, `num_escapes` are bytes of digits too. Zeros fill up to a
+    multiple of 512 bytes.
     """
 
     dtype: str
@@ -85,7 +89,8 @@ class Layout:
 
     @property
     def escapes_at(self) -> int:
-        return self.bases_at + self.num_tiles
+        end = self.bases_at + self.num_tiles
+        return -(-end // 4) * 4 if self.bits == DENSE else end
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +106,14 @@ class Layout:
 def can_code(dtype: str, bits: int) -> bool:
     """Whether there is such a code, and it can be smaller than what it codes."""
     element = ELEMENTS.get(dtype)
+    if bits == DENSE:
+        return dtype == "bfloat16"
     return element is not None and bits in BITS and bits < element.exponent_bits
+
+
+def most_escapes(count: int, bits: int) -> int:
+    """Bytes of escapes that weights take at most."""
+    return -(-count // TILE) * _MOST_DENSE if bits == DENSE else count
 
 
 def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) -> Layout:
@@ -112,8 +124,10 @@ def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) ->
     bits, num_escapes = record.get("bits"), record.get("escapes")
     if type(bits) is not int or not can_code(dtype, bits):
         raise StoreError(f"coded in {str(bits)[:20]!r} bits of {dtype}: this version knows {BITS} of {list(ELEMENTS)}")
-    if type(num_escapes) is not int or not 0 <= num_escapes <= min(count, _MAX_ESCAPES):
+    if type(num_escapes) is not int or not 0 <= num_escapes <= min(most_escapes(count, bits), _MAX_ESCAPES):
         raise StoreError(f"{str(num_escapes)[:20]!r} escapes among {count} weights")
+    if bits == DENSE and num_escapes % 4:
+        raise StoreError(f"{num_escapes} bytes of escapes are no whole words")
     layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)
     if layout.nbytes != nbytes:
         raise StoreError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weightstream.codec import dense_kernels
+
 
 @triton.jit
 def _popcount(x):
@@ -36,14 +38,15 @@ def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
 
 
 @triton.jit
-def _places(coded, count, tile, WORDS: tl.constexpr):
+def _places(coded, count, tile, WORDS: tl.constexpr, BITS: tl.constexpr):
     """Of a tile: where its words are, one to a lane, how many escapes are before it, its base; where escapes begin."""
     num_tiles = tl.cdiv(count, 4096).to(tl.int32)
     words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + tl.arange(0, 128)
     starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
     bases_at = starts_at + 4 * (num_tiles + 1)
     start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    return words, start, tl.load(bases_at + tile), bases_at + num_tiles
+    length = (num_tiles + 3) // 4 * 4 if BITS == 2 else num_tiles
+    return words, start, tl.load(bases_at + tile), bases_at + length
 
 
 @triton.jit
@@ -116,29 +119,33 @@ def _decode_tile(
     PER_WORD: tl.constexpr = 4 if EXPONENT == 4 else 2
     OUT: tl.constexpr = 4096 // PER_WORD  # words of a decoded tile
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
-    base = (base.to(tl.uint32) & (2**EXPONENT - 1)) * (0x01010101 if EXPONENT == 4 else 0x00010001)
-
-    a = tl.load(words + SYMBOLS)
-    b = tl.load(words + (SYMBOLS + 128))
-    c = tl.load(words + (SYMBOLS + 256))
-    d = c
-    if BITS == 3:
-        flags = ((a & (a >> 1) & 0x55555555) | ((b & (b >> 1) & 0x55555555) << 1)) & c
-    else:
-        d = tl.load(words + (SYMBOLS + 384))
-        flags = _nibble_flags(a) | (_nibble_flags(b) << 1) | (_nibble_flags(c) << 2) | (_nibble_flags(d) << 3)
-    found = _popcount(flags)
-    total = tl.sum(found)
-    # else the bytes are damaged, and no escape is read; of each lane, as Triton's interpreter has no masks of scalars
-    sound = tl.broadcast_to(total, [128]) <= num_escapes
-    rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
-
     lane = tl.arange(0, 128)
     room = tl.minimum(tl.cdiv(left, PER_WORD), OUT).to(tl.int32) - lane
-    if BITS == 3 or left < 4096 or total > 0:
-        _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
+    if BITS == 2:
+        if left < 4096:
+            dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, True)
+        else:
+            dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, False)
     else:
-        _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
+        a = tl.load(words + SYMBOLS)
+        b = tl.load(words + (SYMBOLS + 128))
+        c = tl.load(words + (SYMBOLS + 256))
+        d = c
+        base = (base.to(tl.uint32) & (2**EXPONENT - 1)) * (0x01010101 if EXPONENT == 4 else 0x00010001)
+        if BITS == 3:
+            flags = ((a & (a >> 1) & 0x55555555) | ((b & (b >> 1) & 0x55555555) << 1)) & c
+        else:
+            d = tl.load(words + (SYMBOLS + 384))
+            flags = _nibble_flags(a) | (_nibble_flags(b) << 1) | (_nibble_flags(c) << 2) | (_nibble_flags(d) << 3)
+        found = _popcount(flags)
+        total = tl.sum(found)
+        # else the bytes are damaged, and no escape is read; of each lane: Triton's interpreter has no masks of scalars
+        sound = tl.broadcast_to(total, [128]) <= num_escapes
+        rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
+        if BITS == 3 or left < 4096 or total > 0:
+            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
+        else:
+            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
 
 
 @triton.jit
@@ -156,7 +163,7 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
 
     OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048  # words of a tile, decoded and coded
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
-    words, start, base, escapes = _places(source, count, tile, WORDS)
+    words, start, base, escapes = _places(source, count, tile, WORDS, BITS)
     target += tile.to(tl.int64) * OUT
     left = count - tile.to(tl.int64) * 4096
     _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA)
@@ -198,6 +205,8 @@ def pick(
     row = tl.minimum(row, num_rows - 1).to(tl.int32)
     place = tl.load(table) + (slot if BESIDE else row.to(tl.int64)) * stride
     first = tl.load(starts + row * tiles)
+    if BITS == 2:  # words are read
+        first &= -4
     if not BESIDE:  # damaged, it may be any number
         first = tl.minimum(tl.maximum(first, 0), most)
         most -= first
@@ -234,23 +243,27 @@ def _field(word, field: tl.constexpr, base, left, BITS: tl.constexpr, EXPONENT: 
     return tl.where(left > field, exponent - base, 0)
 
 
-@triton.jit(do_not_specialize=["count"])
-def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BITS: tl.constexpr):
-    """Write the planes and the escapes of a tile; starts and bases are in place already."""
+@triton.jit
+def _encode_tile(
+    source,
+    words,
+    start,
+    base,
+    escapes,
+    left,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Write the planes and the escapes of a tile; `left` weights are from a lane's first word on."""
     WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
     PER_WORD: tl.constexpr = 32 // WIDTH
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
     ESCAPE: tl.constexpr = 2**BITS - 1
     PER_PLANE: tl.constexpr = 4 if BITS == 4 else WIDTH // 2  # words of weights in a word of symbols
 
-    tile = tl.program_id(0)
-    lane = tl.arange(0, 128)
-    words, start, base, escapes = _places(coded, count, tile, WORDS)
     base = base.to(tl.int32)
-    source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
-    left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
     zero = tl.zeros([128], tl.uint32)
     s, s_high, m, m_high, raw = zero, zero, zero, zero, zero  # what the words being made hold so far
     found = tl.zeros([128], tl.int32)
@@ -301,3 +314,21 @@ def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.co
             value = ((rest - ESCAPE) & (2**EXPONENT - 1)).to(tl.uint8)
             tl.store(escapes + rank, value, mask=escaped)
             rank += escaped.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BITS: tl.constexpr):
+    """Write the planes and the escapes of a tile; starts and bases are in place already."""
+    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
+    PER_WORD: tl.constexpr = 32 // WIDTH
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+
+    tile = tl.program_id(0)
+    lane = tl.arange(0, 128)
+    words, start, base, escapes = _places(coded, count, tile, WORDS, BITS)
+    source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
+    left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
+    if BITS == 2:
+        dense_kernels.encode_tile(source, words, start, base, escapes, left)
+    else:
+        _encode_tile(source, words, start, base, escapes, left, EXPONENT, MANTISSA, BITS)

@@ -6,7 +6,8 @@ from types import MappingProxyType
 
 import torch
 
-from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
+from weightstream.codec import digits
+from weightstream.codec.format import DENSE, ELEMENTS, LANES, TILE, Layout
 
 Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
@@ -22,7 +23,11 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def windows(counts: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The base of each tile, the least that leaves the fewest escapes, and how many these are: int32, (tiles,)."""
+    """The base of each tile, the least with the fewest bytes of escapes, and how many these are: int32, (tiles,)."""
+    if bits == DENSE:
+        nbytes = digits.nbytes(counts)
+        least = nbytes.amin(1)
+        return (nbytes == least[:, None]).to(torch.uint8).argmax(1).to(torch.int32), least
     sums = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
     num_symbols = 2**bits - 1
     inside = sums[:, num_symbols:] - sums[:, :-num_symbols]
@@ -38,8 +43,8 @@ def prepared(counts: torch.Tensor, dtype: str, bits: int, count: int) -> tuple[L
     layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(starts[-1]))
     coded = torch.empty(layout.nbytes, dtype=torch.uint8, device=counts.device)
     coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
-    coded[layout.bases_at : layout.escapes_at] = bases.to(torch.uint8)
-    coded[layout.escapes_at :] = 0
+    coded[layout.bases_at :] = 0
+    coded[layout.bases_at :][: len(bases)] = bases.to(torch.uint8)
     return layout, coded
 
 
@@ -48,14 +53,20 @@ def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Ten
     element, escape = ELEMENTS[dtype], 2**bits - 1
     exponents, raw = _fields(data, dtype)
     layout, coded = prepared(histograms(data, dtype), dtype, bits, data.numel() // element.nbytes)
-    rest = exponents - coded[layout.bases_at : layout.escapes_at].to(torch.int32)[:, None]
+    rest = exponents - coded[layout.bases_at :][: layout.num_tiles].to(torch.int32)[:, None]
     rest.view(-1)[layout.count :] = 0
     escapes = (rest < 0) | (rest >= escape)
     symbols = torch.where(escapes, escape, rest)
-    words = [_packed(raw, dtype, element.raw_bits), _packed(symbols, dtype, bits)]
+    packed = _packed_dense if bits == DENSE else _packed
+    words = [packed(raw, dtype, element.raw_bits), packed(symbols, dtype, bits)]
     coded[: layout.starts_at] = torch.cat(words, 1).to(torch.int32).view(torch.uint8).view(-1)
-    escaped = _by_lane(rest - escape, dtype)[_by_lane(escapes, dtype)] & 2**element.exponent_bits - 1
-    coded[layout.escapes_at : layout.escapes_at + layout.num_escapes] = escaped.to(torch.uint8)
+    written = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes]
+    if bits == DENSE:
+        starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[:-1]
+        digits.write(_in_order(rest, dtype, bits), starts, written)
+    else:
+        escaped = _in_order(rest - escape, dtype, bits)[_in_order(escapes, dtype, bits)] & 2**element.exponent_bits - 1
+        written.copy_(escaped.to(torch.uint8))
     return layout, coded
 
 
@@ -71,16 +82,19 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 
     starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[first:last]
     bases = coded[layout.bases_at + first : layout.bases_at + last].to(torch.int32)
     rests = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    symbols = _unpacked(words[:, element.raw_bits :], layout.dtype, bits)
-    found = _by_lane(symbols, layout.dtype) == 2**bits - 1
-    exponents = _by_lane(symbols, layout.dtype) + bases[:, None]
-    totals = found.sum(1, dtype=torch.int32)
-    begins = torch.minimum(starts, layout.num_escapes - totals).clamp(min=0)
-    ranks = begins[:, None] + found.cumsum(1, dtype=torch.int32) - 1
-    found &= (totals <= layout.num_escapes)[:, None]
-    exponents[found] += rests[ranks[found]].to(torch.int32)
-    exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype)
-    raw = _unpacked(words[:, : element.raw_bits], layout.dtype, element.raw_bits)
+    unpacked = _unpacked_dense if bits == DENSE else _unpacked
+    symbols = _in_order(unpacked(words[:, element.raw_bits :], layout.dtype, bits), layout.dtype, bits)
+    exponents, found = symbols + bases[:, None], symbols == 2**bits - 1
+    if bits == DENSE:
+        exponents += digits.read(found, starts, rests) - 3 * found.to(torch.int32)
+    else:
+        totals = found.sum(1, dtype=torch.int32)
+        begins = torch.minimum(starts, layout.num_escapes - totals).clamp(min=0)
+        ranks = begins[:, None] + found.cumsum(1, dtype=torch.int32) - 1
+        found &= (totals <= layout.num_escapes)[:, None]
+        exponents[found] += rests[ranks[found]].to(torch.int32)
+    exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype, bits)
+    raw = unpacked(words[:, : element.raw_bits], layout.dtype, element.raw_bits)
     mantissa = raw & 2**element.mantissa_bits - 1
     sign = raw >> element.mantissa_bits
     values = mantissa | exponents << element.mantissa_bits | sign << 8 * element.nbytes - 1
@@ -106,14 +120,18 @@ def _shape(dtype: str) -> tuple[int, int]:
     return 8 * nbytes, 4 // nbytes
 
 
-def _by_lane(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """(tiles, 4096) in the order of weights -> in the order of lanes."""
+def _in_order(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+    """(tiles, 4096) in the order of weights -> in the order of escapes."""
     num, per = _shape(dtype)
+    if bits == DENSE:
+        return values.view(-1, num, LANES, per).permute(0, 2, 3, 1).reshape(values.shape)
     return values.view(-1, num, LANES, per).transpose(1, 2).reshape(values.shape)
 
 
-def _by_weight(values: torch.Tensor, dtype: str) -> torch.Tensor:
+def _by_weight(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
     num, per = _shape(dtype)
+    if bits == DENSE:
+        return values.view(-1, LANES, per, num).permute(0, 3, 1, 2).reshape(values.shape)
     return values.view(-1, LANES, num, per).transpose(1, 2).reshape(values.shape)
 
 
@@ -153,3 +171,22 @@ def _unpacked(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
         return _values(words, dtype, bits, 2**bits - 1)
     high = torch.cat([words[:, 2:], words[:, 2:] >> 1], 1)
     return _values(words[:, :2], dtype, 2, 3) | _values(high, dtype, 2, 1) << 2
+
+
+def _packed_dense(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+    """Raw bits of two words in one: mantissa and sign of the first where they stand in a weight, those of the second in
+    between. Symbols are in planes: a bit of each weight of a lane."""
+    if bits == DENSE:
+        return torch.cat([_plane(values & 1, dtype, 1), _plane(values >> 1, dtype, 1)], 1)
+    words = values.to(torch.int64).view(len(values), -1, 2, LANES, 2)
+    first, second = words[:, :, 0], words[:, :, 1]
+    both = first & 127 | (first & 128) << 8 | second << 7
+    return both[..., 0] | both[..., 1] << 16
+
+
+def _unpacked_dense(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+    if bits == DENSE:
+        return _values(words[:, :1], dtype, 1, 1) | _values(words[:, 1:], dtype, 1, 1) << 1
+    both = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF], -1)
+    first, second = both & 127 | both >> 8 & 128, both >> 7 & 255
+    return torch.stack([first, second], 2).to(torch.int32).reshape(len(words), -1)

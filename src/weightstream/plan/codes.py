@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from operator import itemgetter
 
+from weightstream.config import CODES
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.plan import Plan
 
@@ -70,7 +71,7 @@ def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
         """The share of it that a step decodes."""
         return max(profile.read_share(unit) for unit in plan.manifest.users[alias])
 
-    for share, bits in product(sorted(set(map(read, codes)), reverse=True), (3, 4, 0)):
+    for share, bits in product(sorted(set(map(read, codes)), reverse=True), (*CODES.values(), 0)):
         for alias in [alias for alias in codes if read(alias) == share]:
             if bits and (bits not in sizes[alias] or saved_per_byte(alias, bits) <= saved_per_byte(alias, 0)):
                 continue

@@ -188,12 +188,12 @@ class Profile:
     floats and in float32, `attention_flops_per_s` fused attention. A kernel takes `op_s` of the device beside its work,
     a matrix product `product_s` in all, at least (0.0: as any kernel), and a launch `op_launch_s` of the host.
     Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
-    take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode3_bytes_per_s` and `decode4_bytes_per_s`
-    are bytes of plain weights that come out of the 3-bit and the 4-bit code. Processes that share a model add up
-    `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep on the device, `device_nbytes` all of its memory (0:
-    unknown). `handover_s` passes between a release and a copy that waits for it. `measured_at` is in seconds since the
-    epoch (0: unknown), and `load` the share of the GPU, or of the processor, that others used right before (-1:
-    unknown).
+    take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode2_bytes_per_s`, `decode3_bytes_per_s`
+    and `decode4_bytes_per_s` are bytes of plain weights that come out of the codes of 2, 3 and 4 bits. Processes that
+    share a model add up `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep on the device, `device_nbytes`
+    all of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it. `measured_at` is
+    in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the processor, that others used
+    right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
     that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
@@ -226,6 +226,7 @@ class Profile:
     decoding_launch_s: float = 0.0
     handover_s: float = 0.0
     disk_bytes_per_s: float = 2e9
+    decode2_bytes_per_s: float = 1.15e12
     decode3_bytes_per_s: float = 1.2e12
     decode4_bytes_per_s: float = 1.7e12
     ranks_bytes_per_s: float = 200e9
@@ -280,7 +281,8 @@ class Profile:
         return copy_s * coded / every if coded else 0.0
 
     def decode_bytes_per_s(self, bits: int) -> float:
-        return self.decode3_bytes_per_s if bits == 3 else self.decode4_bytes_per_s
+        rates = {2: self.decode2_bytes_per_s, 3: self.decode3_bytes_per_s}
+        return rates.get(bits, self.decode4_bytes_per_s)
 
     def decoding(self, manifest: Manifest) -> Profile:
         """The profile of a manifest whose units take `unit_s` in plain form."""

@@ -225,7 +225,7 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """The lossless codes in use: `small`, `small and fast`; empty where nothing is coded."""
+        """The lossless codes in use: `small`, `dense and fast`; empty where nothing is coded."""
         used = {bits for bits, _ in self.manifest.codes.values()}
         return " and ".join(name for name, bits in CODES.items() if bits in used)
 

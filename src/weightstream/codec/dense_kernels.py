@@ -1,0 +1,223 @@
+"""The Triton kernels of the code *dense*: the same bytes as the reference.
+
+A lane works on all 32 of its weights at once, a bit of each to a word: what a level of digits says of some of them is
+spread to their places by the moves of Hacker's Delight, section 7-5, and a few logical operations make four planes of
+what each exponent is above its base.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _popcount(x):
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _move(mask, zeros, BY: tl.constexpr):
+    """Of what stands at `mask` that which moves so far, where it is then, and the zeros that are left to count."""
+    odd = zeros ^ (zeros << 1)
+    odd ^= odd << 2
+    odd ^= odd << 4
+    odd ^= odd << 8
+    odd ^= odd << 16
+    moved = odd & mask
+    return moved, (mask ^ moved) | (moved >> BY), zeros ^ (zeros & odd)
+
+
+@triton.jit
+def _moves(mask):
+    """How bits get from the lowest places to those of a mask, by 1, 2, 4, 8 and 16."""
+    a, mask, zeros = _move(mask, (mask ^ 0xFFFFFFFF) << 1, 1)
+    b, mask, zeros = _move(mask, zeros, 2)
+    c, mask, zeros = _move(mask, zeros, 4)
+    d, mask, zeros = _move(mask, zeros, 8)
+    e, mask, zeros = _move(mask, zeros, 16)
+    return a, b, c, d, e
+
+
+@triton.jit
+def _spread(x, mask, a, b, c, d, e):
+    """The lowest bits of x at the places of a mask."""
+    x ^= (x ^ (x << 16)) & e
+    x ^= (x ^ (x << 8)) & d
+    x ^= (x ^ (x << 4)) & c
+    x ^= (x ^ (x << 2)) & b
+    x ^= (x ^ (x << 1)) & a
+    return x & mask
+
+
+@triton.jit
+def _window(words, at, limit):
+    """The 32 bits from the `at`th on; 0 where words are behind the `limit`."""
+    place, shift = at >> 5, (at & 31).to(tl.uint32)
+    low = tl.load(words + place, mask=place < limit, other=0)
+    high = tl.load(words + place + 1, mask=place + 1 < limit, other=0)
+    return (low >> shift) | ((high << (shift ^ 31)) << 1)
+
+
+@triton.jit
+def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.constexpr):
+    """Decode a tile, of which a lane has these `words` and an `out`, where so much is `room`."""
+    limit = num_escapes >> 2
+    start = tl.minimum(tl.maximum(start >> 2, 0), limit)
+    digits, limit = escapes.to(tl.pointer_type(tl.uint32)) + start, limit - start
+
+    low, high = tl.load(words + 1024), tl.load(words + 1152)  # of symbols
+    there = low & high
+    num = _popcount(there)
+    at, end = tl.cumsum(num) - num, tl.sum(num)
+    a, b, c, d, e = _moves(there)
+    first0 = _spread(_window(digits, at, limit), there, a, b, c, d, e)
+    first1 = _spread(_window(digits, at + end, limit), there, a, b, c, d, e)
+
+    there = first0 & first1
+    num = _popcount(there)
+    at, length = tl.cumsum(num) - num + 2 * end, tl.sum(num)
+    a, b, c, d, e = _moves(there)
+    second0 = _spread(_window(digits, at, limit), there, a, b, c, d, e)
+    second1 = _spread(_window(digits, at + length, limit), there, a, b, c, d, e)
+    second2 = _spread(_window(digits, at + 2 * length, limit), there, a, b, c, d, e)
+
+    flags = second0 & second1 & second2  # of weights whose byte is still to come
+    num = _popcount(flags)
+    rank = tl.cumsum(num) - num + (2 * end + 3 * length + 7) // 8
+    rests = digits.to(tl.pointer_type(tl.uint8)) + rank
+    fewer = flags & (flags - 1)
+    rest = tl.load(rests, mask=(flags != 0) & (rank < 4 * limit), other=0).to(tl.uint32)
+    place, flags = _popcount((flags ^ fewer) - 1), fewer
+    more = ((0 - rest) & 511) << (7 + (place & 16)).to(tl.uint32)
+    turn = place & 15
+
+    # Four planes of what exponents are above their base less 8, then four words of eight such numbers.
+    p3 = ((first0 | first1) ^ 0xFFFFFFFF) | (second1 & second2)
+    p2 = (first0 ^ first1) | second2
+    p1 = (high & ((first0 & first1) ^ 0xFFFFFFFF)) | (second1 & (second2 ^ 0xFFFFFFFF))
+    p0 = (low & (first1 ^ 0xFFFFFFFF)) | second0
+    x0 = (p0 & 0x55555555) | ((p1 & 0x55555555) << 1)
+    x1 = ((p0 >> 1) & 0x55555555) | (p1 & 0xAAAAAAAA)
+    y0 = (p2 & 0x55555555) | ((p3 & 0x55555555) << 1)
+    y1 = ((p2 >> 1) & 0x55555555) | (p3 & 0xAAAAAAAA)
+    n0 = (x0 & 0x33333333) | ((y0 & 0x33333333) << 2)
+    n1 = (x1 & 0x33333333) | ((y1 & 0x33333333) << 2)
+    n2 = ((x0 >> 2) & 0x33333333) | (y0 & 0xCCCCCCCC)
+    n3 = ((x1 >> 2) & 0x33333333) | (y1 & 0xCCCCCCCC)
+
+    base = ((base.to(tl.uint32) + 504) & 511) * 0x00800080
+    for k in tl.static_range(16):
+        number = n0 if k % 4 == 0 else n1 if k % 4 == 1 else n2 if k % 4 == 2 else n3
+        number = number << (7 - 4 * (k // 4)) if k < 8 else number >> (4 * (k // 4) - 7)
+        exponent = base + (number & 0x07800780) + tl.where(turn == k, more, 0)
+        if k % 2 == 0:
+            raw = tl.load(words + (k // 2) * 128)
+            x = raw
+        else:
+            x = ((raw >> 7) & 0x007F007F) | ((raw << 1) & 0x80008000)
+        word = (x & 0x807F807F) | (exponent & 0x7F807F80)
+        tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
+
+    # Where a lane has more than one byte, which is rare. What it has written it may read again.
+    turn, most = 1, tl.max(num)
+    while turn < most:
+        inside = flags != 0
+        fewer = flags & (flags - 1)
+        place, flags = _popcount((flags ^ fewer) - 1), fewer
+        at, shift = 128 * (place & 15), (7 + (place & 16)).to(tl.uint32)
+        inside &= room > at
+        word = tl.load(out + at, mask=inside, other=0)
+        rest = tl.load(rests + turn, mask=inside & (rank + turn < 4 * limit), other=0).to(tl.uint32)
+        exponent = word >> shift
+        tl.store(out + at, word ^ (((exponent ^ (exponent - rest)) & 255) << shift), mask=inside)
+        turn += 1
+
+
+@triton.jit
+def _gather(x, a, b, c, d, e):
+    """The bits of x at the places of a mask, and no others, at the lowest places."""
+    moved = x & a
+    x = (x ^ moved) | (moved >> 1)
+    moved = x & b
+    x = (x ^ moved) | (moved >> 2)
+    moved = x & c
+    x = (x ^ moved) | (moved >> 4)
+    moved = x & d
+    x = (x ^ moved) | (moved >> 8)
+    moved = x & e
+    return (x ^ moved) | (moved >> 16)
+
+
+@triton.jit
+def _put(words, at, bits):
+    """Set these bits, from the `at`th on."""
+    place, shift = at >> 5, (at & 31).to(tl.uint32)
+    low, high = (bits << shift).to(tl.int32, bitcast=True), ((bits >> 1) >> (shift ^ 31)).to(tl.int32, bitcast=True)
+    tl.atomic_or(words + place, low, mask=low != 0)
+    tl.atomic_or(words + place + 1, high, mask=high != 0)
+
+
+@triton.jit
+def _rest(word, field: tl.constexpr, base, left):
+    """What the exponent of one float of a word is above its base: 0 behind the end."""
+    return tl.where(left > field, ((word >> (16 * field + 7)) & 255).to(tl.int32) - base, 0)
+
+
+@triton.jit
+def encode_tile(source, words, start, base, escapes, left):
+    """Write the planes of a tile and what follows its symbols, where there are zeros; `left` weights are from a lane's
+    first word on."""
+    base, zero = base.to(tl.int32), tl.zeros([128], tl.uint32)
+    low, high, first0, first1, second0, second1, second2 = zero, zero, zero, zero, zero, zero, zero
+    for k in tl.static_range(16):
+        word = tl.load(source + k * 128, mask=left > k * 256, other=0)
+        if k % 2 == 0:
+            raw = word & 0x807F807F
+        else:
+            tl.store(words + (k // 2) * 128, raw | ((word & 0x007F007F) << 7) | ((word & 0x80008000) >> 1))
+        for field in tl.static_range(2):
+            rest = _rest(word, field, base, left - k * 256)
+            symbol = tl.where((rest < 0) | (rest > 2), 3, rest).to(tl.uint32)
+            first = tl.where(rest == 3, 0, tl.where((rest == -1) | (rest == -2), -rest, 3)).to(tl.uint32)
+            second = tl.where((rest >= -8) & (rest <= -3), rest + 8, tl.where(rest == 4, 6, 7)).to(tl.uint32)
+            place = k + 16 * field
+            low |= (symbol & 1) << place
+            high |= (symbol >> 1) << place
+            first0 |= (first & 1) << place
+            first1 |= (first >> 1) << place
+            second0 |= (second & 1) << place
+            second1 |= ((second >> 1) & 1) << place
+            second2 |= (second >> 2) << place
+    tl.store(words + 1024, low)
+    tl.store(words + 1152, high)
+
+    digits = escapes.to(tl.pointer_type(tl.int32)) + (start >> 2)
+    there = low & high
+    num = _popcount(there)
+    at, end = tl.cumsum(num) - num, tl.sum(num)
+    a, b, c, d, e = _moves(there)
+    _put(digits, at, _gather(first0 & there, a, b, c, d, e))
+    _put(digits, at + end, _gather(first1 & there, a, b, c, d, e))
+
+    there &= first0 & first1
+    num = _popcount(there)
+    at, length = tl.cumsum(num) - num + 2 * end, tl.sum(num)
+    a, b, c, d, e = _moves(there)
+    _put(digits, at, _gather(second0 & there, a, b, c, d, e))
+    _put(digits, at + length, _gather(second1 & there, a, b, c, d, e))
+    _put(digits, at + 2 * length, _gather(second2 & there, a, b, c, d, e))
+
+    num = _popcount(there & second0 & second1 & second2)
+    rank = tl.cumsum(num) - num
+    rests = digits.to(tl.pointer_type(tl.uint8)) + (2 * end + 3 * length + 7) // 8
+    for field in tl.static_range(2):
+        for k in tl.static_range(16):
+            word = tl.load(source + k * 128, mask=left > k * 256, other=0)
+            rest = _rest(word, field, base, left - k * 256)
+            flag = (rest < -8) | (rest > 4)
+            tl.store(rests + rank, ((5 - rest) & 255).to(tl.uint8), mask=flag)
+            rank += flag.to(tl.int32)
