@@ -14,7 +14,7 @@ from models import ARCHITECTURES, MODELS, Model, assert_same, model_nbytes, to_d
 from repeats import thinned
 from streaming import DEVICES, assert_steps_equal, least_budget, place, plain, plans, run
 
-NUM_STEPS = 3
+NUM_STEPS = 5
 # the root reads all of its weights itself: there is nothing that could move while it runs
 CANNOT_STREAM = frozenset({"BareParameters"})
 # a step of these runs other blocks than the step before
