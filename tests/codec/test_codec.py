@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patterns import KINDS, PATTERNS, SIZES, flat, gaussian, noise, spread
-from repeats import examples
+from repeats import examples, only, thinned
 from weightstream.codec import reference
 from weightstream.codec.format import BITS, DENSE, ELEMENTS, Layout, can_code, layout_of
 from weightstream.errors import StoreError
@@ -60,14 +60,12 @@ def assert_exact(data: torch.Tensor, dtype: str, bits: int) -> Layout:
     return layout
 
 
-@kinds
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("dtype", "bits", "pattern"), thinned(KINDS, PATTERNS))
 def test_every_bit_comes_back(dtype: str, bits: int, pattern: str) -> None:
     assert_exact(PATTERNS[pattern](dtype), dtype, bits)
 
 
-@kinds
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize(("dtype", "bits", "count"), thinned(KINDS, SIZES))
 def test_any_number_of_weights(dtype: str, bits: int, count: int) -> None:
     assert_exact(gaussian(dtype, count), dtype, bits)
     assert_exact(noise(dtype, count), dtype, bits)
@@ -114,8 +112,7 @@ def test_gaussian_weights_take_few_bits(dtype: str, bits: int, scale: float) -> 
 # The format, as docs/codec.md tells it.
 
 
-@kinds
-@pytest.mark.parametrize("pattern", ["random bits", "wide"])
+@pytest.mark.parametrize(("dtype", "bits", "pattern"), thinned(KINDS, ["random bits", "wide"]))
 def test_the_documented_decoder(dtype: str, bits: int, pattern: str) -> None:
     data = PATTERNS[pattern](dtype)
     layout, coded = reference.encode(data, dtype, bits)
@@ -296,7 +293,7 @@ def dense_nbytes(counts: list[int], base: int) -> int:
     seed=st.integers(0, 2**31),
 )
 def test_bases_of_dense_are_the_least_with_the_fewest_bytes(width: int, first: int, most: int, seed: int) -> None:
-    counts = torch.zeros(4, 256, dtype=torch.int32)
+    counts = torch.zeros(2, 256, dtype=torch.int32)
     there = counts[:, first : first + width]
     there += torch.randint(0, most + 1, there.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     bases, nbytes = reference.windows(counts, DENSE)
@@ -321,7 +318,7 @@ def test_histograms_count_every_weight_once(dtype: str, bits: int) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", only(range(20), *range(6)))
 def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, bits: int, seed: int) -> None:
     data = spread(dtype, 9000, 0.5, 2.5, seed)
     layout, coded = reference.encode(data, dtype, bits)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from patterns import KINDS, PATTERNS, gaussian, noise, spread
+from repeats import thinned
 from weightstream.codec import estimate, reference
 from weightstream.codec.estimate import ASSUMED_BITS, estimates
 from weightstream.codec.format import ELEMENTS, TILE, Layout, most_escapes
@@ -29,8 +30,7 @@ def true_nbytes(data: torch.Tensor, dtype: str) -> dict[int, int]:
     return {b: Layout(dtype=dtype, bits=b, count=count, num_escapes=num).nbytes for b, num in escapes.items()}
 
 
-@kinds
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("dtype", "bits", "pattern"), thinned(KINDS, PATTERNS))
 def test_exact_where_all_tiles_are_looked_at(dtype: str, bits: int, pattern: str) -> None:
     data = PATTERNS[pattern](dtype)
     layout, coded = reference.encode(data, dtype, bits)
@@ -79,8 +79,7 @@ def test_the_error_is_that_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 15 < num_more < 55
 
 
-@dtypes
-@pytest.mark.parametrize("scale", [0.01, 0.19])
+@pytest.mark.parametrize(("dtype", "scale"), thinned(ELEMENTS, [0.01, 0.19]))
 def test_large_gaussian_weights(dtype: str, scale: float) -> None:
     data = gaussian(dtype, 3_000_001, scale)
     true = true_nbytes(data, dtype)
@@ -112,8 +111,7 @@ def test_no_more_escapes_than_weights(dtype: str, bits: int) -> None:
     assert true_nbytes(data, dtype)[bits] < estimates([data], dtype)[bits] <= 1.001 * layout.nbytes
 
 
-@kinds
-@pytest.mark.parametrize("num_tiles", [50, 1000])
+@pytest.mark.parametrize(("dtype", "bits", "num_tiles"), thinned(KINDS, [50, 1000]))
 def test_bytes_that_lie_in_parts(dtype: str, bits: int, num_tiles: int) -> None:
     """Experts of different scales, of which all are looked at."""
     scales = (0.01, 1.0, 0.1, 3.0, 0.3)
