@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 SHARES = (0.35, 0.7)
-# In CI each streams from its file; of what else is tried one does.
+# In CI each library's streams from its file, and what that shows of the others test_formats.py does; of what else is
+# tried one does.
+IN_CI = ("bnb nf4", "bnb int8", "torchao float8", "fp8", "mxfp4", "gptq", "compressed w4a16")
 EVERY_SECOND = list(CHECKPOINTS)[1::2]
 
 
@@ -61,6 +63,7 @@ def in_files_nbytes(streamer: weightstream.Streamer) -> int:
     return sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
 
 
+@pytest.mark.parametrize("name", only(CHECKPOINTS, *IN_CI), indirect=True)
 def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(name)
     plain = loaded(path)

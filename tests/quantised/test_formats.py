@@ -15,6 +15,9 @@ from repeats import only
 from weightstream.runtime.leaves import leaves_of, plain_tensors
 
 SHARES = (0.2, 0.6)
+# each library, and what it keeps in another way
+IN_CI = ("bnb nf4 double", "bnb int8", "torchao int8", "torchao int8 dynamic", "gguf q4_k", "compressed w4a16 zeros")
+IN_CI = (*IN_CI, "compressed w8a8", "compressed fp8", "gptq", "awq", "layerwise casting", "fp8 scaled")
 _UNCOPIED = (
     "gguf q8_0",
     "gguf q4_0",
@@ -39,6 +42,7 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert all(torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) for a, b in found), key
 
 
+@pytest.mark.parametrize("name", only(FORMATS, *IN_CI), indirect=True)
 def test_streams_as_it_is(name: str) -> None:
     plain, model = build(name), build(name)
     xs = inputs(model)

@@ -27,6 +27,7 @@ def made(name: str) -> nn.Module:
     return build(name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bnb nf4", "compressed w8a8", "layerwise casting"])
 def test_a_second_offload_is_refused_and_harms_nothing(name: str) -> None:
     plain, model = made(name), made(name)
