@@ -143,7 +143,8 @@ def test_on_each_rank(kind: str, name: str, done: Callable[[str], subprocess.Com
 @pytest.mark.stress
 @pytest.mark.parametrize("done", ["cpu"], indirect=True)
 def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]) -> None:
-    done("")
+    for kind in dict(CHECKS):
+        done(kind)
     for name in ("qwen2", "mixtral"):
         found = Plan.from_json((folder / f"{name}.plan").read_text())
         about: dict[str, Any] = {"device": "cpu", "device_budget": found.budget, "host_budget": "1GiB"}

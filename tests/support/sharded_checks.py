@@ -69,7 +69,7 @@ def forked(num: int) -> None:
 
 
 if "RANK" not in os.environ:
-    for kind in ("Llama", "Qwen2", "Mixtral"):
+    for kind in ("Llama", "Qwen2"):
         getattr(transformers, f"{kind}ForCausalLM")  # which imports it
     forked(2)
 DEVICE, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -252,7 +252,7 @@ def a_text_that_ends_early() -> None:
     assert decoding == Decoding(replays=num - 2), decoding
 
 
-@check
+@check  # slow
 def a_capture_that_one_rank_refuses() -> None:
     """None replays then, and all say why."""
     model = streamed("llama", device_budget="200KiB", codec="none")
@@ -376,21 +376,29 @@ def budgets_are_agreed() -> None:
     model.weightstream.remove()
 
 
+def planned_ahead(name: str) -> None:
+    """By these processes, and by one alone, which reads what the first of them writes."""
+    settings = {"device_budget": plain_nbytes(name) // 2, "host_budget": "1GiB"}
+    model = streamed(name, **settings)
+    plan = model.weightstream.plan
+    if DEVICE == "cpu":  # a GPU has memory that kernels read in place
+        ahead = weightstream.plan_model(FOLDER / name, device=WHERE, tp_size=NUM, **settings)
+        for field in fields(Plan):
+            if not field.name.endswith("_s"):  # another process may measure the machine anew meanwhile
+                assert getattr(ahead, field.name) == getattr(plan, field.name), field.name
+    if RANK == 0:
+        (FOLDER / f"{name}.plan").write_text(plan.to_json())
+    model.weightstream.remove()
+
+
+@check  # slow
+def plans_made_ahead_of_experts() -> None:
+    planned_ahead("mixtral")
+
+
 @check
 def plans_made_ahead() -> None:
-    """By these processes, and by one alone, which reads what the first of them writes."""
-    for name in ("qwen2", "mixtral"):
-        settings = {"device_budget": plain_nbytes(name) // 2, "host_budget": "1GiB"}
-        model = streamed(name, **settings)
-        plan = model.weightstream.plan
-        if DEVICE == "cpu":  # a GPU has memory that kernels read in place
-            ahead = weightstream.plan_model(FOLDER / name, device=WHERE, tp_size=NUM, **settings)
-            for field in fields(Plan):
-                if not field.name.endswith("_s"):  # another process may measure the machine anew meanwhile
-                    assert getattr(ahead, field.name) == getattr(plan, field.name), field.name
-        if RANK == 0:
-            (FOLDER / f"{name}.plan").write_text(plan.to_json())
-        model.weightstream.remove()
+    planned_ahead("qwen2")
     with pytest.raises(ConfigError, match=f"tp_size = {NUM + 1}, and {NUM} processes run"):
         weightstream.plan_model(FOLDER / "llama", device=WHERE, tp_size=NUM + 1, device_budget="1MiB")
 
@@ -466,7 +474,7 @@ def compared(name: str, **plan: Any) -> None:
     model.weightstream.remove()
 
 
-@check
+@check  # slow
 def a_head_that_is_not_the_embedding() -> None:
     compared("untied")
 
