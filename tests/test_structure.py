@@ -97,6 +97,16 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@cache
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
 def module_of(path: Path) -> str:
     """`weightstream.plan.schedule`, or the package's own name for an `__init__.py`."""
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
@@ -108,7 +118,7 @@ MODULES = {module_of(path) for path in FILES}
 
 def imports(path: Path) -> Iterator[str]:
     """Every module that a file imports, wherever the statement stands; `from package import module` is that module."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -167,7 +177,7 @@ PLAN_FILES = [path for path in FILES if path.parent.name == "plan"]
 @pytest.mark.parametrize("path", PLAN_FILES, ids=relative)
 def test_planning_knows_no_torch_no_files_and_no_clock(path: Path) -> None:
     assert {name.split(".")[0] for name in imports(path)} <= PURE
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Name) and node.id in IMPURE_BUILTINS:
             assert hasattr(builtins, node.id)
             raise AssertionError(f"{relative(path)}:{node.lineno} calls {node.id}")
@@ -175,7 +185,7 @@ def test_planning_knows_no_torch_no_files_and_no_clock(path: Path) -> None:
 
 def spells_torch_cuda(path: Path) -> list[int]:
     lines = []
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if (
             (isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch")
             or (isinstance(node, ast.Import) and any(a.name.startswith("torch.cuda") for a in node.names))
@@ -216,7 +226,7 @@ def test_modules_hold_no_state(path: Path) -> None:
     """A table that nobody changes is a tuple, a frozenset or a MappingProxyType."""
     found = [(name, line) for name, line in containers(tree(path).body) if (relative(path), name) not in ALLOWED_STATE]
     assert not found, f"{relative(path)}: {found}"
-    rebound = [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
+    rebound = [node.lineno for node in nodes(path) if isinstance(node, ast.Global)]
     assert not rebound, f"{relative(path)}: `global` in lines {rebound}"
 
 
@@ -297,7 +307,7 @@ KERNELS = {"codec/dense_kernels.py", "codec/kernels.py", "runtime/slot_kernels.p
 
 def code_lines(path: Path, node: ast.FunctionDef) -> int:
     """Lines of a function without its docstring, blank lines and comments."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = lines_of(path)
     told = node.body[0] if ast.get_docstring(node) else None
     docstring = range(told.lineno, (told.end_lineno or 0) + 1) if told else range(0)
     numbers = (n for n in range(node.lineno, (node.end_lineno or 0) + 1) if n not in docstring)
@@ -320,8 +330,8 @@ def fields(node: ast.ClassDef) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_files_functions_and_classes_stay_small(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES
-    for node in ast.walk(tree(path)):
+    assert len(lines_of(path)) <= MOST_FILE_LINES
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef) and relative(path) not in KERNELS:
             assert code_lines(path, node) <= MOST_FUNCTION_LINES, node.name
         if isinstance(node, ast.ClassDef) and not is_frozen(node):

@@ -490,7 +490,7 @@ def over_lanes(model: Any, num: int) -> Stripes:
     raise AssertionError("no budget plans")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_over_several_devices_one_graph_holds_the_step_of_all(name: str, num: int) -> None:

@@ -316,7 +316,7 @@ ONLY_IDS = [name for name in models.ARCHITECTURES if name not in ("t5", "bart-bf
 ONLY_IDS = [name for name in ONLY_IDS if name not in ("vit", "swin", "convnext-bf16")]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ONLY_IDS)
 def test_models_are_followed_and_stay_as_they_are(name: str) -> None:
     pytest.importorskip("transformers")
@@ -331,6 +331,7 @@ def test_models_are_followed_and_stay_as_they_are(name: str) -> None:
     assert vars(model.config) == config
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", sorted(models.FIXTURES))
 def test_any_module_is_followed_by_its_inputs(name: str) -> None:
     made = models.FIXTURES[name]()

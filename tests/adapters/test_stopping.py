@@ -74,7 +74,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.5}
 GREEDY = {"do_sample": False, "repetition_penalty": 2.0}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", [1, 2, 3, 10])
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> None:

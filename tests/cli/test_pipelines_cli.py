@@ -60,7 +60,8 @@ def pixels(path: Path) -> bytes:
         return made.tobytes()
 
 
-def test_a_plan_tells_every_component(folder: Path, tmp_path: Path) -> None:
+def test_a_plan_tells_every_component(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightstream.cli.pipelines._BUDGETS", 3)  # of a sweep: each is a search
     result = weightstream("plan", folder, "--device-budget", BUDGET, *CALL, "--sweep", "--save", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
     for text in ("text_encoder_2", "3 x forward", "1 x decode", "predicted:", "seconds per call over budget", "▶"):

@@ -29,7 +29,7 @@ WIDTH = 128
 __all__ = ["code_all"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(
     ("codec", "dtype", "places", "name"),

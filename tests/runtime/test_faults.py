@@ -115,6 +115,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> Non
 # -- copies and memory that fail ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("nth", range(12))
 def test_a_copy_that_fails_once_ends_its_step_and_no_other(
     net: Net, plain: Net, nth: int, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,7 @@ def fail_at_the_second(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
     monkeypatch.setattr(Assembly, "attach", failing)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "num"),
     [

@@ -219,6 +219,7 @@ class Peeking(nn.Sequential):
         return x @ self[-1].weight
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_calls", range(3))
 def test_what_streams_for_the_first_time_is_watched_before_compiled_code_reads_it(num_calls: int) -> None:
     """All fits at first, so that nothing shows who reads what. A step goes on: there the caller vouches for it."""

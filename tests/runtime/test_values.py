@@ -41,7 +41,7 @@ def assert_streamed(stats: weightstream.Stats, before: weightstream.Stats, strea
     assert stats.unplanned_fills == before.unplanned_fills
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("name", "share"),
@@ -158,7 +158,7 @@ def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
     assert_steps_equal(model, reference, device, range(2))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", thinned(MODELS))
 def test_models_repeat_bitwise_and_depend_on_their_inputs(name: str) -> None:
     """What the comparisons rest on: equal models give equal outputs, and other inputs give others."""

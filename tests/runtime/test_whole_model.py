@@ -79,6 +79,7 @@ def test_state_dict_is_right_and_stays_right(name: str, device: str) -> None:
             assert_weights(state, expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_pickles_at_its_own_size(name: str) -> None:
     model = MODELS[name]()
@@ -208,6 +209,7 @@ def test_updates_in_place_reach_the_next_steps(
     assert_weights(weights(model.module), weights(reference.module))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", range(6))
 def test_an_update_of_one_weight_between_steps(index: int, device: str) -> None:
