@@ -57,6 +57,12 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
     return weightstream.offload_pipeline(pipe, device=device, device_budget=budget, example_inputs=example, **settings)
 
 
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    """For all that leave it as it is."""
+    return offloaded("flux")
+
+
 # others are loaded from files
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "controlnet", "wan"))
@@ -171,9 +177,8 @@ def test_more_steps_and_larger_images_take_longer() -> None:
     assert large.activation_nbytes > 4 * few.activation_nbytes
 
 
-def test_components_have_one_ring_in_turn() -> None:
+def test_components_have_one_ring_in_turn(pipe: Any) -> None:
     """Device memory is less than what the components take that are offloaded one by one."""
-    pipe = offloaded("flux", share=0.35)
     plans = [streamer.plan for streamer in pipe.weightstream.components.values()]
     rings = [plan.ring_nbytes + plan.buffer_nbytes for plan in plans]
     held = pipe.weightstream.stats().held_nbytes["device"]
@@ -463,8 +468,8 @@ def test_another_call_than_the_one_that_was_planned_for() -> None:
         assert torch.equal(pipelines.image(pipe, "flux", **call), pipelines.image(plain, "flux", **call))
 
 
-def test_a_call_that_is_interrupted() -> None:
-    plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
+def test_a_call_that_is_interrupted(pipe: Any) -> None:
+    plain = pipelines.build("flux")
 
     def stop(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = step == 1
@@ -478,7 +483,7 @@ def test_a_call_that_is_interrupted() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         pipelines.image(pipe, "flux", callback_on_step_end=fail)
-    assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain, "flux"))
+    assert torch.equal(pipelines.image(pipe, "flux"), plain_image("flux"))
 
 
 @pytest.mark.stress
@@ -538,11 +543,6 @@ def test_every_budget_from_the_least_on_plans() -> None:
 
 
 # -- manners -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pipe() -> Any:
-    return offloaded("flux")
 
 
 @pytest.mark.stress
