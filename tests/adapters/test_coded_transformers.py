@@ -26,7 +26,7 @@ __all__ = ["code_all", "told"]
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("no_loading_bars")
+pytestmark = pytest.mark.usefixtures("no_loading_bars", "few_plans")
 
 TEXT = MappingProxyType(
     {

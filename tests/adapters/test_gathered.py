@@ -17,7 +17,7 @@ from weightstream.store.folder import OffloadFolder
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("no_loading_bars")
+pytestmark = pytest.mark.usefixtures("no_loading_bars", "few_plans")
 
 NAMES = ("mixtral", "qwen3_moe-bf16")
 
