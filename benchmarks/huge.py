@@ -19,6 +19,7 @@ from torch import nn
 from weightstream.adapters import hf_sharded
 from weightstream.assembly import Given
 from weightstream.codec import coding
+from weightstream.config import CODES
 from weightstream.front import _offload
 from weightstream.runtime.devices import opened
 from weightstream.store.decoded import DecodedMemory
@@ -32,7 +33,7 @@ SHAPE = {
     "num_attention_heads": 128,
     "vocab_size": 128256,
 }
-DISTINCT, BITS = 4, 3
+DISTINCT, CODEC = 4, "dense"
 _ALIGNMENT = 4096
 
 
@@ -50,7 +51,7 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
             local = here(params[name])
             random.manual_seed(crc32(name.encode()) + (local is not params[name]) * torch.distributed.get_rank())
             plain = torch.randn(local.shape, generator=random, device=device, dtype=torch.bfloat16).mul_(0.02)
-            layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16", BITS)
+            layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16", CODES[CODEC])
             out.seek(-(-out.tell() // _ALIGNMENT) * _ALIGNMENT)
             written[name] = layout, out.tell()
             out.write(coded.cpu().numpy())

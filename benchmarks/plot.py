@@ -22,9 +22,9 @@ from matplotlib.axes import Axes
 OURS, PEER, PLAIN, LINE, LATER = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020", "#8a5a9f"
 STAGES = {"device_s": ("device starts", PEER), "load_s": ("load", OURS), "first_s": ("first step", PLAIN)}
 GIB = 2**30
-SIMULATED = {  # ms by GPUs: two layers in each ring, links of 55.4 GB/s that add up, codes of 0.70
+SIMULATED = {  # ms by GPUs: two layers in each ring, links of 55.4 GB/s that add up, codes of 0.67
     "none": {1: 252, 2: 126, 4: 63, 8: 31.5},
-    "auto": {1: 174, 2: 88, 4: 44, 8: 22},
+    "auto": {1: 167, 2: 84, 4: 42, 8: 21},
 }
 COLUMNS = (
     *("bits_per_weight", "decode_tbps", "encode_gbps", "reference_tbps", "x_copy", "times_faster", "x_resident_turns"),

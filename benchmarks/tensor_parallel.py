@@ -298,7 +298,7 @@ class Ranks:
         nbytes = sum(huge.here(param).nbytes for param in model.parameters())
         budget = int(0.4 * nbytes) if self.args.tiny else None  # what is free
         settings = weightstream.OffloadConfig(
-            device_budget=budget, host_budget=self.num * nbytes, context=256, codec="dense"
+            device_budget=budget, host_budget=self.num * nbytes, context=256, codec=huge.CODEC
         )
         inputs, run = self.inputs(1), last(model)
         try:
@@ -314,7 +314,7 @@ class Ranks:
                 floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
                 p50 = rows.percentiles(ms)["p50"]
                 self.write(
-                    system=f"405b, layers share the bytes of {huge.DISTINCT}, codec dense",
+                    system=f"405b, layers share the bytes of {huge.DISTINCT}, codec {huge.CODEC}",
                     ms=rows.percentiles(ms),
                     predicted_ms=round(1e3 * planned.step_s, 2),
                     x_predicted=round(1e3 * planned.step_s / p50, 3),

@@ -61,11 +61,12 @@ class Compiled:
         return Kernel()
 
 
-def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "more"), [(2, {"maxnreg": 32}), (3, {})])
+def test_a_kernel_is_looked_up_once(bits: int, more: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is launched as it was compiled, with the same arguments, the table by its address."""
     compiled = Compiled()
     monkeypatch.setattr(triton_codec.kernels, "decode", compiled)
-    layout, coded = reference.encode(gaussian("bfloat16", 3001), "bfloat16", 3)
+    layout, coded = reference.encode(gaussian("bfloat16", 3001), "bfloat16", bits)
     decode = triton_codec.Decoding([(coded, layout, target(layout))] * (triton_codec._MOST + 1))
     for _ in range(3):
         decode()
@@ -74,7 +75,7 @@ def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for (grid, options, table, *facts), (again, address, *same) in zip(
         compiled.looked_up, compiled.launched[:2], strict=True
     ):
-        assert options == {"num_warps": triton_codec.WARPS}
+        assert options == {"num_warps": triton_codec.WARPS} | more
         assert len(grid) == 3
         assert (again, address, same) == (grid, table.data_ptr(), facts)
     assert compiled.launched[:2] == compiled.launched[2:]

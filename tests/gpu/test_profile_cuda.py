@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from weightstream.cli import app
 from weightstream.codec import coding
+from weightstream.codec.format import BITS
 from weightstream.measure import bench, profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Side
@@ -70,7 +71,7 @@ def test_measuring_and_sizes_compile_nothing_more(backend: CudaBackend, monkeypa
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["repr"]))
     bench.measure(backend)
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
-    for bits in (3, 4):
+    for bits in BITS:
         for nbytes, offset, num in ((2, 0, 1), (10002, 2, 5), (65536, 16, 33)):
             layout, coded = coding.encode(memory[offset : offset + nbytes], "bfloat16", bits)
             coding.decoding([(coded, layout, memory[1 << 19 :])] * num)()

@@ -371,6 +371,8 @@ def test_a_profile_is_json_both_ways() -> None:
     found = replace(MEASURED, unit_s=(0.1, 0.2), handover_s=1 / 3)
     assert profile.from_json(profile.to_json(found)) == found
     assert profile.from_json('{"link_bytes_per_s": 5e9}') == Profile(link_bytes_per_s=5e9)
+    before_dense = profile.from_json('{"decode3_bytes_per_s": 1.0, "decode4_bytes_per_s": 1.0}')
+    assert before_dense.decode2_bytes_per_s == 1.0, "where nothing decodes, it does not either"
 
 
 @pytest.mark.parametrize(

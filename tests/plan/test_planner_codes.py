@@ -416,6 +416,26 @@ def test_room_that_is_left_goes_to_faster_forms(uneven: bool) -> None:
         assert seconds[0] > 0 or not manifest.codes or not manifest.order
 
 
+def test_room_goes_to_the_code_that_saves_most_for_it() -> None:
+    """A code more to choose from is never worse: where one between saves less by the byte it is passed over."""
+    rates = {"decode2_bytes_per_s": 1000.0, "decode3_bytes_per_s": 1150.0, "decode4_bytes_per_s": 1700.0}
+    profile, num_passed_over = replace(LINK_BOUND, **rates), 0
+    for plain in CODED_MODELS:
+        codes = {alias: (2, nbytes) for alias, (_, nbytes) in coded(plain, uneven=False).codes.items()}
+        manifest = plain.coded(codes)
+        room = {alias: (plain.aliases[alias] - nbytes) // 512 for alias, (_, nbytes) in codes.items()}
+        sizes = {a: {2: n, 3: n + room[a] // 3 * 512, 4: n + room[a] // 2 * 512} for a, (_, n) in codes.items()}
+        fewer = {alias: {2: found[2], 4: found[4]} for alias, found in sizes.items()}
+        least = manifest.nbytes + buffer_nbytes(manifest)
+        for budget in range(least, plain.nbytes + buffer_nbytes(manifest) + 512, 512):
+            first = place(manifest, budget=budget, profile=profile)
+            plan, other = (cost.predicted(decoding_less(first, known, profile), profile) for known in (sizes, fewer))
+            assert_sound(plan)
+            assert plan.decode_s <= other.decode_s
+            num_passed_over += plan.decode_s == other.decode_s < first.decode_s
+    assert num_passed_over
+
+
 # -- manifests and proofs ------------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,7 @@ def layouts(data: torch.Tensor, dtype: str, codes: Sequence[int], device: torch.
 
 def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> Iterator[torch.Tensor]:
     """The coded form, made on a device, in pieces; raises `StoreError` where it has another layout than this."""
+    layout.check()
     encode_part = encode if _has_kernels(device) else reference.encode
 
     def encoded(part: torch.Tensor) -> tuple[Layout, torch.Tensor]:

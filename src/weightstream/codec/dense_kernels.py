@@ -157,8 +157,8 @@ def _put(words, at, bits):
     """Set these bits, from the `at`th on."""
     place, shift = at >> 5, (at & 31).to(tl.uint32)
     low, high = (bits << shift).to(tl.int32, bitcast=True), ((bits >> 1) >> (shift ^ 31)).to(tl.int32, bitcast=True)
-    tl.atomic_or(words + place, low, mask=low != 0)
-    tl.atomic_or(words + place + 1, high, mask=high != 0)
+    tl.atomic_or(words + place, low, mask=low != 0, sem="relaxed")
+    tl.atomic_or(words + place + 1, high, mask=high != 0, sem="relaxed")
 
 
 @triton.jit

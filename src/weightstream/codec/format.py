@@ -102,6 +102,14 @@ class Layout:
         """Bytes of the weights themselves."""
         return self.count * self.element.nbytes
 
+    def check(self) -> None:
+        """Raises `StoreError` where there cannot be so many escapes: more than weights have, or than a word counts."""
+        most = min(most_escapes(self.count, self.bits), _MAX_ESCAPES)
+        if type(self.num_escapes) is not int or not 0 <= self.num_escapes <= most:
+            raise StoreError(f"{str(self.num_escapes)[:20]!r} escapes among {self.count} weights")
+        if self.bits == DENSE and self.num_escapes % 4:
+            raise StoreError(f"{self.num_escapes} bytes of escapes are no whole words")
+
 
 def can_code(dtype: str, bits: int) -> bool:
     """Whether there is such a code, and it can be smaller than what it codes."""
@@ -124,11 +132,8 @@ def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) ->
     bits, num_escapes = record.get("bits"), record.get("escapes")
     if type(bits) is not int or not can_code(dtype, bits):
         raise StoreError(f"coded in {str(bits)[:20]!r} bits of {dtype}: this version knows {BITS} of {list(ELEMENTS)}")
-    if type(num_escapes) is not int or not 0 <= num_escapes <= min(most_escapes(count, bits), _MAX_ESCAPES):
-        raise StoreError(f"{str(num_escapes)[:20]!r} escapes among {count} weights")
-    if bits == DENSE and num_escapes % 4:
-        raise StoreError(f"{num_escapes} bytes of escapes are no whole words")
-    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)
+    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)  # type: ignore[arg-type]  # checked
+    layout.check()
     if layout.nbytes != nbytes:
         raise StoreError(
             f"{count} weights of {dtype} in {bits} bits with {num_escapes} escapes take {layout.nbytes} bytes, "

@@ -10,6 +10,7 @@ from weightstream.codec import digits
 from weightstream.codec.format import DENSE, ELEMENTS, LANES, TILE, Layout
 
 Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
+_TILES = 4096  # whose bytes in each base are held at once
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
 
 
@@ -25,15 +26,19 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
 def windows(counts: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The base of each tile, the least with the fewest bytes of escapes, and how many these are: int32, (tiles,)."""
     if bits == DENSE:
-        nbytes = digits.nbytes(counts)
-        least = nbytes.amin(1)
-        return (nbytes == least[:, None]).to(torch.uint8).argmax(1).to(torch.int32), least
+        found = [_least(digits.nbytes(part)) for part in counts.split(_TILES)]
+        bases, nbytes = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return bases.to(torch.int32), nbytes
     sums = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
     num_symbols = 2**bits - 1
-    inside = sums[:, num_symbols:] - sums[:, :-num_symbols]
-    most = inside.amax(1)
-    bases = (inside == most[:, None]).to(torch.uint8).argmax(1)
-    return bases.to(torch.int32), sums[:, -1] - most
+    bases, outside = _least(sums[:, :-num_symbols] - sums[:, num_symbols:])
+    return bases.to(torch.int32), sums[:, -1] + outside
+
+
+def _least(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first place of the least number in each row, and that number."""
+    least = numbers.amin(1)
+    return (numbers == least[:, None]).to(torch.uint8).argmax(1), least
 
 
 def prepared(counts: torch.Tensor, dtype: str, bits: int, count: int) -> tuple[Layout, torch.Tensor]:
@@ -41,6 +46,7 @@ def prepared(counts: torch.Tensor, dtype: str, bits: int, count: int) -> tuple[L
     bases, num_escapes = windows(counts, bits)
     starts = torch.nn.functional.pad(num_escapes.cumsum(0), (1, 0))
     layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(starts[-1]))
+    layout.check()
     coded = torch.empty(layout.nbytes, dtype=torch.uint8, device=counts.device)
     coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
     coded[layout.bases_at :] = 0

@@ -64,7 +64,8 @@ def prepare() -> None:
 class Decoding:
     """Several coded tensors of one kind, decoded together: each is its coded bytes, their layout and its target.
 
-    A target has room for whole words of 4 bytes. All addresses are fixed.
+    A target has room for whole words of 4 bytes. All addresses are fixed. What decodes the code dense reads again what
+    it wrote: nothing else may write to the same target meanwhile.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
@@ -99,7 +100,8 @@ class Picking:
     which `places` names. These and ids are int64, on the device.
 
     A row is whole tiles, and there are `num_rows`. The rows' words are in the tensor; or in slots, with their escapes
-    behind them, and `coded` is the rest: starts, bases. These may be elsewhere too, as `heads`. Addresses are fixed.
+    behind them, and `coded` is the rest: starts, bases. These may be elsewhere too, as `heads`. Addresses are fixed. No
+    two rows may come to one place.
     """
 
     def __init__(

@@ -103,11 +103,15 @@ def to_json(profile: Profile) -> str:
 
 
 def from_json(text: str | bytes) -> Profile:
-    """Read a profile; what it leaves out has its default. Raises `ConfigError` when the text is none."""
+    """Read a profile; what it leaves out has its default, a code's rate at most that of the next one. Raises
+    `ConfigError` when the text is none."""
     try:
-        profile = TypeAdapter(Profile).validate_json(text)
-        if unknown := json.loads(text).keys() - {field.name for field in fields(Profile)}:
+        profile, given = TypeAdapter(Profile).validate_json(text), json.loads(text).keys()
+        if unknown := given - {field.name for field in fields(Profile)}:
             raise ValueError(f"there is no {' or '.join(sorted(unknown))} in it")
+        if "decode2_bytes_per_s" not in given:  # it was measured before there was this code
+            rate = min(profile.decode2_bytes_per_s, profile.decode3_bytes_per_s)
+            profile = replace(profile, decode2_bytes_per_s=rate)
         _check(profile)
     except ValueError as error:  # pydantic's is one
         raise ConfigError(f"not a profile: {error}") from error

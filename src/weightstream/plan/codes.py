@@ -20,7 +20,7 @@ Codes = dict[str, tuple[int, int]]  # of each alias group that is coded: bits, a
 
 
 def codings(manifest: Manifest, sizes: Sizes, profile: Profile) -> list[Codes]:
-    """The sets that are worth a try: all in the smaller code of each, or in the one that saves most in the time that
+    """The sets that are worth a try: all in the smallest code of each, or in the one that saves most in the time that
     it takes, without large units that would set the size of the buffer alone; all of them; and none."""
     plain = manifest.aliases
 
@@ -71,9 +71,13 @@ def decoding_less(plan: Plan, sizes: Sizes, profile: Profile) -> Plan:
         """The share of it that a step decodes."""
         return max(profile.read_share(unit) for unit in plan.manifest.users[alias])
 
+    def best(alias: str) -> int:
+        """The bits with which each byte more saves most."""
+        return max((0, *sizes[alias]), key=partial(saved_per_byte, alias))
+
     for share, bits in product(sorted(set(map(read, codes)), reverse=True), (*CODES.values(), 0)):
         for alias in [alias for alias in codes if read(alias) == share]:
-            if bits and (bits not in sizes[alias] or saved_per_byte(alias, bits) <= saved_per_byte(alias, 0)):
+            if bits and bits != best(alias):
                 continue
             if (more := more_nbytes(alias, bits)) <= spare:
                 spare -= more
