@@ -164,9 +164,6 @@ def cells(rows: list[Row], folder: Path) -> None:
 def coded(rows: list[Row], folder: Path) -> None:
     """Step time over device memory, raw, coded and of FlexTensor, with the link's floors; and the codec's rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
-    if (path := folder / "coded_6.jsonl").exists():  # one budget, measured again since
-        newer = {row["system"]: row for row in read(path)}
-        rows = [newer.get(row["system"], row) for row in rows]
     floor = next(row for row in rows if row["system"] == "link floor")
     steps = [
         row for row in rows if row.get("tokens") == 1 and "70B" not in row["system"] and "CUDA" not in row["system"]
@@ -310,6 +307,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models, vllm, gpus):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
-            found = read(path, last_commit=draw not in (cells, models, vllm, gpus))  # which may be measured one by one
+            found = read(path, last_commit=draw not in (cells, coded, models, vllm, gpus))  # which may be measured one by one
             draw(found, folder)
             print(f"{draw.__name__}, commit {found[-1]['commit']}\n\n{markdown(found)}\n")

@@ -186,8 +186,8 @@ def values(model: Any) -> dict[str, Any]:
 )
 def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
-    bits = 3 if packed != "4bit" else 4
-    model = open_coded(folder(name, packed), f"{bits}bit")
+    codec, bits = {"auto": ("dense", 2), "3bit": ("3bit", 3), "4bit": ("4bit", 4)}[packed]
+    model = open_coded(folder(name, packed), codec)
     streamer = model.weightstream
     codes = streamer.plan.manifest.codes
     assert codes
