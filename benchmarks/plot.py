@@ -307,6 +307,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     for draw in (decoder, prefill, classic, start, disk, cells, codec, coded, models, vllm, gpus):
         if (path := folder / f"{draw.__name__}.jsonl").exists():
-            found = read(path, last_commit=draw not in (cells, coded, models, vllm, gpus))  # which may be measured one by one
+            alone = draw in (cells, coded, models, vllm, gpus)  # may be measured one by one
+            found = read(path, last_commit=not alone)
             draw(found, folder)
             print(f"{draw.__name__}, commit {found[-1]['commit']}\n\n{markdown(found)}\n")

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _popcount(x):
+def popcount(x):
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -71,14 +71,14 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
 
     low, high = tl.load(words + 1024), tl.load(words + 1152)  # of symbols
     there = low & high
-    num = _popcount(there)
+    num = popcount(there)
     at, end = tl.cumsum(num) - num, tl.sum(num)
     a, b, c, d, e = _moves(there)
     first0 = _spread(_window(digits, at, limit), there, a, b, c, d, e)
     first1 = _spread(_window(digits, at + end, limit), there, a, b, c, d, e)
 
     there = first0 & first1
-    num = _popcount(there)
+    num = popcount(there)
     at, length = tl.cumsum(num) - num + 2 * end, tl.sum(num)
     a, b, c, d, e = _moves(there)
     second0 = _spread(_window(digits, at, limit), there, a, b, c, d, e)
@@ -86,12 +86,12 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     second2 = _spread(_window(digits, at + 2 * length, limit), there, a, b, c, d, e)
 
     flags = second0 & second1 & second2  # of weights whose byte is still to come
-    num = _popcount(flags)
+    num = popcount(flags)
     rank = tl.cumsum(num) - num + (2 * end + 3 * length + 7) // 8
     rests = digits.to(tl.pointer_type(tl.uint8)) + rank
     fewer = flags & (flags - 1)
     rest = tl.load(rests, mask=(flags != 0) & (rank < 4 * limit), other=0).to(tl.uint32)
-    place, flags = _popcount((flags ^ fewer) - 1), fewer
+    place, flags = popcount((flags ^ fewer) - 1), fewer
     more = ((0 - rest) & 511) << (7 + (place & 16)).to(tl.uint32)
     turn = place & 15
 
@@ -127,7 +127,7 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     while turn < most:
         inside = flags != 0
         fewer = flags & (flags - 1)
-        place, flags = _popcount((flags ^ fewer) - 1), fewer
+        place, flags = popcount((flags ^ fewer) - 1), fewer
         at, shift = 128 * (place & 15), (7 + (place & 16)).to(tl.uint32)
         inside &= room > at
         word = tl.load(out + at, mask=inside, other=0)
@@ -197,21 +197,21 @@ def encode_tile(source, words, start, base, escapes, left):
 
     digits = escapes.to(tl.pointer_type(tl.int32)) + (start >> 2)
     there = low & high
-    num = _popcount(there)
+    num = popcount(there)
     at, end = tl.cumsum(num) - num, tl.sum(num)
     a, b, c, d, e = _moves(there)
     _put(digits, at, _gather(first0 & there, a, b, c, d, e))
     _put(digits, at + end, _gather(first1 & there, a, b, c, d, e))
 
     there &= first0 & first1
-    num = _popcount(there)
+    num = popcount(there)
     at, length = tl.cumsum(num) - num + 2 * end, tl.sum(num)
     a, b, c, d, e = _moves(there)
     _put(digits, at, _gather(second0 & there, a, b, c, d, e))
     _put(digits, at + length, _gather(second1 & there, a, b, c, d, e))
     _put(digits, at + 2 * length, _gather(second2 & there, a, b, c, d, e))
 
-    num = _popcount(there & second0 & second1 & second2)
+    num = popcount(there & second0 & second1 & second2)
     rank = tl.cumsum(num) - num
     rests = digits.to(tl.pointer_type(tl.uint8)) + (2 * end + 3 * length + 7) // 8
     for field in tl.static_range(2):

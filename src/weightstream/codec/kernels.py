@@ -14,14 +14,6 @@ from weightstream.codec import dense_kernels
 
 
 @triton.jit
-def _popcount(x):
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
 def _nibble_flags(x):
     return x & (x >> 1) & (x >> 2) & (x >> 3) & 0x11111111
 
@@ -137,7 +129,7 @@ def _decode_tile(
         else:
             d = tl.load(words + (SYMBOLS + 384))
             flags = _nibble_flags(a) | (_nibble_flags(b) << 1) | (_nibble_flags(c) << 2) | (_nibble_flags(d) << 3)
-        found = _popcount(flags)
+        found = dense_kernels.popcount(flags)
         total = tl.sum(found)
         # else the bytes are damaged, and no escape is read; of each lane: Triton's interpreter has no masks of scalars
         sound = tl.broadcast_to(total, [128]) <= num_escapes
