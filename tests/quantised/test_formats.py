@@ -16,8 +16,10 @@ from weightstream.runtime.leaves import leaves_of, plain_tensors
 
 SHARES = (0.2, 0.6)
 # each library, and what it keeps in another way
-IN_CI = ("bnb nf4 double", "bnb int8", "torchao int8", "torchao int8 dynamic", "gguf q4_k", "compressed w4a16 zeros")
-IN_CI = (*IN_CI, "compressed w8a8", "compressed fp8", "gptq", "awq", "layerwise casting", "fp8 scaled")
+IN_CI = (
+    *("bnb nf4 double", "bnb int8", "torchao int8", "torchao int8 dynamic", "gguf q4_k", "compressed w4a16 zeros"),
+    *("compressed w8a8", "compressed fp8", "gptq", "awq", "layerwise casting", "fp8 scaled"),
+)
 _UNCOPIED = (
     "gguf q8_0",
     "gguf q4_0",

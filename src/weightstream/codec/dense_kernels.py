@@ -43,8 +43,16 @@ def _moves(mask):
 
 
 @triton.jit
-def _spread(x, mask, a, b, c, d, e):
+def _level(mask, begin):
+    """Of those at a mask: where a lane's first one is, all of them being from `begin` on; how many there are; moves."""
+    num = popcount(mask)
+    return tl.cumsum(num) - num + begin, tl.sum(num), _moves(mask)
+
+
+@triton.jit
+def _spread(x, mask, moves):
     """The lowest bits of x at the places of a mask."""
+    a, b, c, d, e = moves
     x ^= (x ^ (x << 16)) & e
     x ^= (x ^ (x << 8)) & d
     x ^= (x ^ (x << 4)) & c
@@ -71,19 +79,15 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
 
     low, high = tl.load(words + 1024), tl.load(words + 1152)  # of symbols
     there = low & high
-    num = popcount(there)
-    at, end = tl.cumsum(num) - num, tl.sum(num)
-    a, b, c, d, e = _moves(there)
-    first0 = _spread(_window(digits, at, limit), there, a, b, c, d, e)
-    first1 = _spread(_window(digits, at + end, limit), there, a, b, c, d, e)
+    at, end, moves = _level(there, 0)
+    first0 = _spread(_window(digits, at, limit), there, moves)
+    first1 = _spread(_window(digits, at + end, limit), there, moves)
 
     there = first0 & first1
-    num = popcount(there)
-    at, length = tl.cumsum(num) - num + 2 * end, tl.sum(num)
-    a, b, c, d, e = _moves(there)
-    second0 = _spread(_window(digits, at, limit), there, a, b, c, d, e)
-    second1 = _spread(_window(digits, at + length, limit), there, a, b, c, d, e)
-    second2 = _spread(_window(digits, at + 2 * length, limit), there, a, b, c, d, e)
+    at, length, moves = _level(there, 2 * end)
+    second0 = _spread(_window(digits, at, limit), there, moves)
+    second1 = _spread(_window(digits, at + length, limit), there, moves)
+    second2 = _spread(_window(digits, at + 2 * length, limit), there, moves)
 
     flags = second0 & second1 & second2  # of weights whose byte is still to come
     num = popcount(flags)
@@ -138,8 +142,10 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
 
 
 @triton.jit
-def _gather(x, a, b, c, d, e):
-    """The bits of x at the places of a mask, and no others, at the lowest places."""
+def _gather(x, mask, moves):
+    """The bits of x at the places of a mask, at the lowest places."""
+    a, b, c, d, e = moves
+    x &= mask
     moved = x & a
     x = (x ^ moved) | (moved >> 1)
     moved = x & b
@@ -197,19 +203,15 @@ def encode_tile(source, words, start, base, escapes, left):
 
     digits = escapes.to(tl.pointer_type(tl.int32)) + (start >> 2)
     there = low & high
-    num = popcount(there)
-    at, end = tl.cumsum(num) - num, tl.sum(num)
-    a, b, c, d, e = _moves(there)
-    _put(digits, at, _gather(first0 & there, a, b, c, d, e))
-    _put(digits, at + end, _gather(first1 & there, a, b, c, d, e))
+    at, end, moves = _level(there, 0)
+    _put(digits, at, _gather(first0, there, moves))
+    _put(digits, at + end, _gather(first1, there, moves))
 
     there &= first0 & first1
-    num = popcount(there)
-    at, length = tl.cumsum(num) - num + 2 * end, tl.sum(num)
-    a, b, c, d, e = _moves(there)
-    _put(digits, at, _gather(second0 & there, a, b, c, d, e))
-    _put(digits, at + length, _gather(second1 & there, a, b, c, d, e))
-    _put(digits, at + 2 * length, _gather(second2 & there, a, b, c, d, e))
+    at, length, moves = _level(there, 2 * end)
+    _put(digits, at, _gather(second0, there, moves))
+    _put(digits, at + length, _gather(second1, there, moves))
+    _put(digits, at + 2 * length, _gather(second2, there, moves))
 
     num = popcount(there & second0 & second1 & second2)
     rank = tl.cumsum(num) - num
