@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
+import runpy
 import socket
 import sys
 import time
@@ -28,7 +28,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import distributed
+from torch import distributed, multiprocessing
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import weightstream
@@ -47,31 +47,20 @@ from weightstream.store.mapping import FileMapping
 from wrapped import Delay, Wrapper
 
 
-def forked(num: int) -> None:
-    """Goes on in each of so many processes, as torchrun would start them; one that fails ends the others."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(num), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    started = set[int]()
-    for rank in range(num):
-        if not (pid := os.fork()):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            return
-        started.add(pid)
-    while started:
-        pid, status = os.wait()
-        started.remove(pid)
-        for other in started if status else ():
-            os.kill(other, signal.SIGKILL)
-        if status:
-            sys.exit(1)
-    sys.exit(0)
+def again(rank: int, num: int, port: int) -> None:
+    """All this in a process as torchrun would start it."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runpy.run_path(__file__, run_name="__main__")
 
 
 if "RANK" not in os.environ:
     for kind in ("Llama", "Qwen2"):
         getattr(transformers, f"{kind}ForCausalLM")  # which imports it
-    forked(2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    multiprocessing.start_processes(again, args=(2, port), nprocs=2, start_method="fork")
+    sys.exit()
 DEVICE, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK, NUM = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WHERE = "cpu" if DEVICE == "cpu" else f"cuda:{RANK}"
