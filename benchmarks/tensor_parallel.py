@@ -290,9 +290,9 @@ class Ranks:
     @torch.no_grad()
     def run_405b(self) -> None:
         """Of no checkpoint, and with no resident model to compare with: outputs are to be the same in every pass."""
-        config = transformers.LlamaConfig(
-            **COMMON | (TINY | {"num_hidden_layers": 8} if self.args.tiny else huge.SHAPE)
-        )
+        shape = TINY | {"num_hidden_layers": 8} if self.args.tiny else huge.SHAPE
+        layers = self.args.layers or shape["num_hidden_layers"]
+        config = transformers.LlamaConfig(**COMMON | shape | {"num_hidden_layers": layers})
         file = self.args.files / f"weightstream-405b-{self.rank}"
         model, given = huge.drawn(config, self.sharded["distributed_config"], self.device, file)
         nbytes = sum(huge.here(param).nbytes for param in model.parameters())
@@ -314,7 +314,7 @@ class Ranks:
                 floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
                 p50 = rows.percentiles(ms)["p50"]
                 self.write(
-                    system=f"405b, layers share the bytes of {huge.DISTINCT}, codec {huge.CODEC}",
+                    system=f"405b, {layers} layers share the bytes of {huge.DISTINCT}, codec {huge.CODEC}",
                     ms=rows.percentiles(ms),
                     predicted_ms=round(1e3 * planned.step_s, 2),
                     x_predicted=round(1e3 * planned.step_s / p50, 3),
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--only", default="8b,prompt,70b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--layers", type=int, help="of 405b; 63 of its 126 give two GPUs the shards' bytes of four")
     parser.add_argument("--files", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "tensor_parallel.jsonl")
     ranks = Ranks(parser.parse_args())

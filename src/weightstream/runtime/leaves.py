@@ -53,16 +53,18 @@ class Shell:
     tensor: torch.Tensor
     kind: type[torch.Tensor] = field(init=False)
     is_blind: bool = field(init=False)
+    _names: tuple[str, ...] = field(init=False)  # of the tensors inside: to ask for them costs as much as to show one
     _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # a wrapper of each device, to copy it from
 
     def __post_init__(self) -> None:
         self.kind = type(self.tensor)
+        self._names = tuple(name for name, _ in _inside(self.tensor))
         sees_none = self.kind.__torch_function__ == torch._C._disabled_torch_function_impl
-        self.is_blind = sees_none and len(list(_inside(self.tensor))) == 1
+        self.is_blind = sees_none and len(self._names) == 1
 
     def follow(self) -> None:
         """Report the device that all tensors inside are on; nothing while they are on several."""
-        device, *others = {tensor.device for _, tensor in _inside(self.tensor)}
+        device, *others = {getattr(self.tensor, name).device for name in self._names}
         if others or device == self.tensor.device:
             return
         if device not in self._on:
