@@ -237,7 +237,7 @@ def test_the_next_steps_fills_do_not_stand_at_the_graphs_end() -> None:
         compute_ms = timed_ms(graph.replay)
         model(x)
         step = captured(streamer, model, x)
-        recording, plan = streamer._graphs.recordings[step.graph], streamer.plan
+        recording, plan = streamer.graphs.recordings[step.graph], streamer.plan
         assert recording.due == [0, 1]
         assert len(recording.filled) + len(recording.due) == sum(map(len, plan.after)) == 4
         with streamer.step():
