@@ -167,10 +167,12 @@ def test_where_compute_is_the_limit_nothing_is_coded() -> None:
 
 
 def test_decoding_is_part_of_compute() -> None:
-    found = ahead(EIGHT, device_budget=8 * GIB)
+    beside_s = 8e-6
+    found = ahead(EIGHT, on=machine(profile=replace(H200, decoding_s=beside_s)), device_budget=8 * GIB)
     index, plan = found.plan()
     profile, plain = (found.planners[index].profile(m) for m in (plan.manifest, plan.manifest.plain()))
     decode_s = sum(plan.manifest.spans[alias] for alias in plan.manifest.codes) / H200.decode3_bytes_per_s
+    decode_s += beside_s * sum(bool(unit.coded()) for unit in plan.manifest.units)
     assert plan.decode_s == pytest.approx(decode_s)
     assert sum(profile.unit_s) == pytest.approx(sum(plain.unit_s) + decode_s)
     assert plan.step_s == pytest.approx(cost.simulate_s(plan, profile))

@@ -25,7 +25,7 @@ from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 9  # of what is kept; to be raised whenever a number is measured in another way
+_FORMAT = 10  # of what is kept; to be raised whenever a number is measured in another way
 _SOON_S = 0.3  # what was compiled before is loaded
 _FRESH_S = 3600.0
 QUIET = 0.2  # what others may use of a device that is measured
