@@ -5,7 +5,7 @@
 Without torchrun it starts two processes by itself, which have what it has imported.
 
 The bits are those of the same model in the same processes, as transformers has it without weightstream. Each check that
-holds prints `rank N: CHECK holds`; one that does not ends its process.
+holds prints `rank N: CHECK holds`; one that does not ends its process. Those with one comment behind `@check` are a job.
 """
 
 from __future__ import annotations
@@ -153,23 +153,23 @@ def llama() -> None:
     holds("llama", written=False, codec="none")
 
 
-@check  # slow
+@check  # slow: models
 def llama_coded() -> None:
     holds("llama", written=False, codec="small")
 
 
-@check  # slow
+@check  # slow: models
 def llama_in_a_pack() -> None:
     """Each rank decodes what is its own."""
     holds("pack", written=True, codec="none")
 
 
-@check  # slow
+@check  # slow: models
 def tied_with_biases() -> None:
     holds("qwen2", written=False, codec="none")
 
 
-@check  # slow
+@check  # slow: models
 def experts() -> None:
     """What transformers joins of rows and columns of several tensors stays where these lie."""
     holds("mixtral", written=False, codec="none")
@@ -241,7 +241,7 @@ def a_text_that_ends_early() -> None:
     assert decoding == Decoding(replays=num - 2), decoding
 
 
-@check  # slow
+@check  # slow: settings, updates
 def a_capture_that_one_rank_refuses() -> None:
     """None replays then, and all say why."""
     model = streamed("llama", device_budget="200KiB", codec="none")
@@ -253,7 +253,7 @@ def a_capture_that_one_rank_refuses() -> None:
         assert decoding == Decoding(reason="on rank 1: of this test"), decoding
 
 
-@check  # slow
+@check  # slow: settings, updates
 def classic_settings() -> None:
     want = steps(plain("llama"))
     for settings in (
@@ -321,7 +321,7 @@ def updated(model: Any, reference: Any) -> None:
         assert_same(steps(model), want)
 
 
-@check  # slow
+@check  # slow: settings, updates
 def updates() -> None:
     updated(streamed("llama", device_budget="200KiB", codec="none"), plain("llama"))
 
@@ -331,7 +331,7 @@ def updates_of_codes() -> None:
     updated(streamed("llama", device_budget="200KiB", codec="small"), plain("llama"))
 
 
-@check  # slow
+@check  # slow: settings, updates
 def updates_of_what_is_sharded_already() -> None:
     for codec in ("none", "small"):
         model = plain("llama")
@@ -339,7 +339,7 @@ def updates_of_what_is_sharded_already() -> None:
         updated(model, plain("llama"))
 
 
-@check  # slow
+@check  # slow: settings, updates
 def what_is_sharded_already() -> None:
     model = plain("llama")
     want = steps(model)
@@ -380,7 +380,7 @@ def planned_ahead(name: str) -> None:
     model.weightstream.remove()
 
 
-@check  # slow
+@check  # slow: settings, updates
 def plans_made_ahead_of_experts() -> None:
     planned_ahead("mixtral")
 
@@ -463,19 +463,19 @@ def compared(name: str, **plan: Any) -> None:
     model.weightstream.remove()
 
 
-@check  # slow
+@check  # slow: models
 def a_head_that_is_not_the_embedding() -> None:
     compared("untied")
 
 
-@check  # slow
+@check  # slow: models
 def heads_by_columns() -> None:
     columns = {"model.embed_tokens": "embedding_colwise", "lm_head": "rowwise_split_input"}
     for name in ("tied", "untied") if "embedding_colwise" in ALL_PARALLEL_STYLES else ():  # not up to 5.20
         compared(name, tp_plan=columns)
 
 
-@check  # slow
+@check  # slow: models
 def names_that_are_mapped() -> None:
     """By the caller: what is joined, and columns, stay in the files."""
     about = {"key_mapping": {"^transformer": "model"}}
@@ -496,7 +496,7 @@ def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
         return model, want, _offload(model, backend, config, Given(ranks=ranks_of(model)))
 
 
-@check  # slow
+@check  # slow: settings, updates
 def delays_on_one_rank() -> None:
     model, want, streamer = slow(lambda backend: Delay(backend, 3, 0.0005))
     with streamer:
