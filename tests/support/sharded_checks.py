@@ -5,7 +5,7 @@
 Without torchrun it starts two processes by itself, which have what it has imported.
 
 The bits are those of the same model in the same processes, as transformers has it without weightstream. Each check that
-holds prints `rank N: CHECK holds`; one that does not ends its process. Those with one comment behind `@check` are a job.
+holds prints `rank N: CHECK holds`; one that does not ends its process. Those with the same comment are one job.
 """
 
 from __future__ import annotations
