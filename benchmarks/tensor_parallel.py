@@ -1,6 +1,7 @@
 """Tensor parallelism of transformers, its shards streamed: Llama in the shapes of 8B and 70B, under torchrun.
 
-    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,prompt,70b,405b] [--device cpu --tiny]
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,prompt,70b,405b] [--layers 63]
+                                                              [--device cpu --tiny]
 
 The checkpoint has random weights and lies in the page cache. Every output is compared with that of the same model in
 the same processes as transformers loads it, bit for bit. Inputs are new in every step.

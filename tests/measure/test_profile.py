@@ -85,7 +85,6 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
         "decode2_bytes_per_s": (1e6, 1e13),
         "decode3_bytes_per_s": (1e6, 1e13),
         "decode4_bytes_per_s": (1e6, 1e13),
-        "decoding_s": (0, 1e-2),
         "copy_latency_s": (0, 1e-2),
         "handover_s": (0, 1e-1),
         "op_s": (1e-8, 1e-3),
@@ -95,7 +94,7 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
     for name, (least, most) in bounds.items():
         assert least <= getattr(found, name) <= most, name
     changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(CPU_PROFILE, field.name)}
-    assert changed | {"handover_s", "decoding_s"} == bounds.keys() | {"machine"}
+    assert changed | {"handover_s"} == bounds.keys() | {"machine"}
 
 
 class Works:
@@ -206,24 +205,23 @@ def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:
 
 
 def test_decoding_takes_time_beside_its_bytes() -> None:
-    """A launch takes 7 us, or 9 in one of the codes, and bytes come at 2, 1 and 0.5 TB/s."""
-    nbytes = 120_000_000
-    found = bench.decoding_parts(
-        {
-            bits: (beside_s + nbytes / rate, beside_s + nbytes / bench._PARTS / rate)
-            for bits, beside_s, rate in ((2, 7e-6, 2e12), (3, 9e-6, 1e12), (4, 7e-6, 0.5e12))
-        },
-        nbytes,
-    )
-    rates = {"decode2_bytes_per_s": 2e12, "decode3_bytes_per_s": nbytes / 122e-6, "decode4_bytes_per_s": 0.5e12}
-    assert found == pytest.approx({"decoding_s": 7e-6} | rates)
+    """A launch takes 7 us, or 6 and 9 in other codes, and bytes come at 2, 1 and 0.5 TB/s."""
+    sizes = [120_000_000, 30_000_000]
+    codes = {2: (7e-6, 2e12), 3: (9e-6, 1e12), 4: (6e-6, 0.5e12)}
+    seconds = {bits: [begin + nbytes / rate for nbytes in sizes] for bits, (begin, rate) in codes.items()}
+    rates = {f"decode{bits}_bytes_per_s": sizes[0] / (found[0] - 7e-6) for bits, found in seconds.items()}
+    assert rates["decode2_bytes_per_s"] == pytest.approx(2e12)
+    assert bench.decoding_parts(seconds, sizes) == pytest.approx({"decoding_s": 7e-6} | rates)
+    whole = {bits: found[:1] for bits, found in seconds.items()}
+    rates = {f"decode{bits}_bytes_per_s": sizes[0] / found for bits, (found,) in whole.items()}
+    assert bench.decoding_parts(whole, sizes[:1]) == pytest.approx({"decoding_s": 0.0} | rates)
 
 
-@pytest.mark.parametrize(("all_s", "part_s"), [(3.0, 1.0), (3.0, 3.0), (3.0, 9.0), (9.0, 1.0)])
-def test_noise_makes_no_rate_endless(all_s: float, part_s: float) -> None:
-    found = bench.decoding_parts({2: (all_s, part_s), 3: (8.0, 8.0)}, 16)
-    assert 0 <= found["decoding_s"] <= min(all_s, part_s, 8.0) / 2
-    assert all(0 < found[f"decode{bits}_bytes_per_s"] <= 32 / s for bits, s in ((2, all_s), (3, 8.0)))
+@pytest.mark.parametrize(("all_s", "part_s"), [(3.0, 0.2), (3.0, 3.0), (3.0, 9.0), (9.0, 1.0)])
+def test_a_slow_host_or_noise_makes_no_rate_endless(all_s: float, part_s: float) -> None:
+    found = bench.decoding_parts(dict.fromkeys((2, 3), (all_s, part_s)) | {4: (8.0, part_s)}, (16, 4))
+    assert 0 <= found["decoding_s"] <= min(all_s, 8.0) / 4
+    assert all(16 / s <= found[f"decode{bits}_bytes_per_s"] <= 16 / s * 4 / 3 for bits, s in ((2, all_s), (4, 8.0)))
 
 
 def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,7 @@ def test_decoding_is_part_of_compute() -> None:
     profile, plain = (found.planners[index].profile(m) for m in (plan.manifest, plan.manifest.plain()))
     decode_s = sum(plan.manifest.spans[alias] for alias in plan.manifest.codes) / H200.decode3_bytes_per_s
     decode_s += beside_s * sum(bool(unit.coded()) for unit in plan.manifest.units)
+    assert bits_of(plan) == {3}, "or else a unit may have several"
     assert plan.decode_s == pytest.approx(decode_s)
     assert sum(profile.unit_s) == pytest.approx(sum(plain.unit_s) + decode_s)
     assert plan.step_s == pytest.approx(cost.simulate_s(plan, profile))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -49,7 +50,6 @@ _SETTLING = 2  # rounds timed and not counted: the first finds a ring that was f
 _LEAST, _MOST = 5, 400  # rounds
 _SOURCE_NBYTES = 256 << 20  # more than a processor caches
 _NUM_WEIGHTS, _WIDTH = 3, 4096
-_PARTS = 2  # of a weight that is decoded; of smaller ones a slow host would set the pace
 _HOST_SAMPLE_S = 0.015  # of Python code: in shorter ones what it had to load anew varies, by 10 % and more
 # A layer of a transformers model takes the host longer per kernel than the bare blocks: keyword arguments, cache
 # objects, interfaces. Measured (H200, three processes): 1.18 to 1.27 times in decoding of a Llama, 1.41 to 1.53 in the
@@ -59,19 +59,20 @@ _TENSOR_OPS = 2  # launches of the host per weight of a block: a decoder layer h
 
 
 class _Sizes(NamedTuple):
-    """How much is measured with: rows of an activation; heads, positions and width of attention."""
+    """How much is measured with: rows of an activation; heads, positions and width of attention; rows of weights that
+    are decoded."""
 
     out_width: int
     rows: int
     attention: tuple[int, int, int]
     settle_s: tuple[float, float]  # at first, and in each round
-    decoded_rows: int
+    decoded_rows: tuple[int, ...]
 
 
-_CPU = _Sizes(4096, 16, (4, 512, 64), (0.0, 0.0), 256)
+_CPU = _Sizes(4096, 16, (4, 512, 64), (0.0, 0.0), (256,))
 # 336 MiB of weights: no cache holds what is read again. A GPU at rest raises its clock, then lowers it to what its
-# power allows.
-_GPU = _Sizes(14336, 8192, (32, 8192, 128), (0.3, 0.2), 14336)
+# power allows. The smaller of what is decoded takes longer than the host takes to launch it.
+_GPU = _Sizes(14336, 8192, (32, 8192, 128), (0.3, 0.2), (14336, 4096))
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -122,9 +123,10 @@ class _Bench:
     def measure(self, advance: Callable[[], object]) -> tuple[dict[str, Any], bool]:
         """All numbers that can be measured, and whether these are all."""
         numbers: dict[str, Any] = self._workspace()
-        # Products of many rows take so much power that for a while all is slower behind them: decoding by a fifth. So
-        # they come last, as the steps that are bound by weights have none. Decoding waits until its kernels are there,
-        # which a thread compiles that uses the device: only then a graph may be captured, for the kernels.
+        # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth, and
+        # steps that are bound by weights have none: they come last, and what hardly uses the device between two rounds.
+        # Decoding waits until its kernels are there, which a thread compiles that uses the device: only then a graph
+        # may be captured, for the kernels.
         opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
         all_of_it = (self.link, self.modules, self.decoding, *opening, self.kernels, self.products, self.attention)
         parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
@@ -251,14 +253,14 @@ class _Bench:
             yield {}
             yield {f"decode{bits}_bytes_per_s": 1.0 for bits in BITS}
             return
-        weight = self._weights[0][: self._sizes.decoded_rows].view(-1).view(torch.uint8)
-        out, works = self._backend.alloc(weight.numel()), {}
-        for bits, num in itertools.product(BITS, (1, _PARTS)):
-            part = weight[: len(weight) // num]
-            layout, data = coding.encode(part, "bfloat16", bits)
-            works[f"{bits} bits, {num}"] = coding.decoding([(data, layout, out[: len(part)])]), _SAMPLE_S
+        weights = [self._weights[0][:rows].view(-1).view(torch.uint8) for rows in self._sizes.decoded_rows]
+        out, works = self._weights[1].view(-1).view(torch.uint8), {}  # which has the same bytes
+        for bits, weight in itertools.product(BITS, weights):
+            layout, data = coding.encode(weight, "bfloat16", bits)
+            works[f"{bits} bits, {weight.nbytes}"] = coding.decoding([(data, layout, out[: weight.nbytes])]), _SAMPLE_S
         best = yield works
-        yield decoding_parts({b: (best[f"{b} bits, 1"], best[f"{b} bits, {_PARTS}"]) for b in BITS}, weight.nbytes)
+        sizes = [weight.nbytes for weight in weights]
+        yield decoding_parts({bits: [best[f"{bits} bits, {nbytes}"] for nbytes in sizes] for bits in BITS}, sizes)
 
     def _rounds(self, copies: Sequence[_Work]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
@@ -273,12 +275,15 @@ class _Bench:
             self._backend.wait(Side.COMPUTE, filled)
 
 
-def decoding_parts(seconds: Mapping[int, tuple[float, float]], nbytes: int) -> dict[str, float]:
-    """Fields of a profile, from the seconds that each code takes for so many bytes and for one of `_PARTS` of these:
-    a straight line, which begins for all codes where the lowest does."""
-    begins = (((_PARTS * part_s - all_s) / (_PARTS - 1), min(all_s, part_s) / 2) for all_s, part_s in seconds.values())
-    beside_s = max(0.0, min(map(min, begins)))
-    rates = {f"decode{bits}_bytes_per_s": nbytes / (all_s - beside_s) for bits, (all_s, _) in seconds.items()}
+def decoding_parts(seconds: Mapping[int, Sequence[float]], sizes: Sequence[int]) -> dict[str, float]:
+    """Fields of a profile, from the seconds that each code takes for so many bytes, the most first. With a second size
+    they are on a straight line, which begins above zero, though not far above where the host was in the way."""
+    most, beside_s = sizes[0], 0.0
+    if len(sizes) > 1:
+        share = sizes[1] / most
+        begins = ((part_s - share * all_s) / (1 - share) for all_s, part_s in seconds.values())
+        beside_s = min(max(0.0, statistics.median(begins)), min(all_s for all_s, _ in seconds.values()) / 4)
+    rates = {f"decode{bits}_bytes_per_s": most / (found[0] - beside_s) for bits, found in seconds.items()}
     return {"decoding_s": beside_s} | rates
 
 

@@ -189,11 +189,11 @@ class Profile:
     a matrix product `product_s` in all, at least (0.0: as any kernel), and a launch `op_launch_s` of the host.
     Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
     take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode2_bytes_per_s`, `decode3_bytes_per_s`
-    and `decode4_bytes_per_s` are bytes of plain weights that come out of the codes of 2, 3 and 4 bits; a unit with any
-    takes `decoding_s` beside. Processes that share a model add up `ranks_bytes_per_s`. `workspace_nbytes` is what
-    libraries keep on the device, `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release
-    and a copy that waits for it. `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the
-    GPU, or of the processor, that others used right before (-1: unknown).
+    and `decode4_bytes_per_s` are bytes of plain weights that come out of the codes of 2, 3 and 4 bits; each of a
+    unit's codes takes `decoding_s` beside. Processes that share a model add up `ranks_bytes_per_s`. `workspace_nbytes`
+    is what libraries keep on the device, `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a
+    release and a copy that waits for it. `measured_at` is in seconds since the epoch (0: unknown), and `load` the share
+    of the GPU, or of the processor, that others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
     that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
@@ -267,8 +267,9 @@ class Profile:
 
     def decode_s(self, index: int, unit: UnitSpec) -> float:
         """Seconds that the device takes to decode a unit's weights before it computes; of what it picks that alone."""
-        seconds = [t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in unit.coded().values()]
-        return self.read_share(index) * sum(seconds) + self.decoding_s * bool(seconds)
+        coded = unit.coded().values()
+        seconds = sum(t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in coded)
+        return self.read_share(index) * seconds + self.decoding_s * len({t.bits for t in coded})
 
     def read_share(self, index: int) -> float:
         """Of the stacks of a unit, what it reads at most; 1.0 of one that picks nothing."""
