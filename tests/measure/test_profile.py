@@ -217,6 +217,16 @@ def test_decoding_takes_time_beside_its_bytes() -> None:
     assert bench.decoding_parts(whole, sizes[:1]) == pytest.approx({"decoding_s": 0.0} | rates)
 
 
+def test_two_sizes_are_decoded_over_a_weight_that_stays(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, decoded_rows=(64, 16)))
+    found = bench._Bench(backend)
+    before = [weight.clone() for weight in found._weights]
+    numbers = bench._Part(found.decoding, found).sample().numbers()
+    assert numbers.keys() == {"decoding_s", "decode2_bytes_per_s", "decode3_bytes_per_s", "decode4_bytes_per_s"}
+    assert min(numbers[f"decode{bits}_bytes_per_s"] for bits in (2, 3, 4)) > 1e6
+    assert all(torch.equal(weight, other) for weight, other in zip(found._weights, before, strict=True))
+
+
 @pytest.mark.parametrize(("all_s", "part_s"), [(3.0, 0.2), (3.0, 3.0), (3.0, 9.0), (9.0, 1.0)])
 def test_a_slow_host_or_noise_makes_no_rate_endless(all_s: float, part_s: float) -> None:
     found = bench.decoding_parts(dict.fromkeys((2, 3), (all_s, part_s)) | {4: (8.0, part_s)}, (16, 4))
