@@ -289,10 +289,10 @@ def _codec(backend: Backend) -> Finding:
     """Whether coded weights can be used, and how fast they are decoded."""
     rates = {name: backend.profile.decode_bytes_per_s(bits) for name, bits in CODES.items()}
     text = "lossless: decoded at " + ", ".join(f"{per_second(rate)} ({name})" for name, rate in rates.items())
-    text += f", beside {milliseconds(backend.profile.decoding_s)} a launch" * (backend.device.type != "cpu")
     if backend.device.type == "cpu":
         return Finding("coded weights", f"{text}: used on request alone, --codec small", "note", value=rates)
     if (reason := coding.why_not(backend.device)) is None:
+        text = f"{text}, beside {milliseconds(backend.profile.decoding_s)} a launch"
         return Finding("coded weights", text, value=rates)
     return _judged("coded weights", f"cannot be used: {reason}", is_good=False)
 
