@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +226,10 @@ def test_doctor_tells_how_fast_codes_are() -> None:
     assert "--codec small" in finding.text
     assert finding.value == {"dense": 1.15e12, "small": 1.2e12, "fast": 1.7e12}
     assert "a launch" not in finding.text
+
+
+def test_doctor_tells_what_a_launch_takes_where_codes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = importlib.import_module("weightstream.measure.findings")
+    monkeypatch.setattr(findings.coding, "why_not", lambda device: None)
+    backend = SimpleNamespace(device=torch.device("cuda", 0), profile=replace(MACHINE, decoding_s=7.46e-6))
+    assert findings._codec(backend).text.endswith("1.7 TB/s (fast), beside 7.46 us a launch")

@@ -182,6 +182,17 @@ def test_decoding_is_part_of_compute() -> None:
     assert after == pytest.approx([share * s for share, s in zip(plain.after_share, plain.unit_s, strict=True)])
 
 
+def test_each_code_of_a_unit_takes_a_launch() -> None:
+    manifest, profile = decoder("block", **SMALL), replace(H200, decoding_s=8e-6)
+    index = next(u for u, unit in enumerate(manifest.units) if len(unit.aliases()) > 3)
+    aliases = list(manifest.units[index].aliases())[:3]
+    for bits, num in (((), 0), ((2,), 1), ((2, 2), 1), ((2, 3), 2), ((2, 3, 2), 2)):
+        coded = manifest.coded({a: (b, 512) for a, b in zip(aliases, bits, strict=False)})
+        unit = coded.units[index]
+        seconds = sum(coded.spans[a] / profile.decode_bytes_per_s(b) for a, b in zip(aliases, bits, strict=False))
+        assert profile.decode_s(index, unit) == pytest.approx(seconds + num * 8e-6), bits
+
+
 def test_a_device_that_decodes_slowly_codes_nothing() -> None:
     slow = machine(profile=replace(H200, decode3_bytes_per_s=1.0, decode4_bytes_per_s=1.0))
     assert plan_of(SMALL, on=slow, device_budget=60 * MIB) == plan_of(SMALL, device_budget=60 * MIB, codec="none")

@@ -123,10 +123,10 @@ class _Bench:
     def measure(self, advance: Callable[[], object]) -> tuple[dict[str, Any], bool]:
         """All numbers that can be measured, and whether these are all."""
         numbers: dict[str, Any] = self._workspace()
-        # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth, and
-        # steps that are bound by weights have none: they come last, and what hardly uses the device between two rounds.
-        # Decoding waits until its kernels are there, which a thread compiles that uses the device: only then a graph
-        # may be captured, for the kernels.
+        # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth.
+        # Steps that are bound by weights have none. So they come last, and a round begins with what hardly uses the
+        # device. Decoding waits until its kernels are there, which a thread compiles that uses the device: only then a
+        # graph may be captured, for the kernels.
         opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
         all_of_it = (self.link, self.modules, self.decoding, *opening, self.kernels, self.products, self.attention)
         parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})

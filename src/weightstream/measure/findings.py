@@ -292,8 +292,8 @@ def _codec(backend: Backend) -> Finding:
     if backend.device.type == "cpu":
         return Finding("coded weights", f"{text}: used on request alone, --codec small", "note", value=rates)
     if (reason := coding.why_not(backend.device)) is None:
-        text = f"{text}, beside {milliseconds(backend.profile.decoding_s)} a launch"
-        return Finding("coded weights", text, value=rates)
+        launch = milliseconds(backend.profile.decoding_s)
+        return Finding("coded weights", f"{text}, beside {launch} a launch", value=rates)
     return _judged("coded weights", f"cannot be used: {reason}", is_good=False)
 
 
