@@ -102,11 +102,6 @@ def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree(path)))
 
 
-@cache
-def lines_of(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
-
-
 def module_of(path: Path) -> str:
     """`weightstream.plan.schedule`, or the package's own name for an `__init__.py`."""
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
@@ -297,52 +292,3 @@ def test_public_names_are_sorted_and_said_once() -> None:
     )
     assert names == sorted(set(names))
     assert {"offload", "from_pretrained", "Plan", "Streamer", "OffloadConfig", "WeightstreamError"} <= set(names)
-
-
-# -- sizes: what a reader can hold -------------------------------------------------------------------------------------
-
-MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_FIELDS = 400, 50, 12
-KERNELS = {"codec/dense_kernels.py", "codec/kernels.py", "runtime/slot_kernels.py"}  # written out for the compiler
-
-
-def code_lines(path: Path, node: ast.FunctionDef) -> int:
-    """Lines of a function without its docstring, blank lines and comments."""
-    lines = lines_of(path)
-    told = node.body[0] if ast.get_docstring(node) else None
-    docstring = range(told.lineno, (told.end_lineno or 0) + 1) if told else range(0)
-    numbers = (n for n in range(node.lineno, (node.end_lineno or 0) + 1) if n not in docstring)
-    return sum(bool(lines[n - 1].strip()) and not lines[n - 1].strip().startswith("#") for n in numbers)
-
-
-def is_frozen(node: ast.ClassDef) -> bool:
-    """Frozen dataclasses, and the settings, which pydantic freezes."""
-    frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
-    return frozen or any(ast.unparse(base) in ("_Settings", "BaseModel") for base in node.bases)
-
-
-def fields(node: ast.ClassDef) -> set[str]:
-    """What instances hold: fields of the class, and what methods assign to `self`."""
-    named = [s for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" not in ast.unparse(s.annotation)]
-    assigned = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-    found = {s.target.id for s in named if isinstance(s.target, ast.Name)}
-    return found | {n.attr for n in assigned if ast.unparse(n.value) == "self"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_files_functions_and_classes_stay_small(path: Path) -> None:
-    assert len(lines_of(path)) <= MOST_FILE_LINES
-    for node in nodes(path):
-        if isinstance(node, ast.FunctionDef) and relative(path) not in KERNELS:
-            assert code_lines(path, node) <= MOST_FUNCTION_LINES, node.name
-        if isinstance(node, ast.ClassDef) and not is_frozen(node):
-            assert len(fields(node)) <= MOST_FIELDS, (node.name, sorted(fields(node)))
-
-
-def test_sizes_are_counted() -> None:
-    source = "class A:\n    a: int\n    c: ClassVar[int] = 1\n    def f(self):\n        self.b = self.x = 1\n"
-    node = ast.parse(source).body[0]
-    assert isinstance(node, ast.ClassDef)
-    assert fields(node) == {"a", "b", "x"}
-    engine = SOURCE / "runtime" / "engine.py"
-    fills = [n for n in ast.walk(tree(engine)) if isinstance(n, ast.FunctionDef) and n.name == "forget"]
-    assert code_lines(engine, fills[0]) == 4
