@@ -26,6 +26,7 @@ from weightstream.adapters import device_map, meta
 from weightstream.adapters.diffusers import entries_of, is_pipeline, modules_of
 from weightstream.adapters.shapes import Footprint, follow
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.guards import plain_attributes
 from weightstream.runtime.timeline import Kind, kind_of
 from weightstream.runtime.values import tensors_in
 
@@ -146,7 +147,8 @@ class _Rehearsal:
         twin: Any = object.__new__(type(kind.__name__, (kind,), members))
         hooks: dict[str, Any] = {key: OrderedDict() for key in meta.hooks_of(module)}
         hidden = {*entries, "_apply"}
-        own = {key: value for key, value in vars(module).items() if key not in hidden and "weightstream" not in key}
+        plain = plain_attributes(vars(module))
+        own = {key: value for key, value in plain.items() if key not in hidden and "weightstream" not in key}
         twin.__dict__.update(own | hooks | casts.held())
         return twin
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +13,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
+from weightstream.runtime.guards import Run
 from weightstream.runtime.leaves import Leaf, Role, leaves_of
 from weightstream.runtime.watch import calling_method, reading_module
 from weightstream.runtime.weights import UnitModule
-
-Run = Callable[..., Any]  # (forward, args, kwargs) -> output; of a unit its index comes first
 
 
 class Attachment:
@@ -30,7 +28,7 @@ class Attachment:
         units: Sequence[UnitModule],
         streamer: ops.Units,
         run_step: Run,
-        run_unit: Run,
+        run_unit: Run,  # the index of the unit comes first
         entries: Sequence[str] = (),
     ) -> None:
         self.model = model
