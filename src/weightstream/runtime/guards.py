@@ -17,6 +17,7 @@ from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
+OUTER = "_weightstream_decoder"  # marks a forward of ours that runs steps: none begins around it
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _AROUND = "_weightstream_around"  # where a module keeps what it runs in place of its forward
 Run = Callable[..., Any]  # (forward, args, kwargs) -> output
@@ -64,6 +65,8 @@ class Around:
     def stand_in(self, module: nn.Module) -> None:
         """Stand in for the forward that the instance has now."""
         given = module.__dict__.get("forward")
+        if hasattr(given, OUTER):
+            return
         if all(made is not given for made, _ in self._made):  # else it was put back
             made = types.MethodType(_forward_for(self, given), module)
             self._made.append((made, given))
