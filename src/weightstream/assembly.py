@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from weightstream.errors import ConfigError
 from weightstream.given import unmatched_patterns
 from weightstream.measure import links
 from weightstream.measure.profile import doubt
+from weightstream.plan.amounts import human
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
 from weightstream.plan.prospect import Prospect
@@ -147,16 +148,25 @@ class Assembly:
         """The same with what takes time to find out."""
         return prospects.with_facts(prospect, self._homes, self._backend, self._given.memories)
 
-    def attach(self, plan: Plan, block: Block | None = None, entries: Sequence[str] = ()) -> Streamer:
-        """Put the plan in force."""
+    def attach(
+        self,
+        plan: Plan,
+        block: Block | None = None,
+        entries: Sequence[str] = (),
+        on_added: Callable[[], None] | None = None,
+    ) -> Streamer:
+        """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
         if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
             logger.warning("device memory may run out: %s", short)
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
         around = self._homes, self._backend, refinement, plan, self._blocks, self._closing.close
         streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
+        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: refinement.prospect.planners[0].budget)
+        streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took
         self._closing.callback(device_map.attach(self.model, self._backend.device, self.recast))
+        self._closing.callback(streamer.place_added, None)  # to where the weights are again
         _report(streamer.plan, self._config)
         if self.prospect.whole and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.prospect.whole)
@@ -168,6 +178,26 @@ class Assembly:
         about = self._by_alias, self._grains, whole, self._backend
         found = prospects.foreseen(known, *about, args, kwargs, entry)
         return found and self.with_facts(found)
+
+
+class Beyond:
+    """Logs once that what came to the device besides planned weights is more than the budget has room for."""
+
+    def __init__(self, held_nbytes: Callable[[], int], budget: Callable[[], int | None]) -> None:
+        self._held_nbytes, self._budget = held_nbytes, budget
+        self._has_told = False
+
+    def tell(self) -> None:
+        """Look whether there is room."""
+        if self._has_told or (budget := self._budget()) is None or (held := self._held_nbytes()) <= budget:
+            return
+        self._has_told = True
+        logger.warning(
+            "tensors that came after offloading, such as adapters or fused projections, stay on the device, where "
+            "weights now take %s (%d bytes): %d bytes more than the budget of %s (%d bytes). To have them planned for, "
+            "call remove() and offload again with them; or give a smaller device_budget",
+            *(human(held), held, held - budget, human(budget), budget),
+        )
 
 
 def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:

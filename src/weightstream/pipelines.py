@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import diffusers
-from weightstream.assembly import Assembly, Given, assembled
+from weightstream.assembly import Assembly, Beyond, Given, assembled
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
 from weightstream.given import dtype_given, settled
@@ -24,6 +25,7 @@ from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
     Parts,
     Shared,
+    budget_of,
     check_given,
     heaviest,
     known_of,
@@ -176,18 +178,19 @@ def _offloaded(
             for name, module in modules.items()
         }
         parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
-        found, nbytes = shared_out(parts, known_of(parts, calls), calls)
+        known = known_of(parts, calls)
+        budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
+        found, nbytes = shared_out(parts, known, calls, budget)
         with suppress(PlanError):  # one that is cast has no room: said when it is
             if short := plan_of_shares(calls, parts, found, nbytes).shortage:
                 logger.warning("device memory may run out: %s", short)
-        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders)
+        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders, tuple(modules), budget)
         with ExitStack() as on_failure:
             on_failure.callback(made.remove)
             for name, shared in found.items():  # the one that moves most has the first choice of memory
                 kinds = frozenset(call.kind for call in heaviest(parts, calls).values() if call.component == name)
                 made.stream(name, assemblies[name], shared, kinds)
             on_failure.pop_all()
-    made.components = {name: made.components[name] for name in modules}
     logger.info("%s", made)
     return made
 
@@ -213,6 +216,15 @@ class PipelineStats:
     held_nbytes: dict[str, int]
 
 
+class _Part(NamedTuple):
+    """A component that streams, as long as anybody has it: it has its streamer, and that its assembly."""
+
+    streamer: weakref.ref[Streamer]
+    assembly: weakref.ref[Assembly]
+    share: Share
+    settle: weakref.finalize[[], Streamer]
+
+
 def _with_past(stats: Stats, past: Stats | None) -> Stats:
     """The same with what was done before."""
     if past is None:
@@ -231,17 +243,38 @@ def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, 
 
 class PipelineStreamer:
     """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
-    `remove()`. `components` are the streamers, by the names that the pipeline has for them."""
+    `remove()`.
+
+    It keeps no component alive: one that the pipeline lets go, and nobody else has, is freed with its weights.
+    """
 
     def __init__(
-        self, pipe: Any, backend: Backend, config: OffloadConfig, block: Block, folders: Sequence[OffloadFolder]
+        self,
+        pipe: Any,
+        backend: Backend,
+        config: OffloadConfig,
+        block: Block,
+        folders: Sequence[OffloadFolder],
+        names: Sequence[str],
+        budget: int,
     ) -> None:
-        self.components: dict[str, Streamer] = {}
         self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
         self._folders = folders  # with weights that no file holds as they are needed
-        self._parts: dict[str, tuple[Assembly, Share]] = {}
+        self._names = names  # in the order in which components are expected to run
+        self._parts: dict[str, _Part] = {}
         self._past: dict[str, Stats] = {}  # of streamers that came before, in other dtypes
+        self._beyond = Beyond(lambda: self.stats().held_nbytes["device"], lambda: budget)
         self._detach = diffusers.attach(pipe, self, backend.device)
+
+    @property
+    def components(self) -> dict[str, Streamer]:
+        """The streamers, by the names that the pipeline has for them."""
+        found = {name: self._parts[name].streamer() for name in self._names if name in self._parts}
+        return {name: streamer for name, streamer in found.items() if streamer is not None}
+
+    def _assemblies(self) -> dict[str, Assembly]:
+        found = {name: self._parts[name].assembly() for name in self._names if name in self._parts}
+        return {name: assembly for name, assembly in found.items() if assembly is not None}
 
     @property
     def device(self) -> torch.device:
@@ -253,14 +286,17 @@ class PipelineStreamer:
         assembly.prospect, assembly.known = shared.prospect, kinds
         assembly.recast = partial(self._recast, name)
         entries = diffusers.entries_of(assembly.model)
-        self.components[name] = assembly.attach(shared.plan, self._block, entries)
-        self._parts[name] = assembly, shared.share
+        streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
+        settle = weakref.finalize(streamer, self._backend.synchronize)  # no copy may be in flight from what is freed
+        settle.atexit = False
+        self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 
     def _recast(self, name: str, cast: Callable[[], object]) -> None:
         """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
-        streamer, (assembly, share) = self.components[name], self._parts[name]
+        streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share
         before = _with_past(streamer.stats(), self._past.get(name))
         streamer.remove()
+        self._parts[name].settle.detach()
         with torch.inference_mode(False), torch.no_grad():
             tensors = _tensors(assembly.model)
             try:
@@ -297,18 +333,17 @@ class PipelineStreamer:
             ConfigError: the pipeline does not take these keywords.
             OffloadError: its calls cannot be told from shapes, or it is not offloaded any more.
         """
-        if not self.components:
+        if not self._parts:
             raise OffloadError("plan() after remove(): nothing streams any more")
         named = {"num_inference_steps": steps, "height": height, "width": width}
         calls, notes = told(self._pipe, call | {k: v for k, v in named.items() if v is not None})
-        now = diffusers.modules_of(self._pipe)
+        now, plain = diffusers.modules_of(self._pipe), self._assemblies()
         for name in dict.fromkeys(call.component for call in calls):
-            if name not in self._parts or now[name] is not self._parts[name][0].model:
+            if name not in plain or now[name] is not plain[name].model:
                 calls = [call for call in calls if call.component != name]
                 notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
         plans = {name: streamer.plan for name, streamer in self.components.items()}
-        shared = {name: share for name, (_, share) in self._parts.items()}
-        plain = {name: assembly for name, (assembly, _) in self._parts.items()}
+        shared = {name: part.share for name, part in self._parts.items()}
         parts = Parts(plain, calls, lambda module: _sketch(module, self._backend, self._config))
         return plan_of_call(calls, parts, plans, shared, self._block.memory.numel(), notes)
 
@@ -316,8 +351,9 @@ class PipelineStreamer:
         """Counters and bytes held, as of now."""
         found = {name: _with_past(s.stats(), self._past.get(name)) for name, s in self.components.items()}
         held = Counter[str]()
+        plans = {name: streamer.plan for name, streamer in self.components.items()}
         for name, stats in found.items():
-            plan = self.components[name].plan
+            plan = plans[name]
             held.update(stats.held_nbytes)
             held["device"] -= plan.ring_nbytes + plan.buffer_nbytes
         held["device"] += self._block.memory.numel()
@@ -326,7 +362,7 @@ class PipelineStreamer:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """As `Streamer.trace`, of all components; the names of spans begin with that of the component."""
-        if not self.components:
+        if not self._parts:
             raise OffloadError("trace() after remove(): nothing streams any more")
         whole = Trace(f"{type(self._pipe).__name__} on {self.device}")
         with ExitStack() as stack:
@@ -352,8 +388,10 @@ class PipelineStreamer:
             streamer.refuse_inside()
         for streamer in self.components.values():
             streamer.remove()
+        for part in self._parts.values():
+            part.settle.detach()
         self._detach()
-        self.components, self._parts = {}, {}
+        self._parts = {}
         self._block.close()
         self._backend.close()
         for folder in self._folders:

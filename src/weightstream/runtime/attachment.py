@@ -167,11 +167,13 @@ class _Code:
         return self._found() != self._known
 
     def _found(self) -> tuple[list[Any], ...]:
-        members = [list(map(id, vars(kind).values())) for kind in self._kinds]
-        forwards: list[Any] = [attributes.get("forward") for attributes in self._attributes]
+        # no calls: this runs before every eager step
+        members = [list(map(id, kind.__dict__.values())) for kind in self._kinds]
+        forwards: list[Any] = ["forward" in own and own["forward"] for own in self._attributes]
+        hooks = [hooks and (*hooks,) for hooks in self._hooks]
         if hasattr(forwards[0], guards.OUTER):
             forwards[0] = forwards[0].__wrapped__
-        return list(map(type, self.modules)), members, forwards, list(map(len, self._hooks))
+        return list(map(type, self.modules)), members, forwards, hooks
 
 
 def _notice(attachment: Attachment) -> Callable[[], None]:

@@ -182,7 +182,11 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
                 patched = given if around is None or type(around) is Around else around
                 return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            return around.enter(_forward_of(self) if given is None else given, args, kwargs)
+            plain = given
+            if plain is None:
+                plain = type(self).forward
+                plain = types.MethodType(plain, self) if type(plain) is types.FunctionType else _forward_of(self)
+            return around.enter(plain, args, kwargs)
         if around.is_traced_inside:
             return type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
         if around.session.streams and not around.session.fixed:
@@ -208,10 +212,7 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward of the module's class, bound to it."""
-    found = type(module).forward
-    if type(found) is types.FunctionType:
-        return types.MethodType(found, module)
+    """The forward that the module has from its class, which need be no function."""
     held: Any = inspect.getattr_static(type(module), "forward")
     bound: Callable[..., Any] = held.__get__(module, type(module)) if hasattr(type(held), "__get__") else held
     return bound

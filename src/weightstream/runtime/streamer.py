@@ -147,6 +147,10 @@ class Streamer:
         """
         self._learning.switch(plan)
 
+    def on_added(self, callback: Callable[[], None]) -> None:
+        """Call it whenever tensors such as adapters came to the device, or left, besides the weights of the plan."""
+        self._modules.on_adopted = callback
+
     def place_added(self, device: torch.device | None) -> None:
         """Move what was added to the model since, such as adapters; None: to the weights beside it."""
         self._modules.adopt(device, again=True)
