@@ -14,7 +14,7 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import device_map, surroundings
-from weightstream.adapters.module import find_blocks
+from weightstream.adapters.module import called, find_blocks
 from weightstream.adapters.ranks import Ranks
 from weightstream.adapters.shapes import Footprint
 from weightstream.adapters.unpacking import unpack_late
@@ -159,7 +159,7 @@ class Assembly:
         if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
             logger.warning("device memory may run out: %s", short)
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
-        around = self._homes, self._backend, refinement, plan, self._blocks, self._closing.close
+        around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing.close
         streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
         beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: refinement.prospect.planners[0].budget)
         streamer.on_added(on_added or beyond.tell)

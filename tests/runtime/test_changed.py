@@ -1,4 +1,4 @@
-"""Models that their users change before, while and after they are offloaded: the bits of the plain model, changed alike.
+"""Models that users change before, while and after they are offloaded have the bits of the plain model, changed alike.
 
 Each way of WAYS changes a model and returns what undoes that. Classes are made anew for each model, so that a change of
 a class reaches only models that a test made.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import weightstream
 from models import randomise

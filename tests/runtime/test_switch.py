@@ -147,7 +147,9 @@ def test_a_step_refuses_it(opened: Any) -> None:
     plan, errors = with_residents(streamer.plan, {"2.weight"}), []
 
     def switch(*_: object) -> None:
-        with pytest.raises(OffloadError, match="the plan cannot change now: the streamer is in a watched step") as caught:
+        with pytest.raises(
+            OffloadError, match="the plan cannot change now: the streamer is in a watched step"
+        ) as caught:
             streamer.switch(plan)
         errors.append(caught.value)
 

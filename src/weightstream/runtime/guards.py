@@ -263,13 +263,22 @@ def surround(module: nn.Module, run: Run, session: ops.Session, unit: int | None
     around = module.__dict__.get(_AROUND)
     if type(around) is not Around or around.module is not module:
         if _AROUND in module.__dict__:  # a copy, of a class that copies its attributes in its own way
-            module.__dict__["forward"] = module.__dict__.pop(_AROUND)
+            own = module.__dict__
+            own["forward"] = own.pop(_AROUND)
+            if own["forward"] is None:
+                del own["forward"]
         around = Around(module, session)
     around.session = session
-    if unit is not None:
-        around.unit = session.tensor_of(unit)
     around.opens_early = unit is not None
-    return around.add(run)
+    if unit is None:
+        return around.add(run)
+    undo, around.unit = around.add(run), session.tensor_of(unit)
+
+    def leave() -> None:
+        around.unit, around.opens_early = None, False
+        undo()
+
+    return leave
 
 
 class _StandsIn:
