@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import types
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import weightstream
 from models import randomise
@@ -209,6 +211,20 @@ def parametrized(block: Any) -> Undo:
     return lambda: parametrize.remove_parametrizations(block.up, "weight", leave_parametrized=False)
 
 
+def normed(norm: Callable[[nn.Module], object], remove: Callable[[nn.Module], object]) -> Callable[[Any], Undo]:
+    """A pre-hook computes the weights of each block from others, before each call."""
+
+    def change(model: Any) -> Undo:
+        with warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")  # it is an old way
+            torch.manual_seed(3)
+            for block in model.blocks:
+                norm(block.up)
+        return lambda: [remove(block.up) for block in model.blocks]
+
+    return change
+
+
 def trainable(model: Any) -> Undo:
     flags = [p.requires_grad for p in model.parameters()]
     model.requires_grad_(not flags[0])
@@ -266,6 +282,11 @@ WAYS = {
     "deep copy of a block": Way(deep),
     "shared block": Way(shared),
     "parametrized weights": Way(lambda model: each(model.blocks, parametrized)),
+    "weight_norm": Way(normed(nn.utils.weight_norm, nn.utils.remove_weight_norm)),
+    "spectral_norm": Way(normed(nn.utils.spectral_norm, nn.utils.remove_spectral_norm)),
+    "pruned weights": Way(
+        normed(partial(prune.l1_unstructured, name="weight", amount=9), partial(prune.remove, name="weight"))
+    ),
     "requires_grad": Way(trainable),
     "other values": Way(lambda model: each(model.blocks, rescaled)),
     "container": Way(in_dict),

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
 from weightstream.runtime.guards import Run
-from weightstream.runtime.leaves import Leaf, Role, leaves_of
+from weightstream.runtime.leaves import Leaf, Role, computed_by_hooks, leaves_of
 from weightstream.runtime.watch import calling_method, reading_module
 from weightstream.runtime.weights import UnitModule
 
@@ -58,7 +58,8 @@ class Attachment:
         self.session.streams, self.session.traced = bool(opened), False
         for index in opened:
             for module in (self.units[index].module, *self.units[index].also):
-                self._undo.append(guards.surround(module, partial(self._run_unit, index), self.session, index))
+                run = _forgetting(module, partial(self._run_unit, index))
+                self._undo.append(guards.surround(module, run, self.session, index))
         self._undo.append(guards.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
@@ -174,6 +175,25 @@ class _Code:
         if hasattr(forwards[0], guards.OUTER):
             forwards[0] = forwards[0].__wrapped__
         return list(map(type, self.modules)), members, forwards, hooks
+
+
+def _forgetting(module: nn.Module, run: Run) -> Run:
+    """The same for a unit that keeps nothing on the device of what its pre-hooks have computed: all weights would come
+    to stay there."""
+    every = ((vars(part), computed_by_hooks(part)) for part in module.modules() if part._forward_pre_hooks)
+    before = [(own, name, own[name]) for own, names in every for name in names]
+    if not before:
+        return run
+
+    def run_and_forget(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return run(forward, args, kwargs)
+        finally:
+            for own, name, tensor in before:
+                if name in own:
+                    own[name] = tensor
+
+    return run_and_forget
 
 
 def _notice(attachment: Attachment) -> Callable[[], None]:
