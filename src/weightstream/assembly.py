@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,13 +47,15 @@ _NAMED = 8  # tensors in a warning
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
     """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
-    call, who else has shards of it; or what is wanted of layers that are not a model of their own."""
+    call, who else has shards of it; or what is wanted of layers that are not a model of their own. `elsewhere` are ids
+    of tensors that it shares with another model, whose weights they are."""
 
     memories: Sequence[Memory] = ()
     folder: OffloadFolder | None = None
     example: prospects.Example | None = None
     ranks: Ranks | None = None
     hosted: prospects.Hosted | None = None
+    elsewhere: frozenset[int] = frozenset()
 
 
 def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -98,7 +100,7 @@ class Assembly:
         self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
-        self._by_alias = _weights(model)
+        self._by_alias = _weights(model, given.elsewhere)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.callback(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
@@ -134,6 +136,16 @@ class Assembly:
     def close(self) -> None:
         """Let go of a model to which no plan is attached."""
         self._closing.close()
+
+    @property
+    def elsewhere(self) -> frozenset[int]:
+        """Ids of tensors of the model that are another one's weights."""
+        return self._given.elsewhere
+
+    def aliases_of(self, tensors: Collection[int]) -> frozenset[str]:
+        """The alias groups of tensors, given by their ids."""
+        every = self._by_alias.items()
+        return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
     def narrow(self, prospect: Prospect) -> None:
         """Plan with this one, which has as many grains or only the first."""
@@ -210,9 +222,9 @@ def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machi
     return ranks.agreed(config, machine)
 
 
-def _weights(model: nn.Module) -> dict[str, weights.Group]:
+def _weights(model: nn.Module, elsewhere: frozenset[int]) -> dict[str, weights.Group]:
     """The weights of a model that can be offloaded, by alias group."""
-    by_alias = weights.groups(model)
+    by_alias = weights.groups(model, without=elsewhere)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
     if held := weights.held_elsewhere(by_alias):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +17,17 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import diffusers
+from weightstream.adapters.rehearsal import Call
 from weightstream.assembly import Assembly, Beyond, Given, assembled
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
+from weightstream.errors import (
+    ConfigError,
+    InvariantError,
+    OffloadError,
+    PlanError,
+    UnsupportedError,
+    WeightstreamError,
+)
 from weightstream.given import dtype_given, settled
 from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
@@ -42,10 +50,12 @@ from weightstream.prospects import can_decode
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
 from weightstream.runtime.devices import opened
+from weightstream.runtime.leaves import leaves_of
 from weightstream.runtime.preload import preloading
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
+from weightstream.runtime.weights import shared_between
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 from weightstream.trace import Trace
@@ -171,16 +181,21 @@ def _offloaded(
 ) -> PipelineStreamer:
     """Plan every component in its share of the budget, and put the plans in force."""
     modules = diffusers.modules_of(pipe)
-    calls = rehearsed(pipe, arguments)
+    common = shared_between(modules)
+    elsewhere = {name: frozenset(t for t, owner in common.get(name, {}).items() if owner != name) for name in modules}
+    modules = {
+        name: m for name, m in modules.items() if any(id(leaf.tensor) not in elsewhere[name] for leaf in leaves_of(m))
+    }
+    calls = [call for call in rehearsed(pipe, arguments) if call.component in modules]
     with ExitStack() as stack:
         assemblies = {
-            name: stack.enter_context(assembled(module, backend, config, Given(memories=memories(name))))
+            name: stack.enter_context(
+                assembled(module, backend, config, Given(memories=memories(name), elsewhere=elsewhere[name]))
+            )
             for name, module in modules.items()
         }
         parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
-        known = known_of(parts, calls)
-        budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
-        found, nbytes = shared_out(parts, known, calls, budget)
+        budget, found, nbytes = _shares(parts, assemblies, calls, common)
         with suppress(PlanError):  # one that is cast has no room: said when it is
             if short := plan_of_shares(calls, parts, found, nbytes).shortage:
                 logger.warning("device memory may run out: %s", short)
@@ -193,6 +208,28 @@ def _offloaded(
             on_failure.pop_all()
     logger.info("%s", made)
     return made
+
+
+def _shares(
+    parts: Parts, assemblies: Mapping[str, Assembly], calls: Sequence[Call], common: Mapping[str, Collection[int]]
+) -> tuple[int, dict[str, Shared], int]:
+    """The budget, the part of each component in it, and the bytes of memory that all have in turn.
+
+    What components have in `common` stays on the device where it has room, as it is read in the turns of each.
+    """
+    before = {name: assembly.prospect for name, assembly in assemblies.items()}
+    for kept in (True, False) if common else (False,):
+        for name, assembly in assemblies.items():
+            aliases = assembly.aliases_of(common.get(name, ())) if kept else frozenset[str]()
+            assembly.prospect = before[name].keeping(aliases)
+        known = known_of(parts, calls)
+        budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
+        try:
+            return budget, *shared_out(parts, known, calls, budget)
+        except PlanError:
+            if not kept:
+                raise
+    raise InvariantError("no part of the budget was tried")
 
 
 def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> prospects.Sketch:
@@ -315,7 +352,7 @@ class PipelineStreamer:
         self._past[name] = before
 
     def _stream_again(self, name: str, past: Assembly, share: Share) -> None:
-        with assembled(past.model, self._backend, self._config, Given()) as assembly:
+        with assembled(past.model, self._backend, self._config, Given(elsewhere=past.elsewhere)) as assembly:
             prospect = assembly.prospect.sharing(share)
             self.stream(name, assembly, Shared(prospect, prospect.plan()[1]), past.known)
 
