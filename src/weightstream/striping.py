@@ -112,7 +112,7 @@ class Stripes:
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._gate.refuse_forked()
-        with self._gate.turn:
+        with self._gate.turn.taken():
             if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.devices[0])
@@ -123,9 +123,10 @@ class Stripes:
             for part in reversed(self.parts.values()):
                 step = partial(part.run_fixed if is_fixed else part.run, step, kind)
             try:
-                with self._gate.entered(Mode.FORWARD if is_fixed else Mode.EAGER):
-                    output = step()
+                self._gate.change(Mode.FORWARD if is_fixed else Mode.EAGER)
+                output = step()
             finally:
+                self._gate.end_forward()
                 self._forget_sent()
             static_cache.tell_lengths_at(cache_in(kwargs), self.devices[0])
             return output
@@ -192,7 +193,7 @@ class Stripes:
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice."""
         self._gate.refuse_inside()
-        with self._gate.turn:
+        with self._gate.turn.taken():
             for part in self.parts.values():
                 part.refuse_inside()
             self._gate.change(Mode.REMOVED)
@@ -224,12 +225,13 @@ class Stripes:
     def step(self) -> Iterator[None]:
         """As `Streamer.step`, on all devices."""
         self._gate.refuse_forked()
-        with self._gate.turn, ExitStack() as stack:
+        with self._gate.turn.taken(), ExitStack() as stack:
             if not self._gate.is_fixed:
                 for part in self.parts.values():
                     stack.enter_context(part.step())
-                stack.enter_context(self._gate.entered(Mode.STEP))
+                stack.callback(self._gate.reset)
                 stack.callback(self._forget_sent)
+                self._gate.change(Mode.STEP)
             yield
 
     @contextmanager

@@ -57,9 +57,10 @@ class Attachment:
         opened = [index for index in range(len(self.units)) if plan.opens(index)]
         self.session.streams, self.session.traced = bool(opened), False
         for index in opened:
+            whole = self.units[index].picks is None  # else its forward, which is known, reads single rows
             for module in (self.units[index].module, *self.units[index].also):
                 run = _forgetting(module, partial(self._run_unit, index))
-                self._undo.append(guards.surround(module, run, self.session, index))
+                self._undo.append(guards.surround(module, run, self.session, index, opens_early=whole))
         self._undo.append(guards.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)

@@ -15,6 +15,15 @@ Coded weights cross the link coded and are decoded behind the wait of their unit
 kernels of a unit are queued before the next unit's decoding on the same stream, so order needs no event. Two coded
 units cannot be open at once: in an eager step the inner one borrows memory of its own; at fixed addresses it raises.
 
+[Note: a step that is cut]
+An error or an interrupt may end a step at any line, in here too. Three rules keep the weights right:
+- What may raise comes before what is changed (`Face.has_update` before `Face.take`, `Opening.find` before `to_ring`).
+- Before a home is written to, copies of it elsewhere count as stale, and versions are compared last (`_take`). Cut in
+  between, the update is seen again, and made again, at the next entry.
+- `heal` brings every tensor back to its home, whatever it shows of the ring, the buffer or borrowed memory, and closes
+  all units. Whoever lets steps in calls it when one fails, and again before the next if that was cut, too.
+So between steps no tensor shows memory of the ring; one that does is refused, and never taken for an update.
+
 [Note: views that outlive their unit]
 Every unit's bytes in the ring, and in the buffer, are a storage object of their own. While no tensor of the unit shows
 it, its use count is known: a higher one at `close` means that a forward kept a view, which the next fill would change.
@@ -25,13 +34,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
 
-from weightstream.errors import OffloadError
+from weightstream.errors import InvariantError, OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import decoding
@@ -74,8 +84,11 @@ class Binding:
         picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
         self.plan, self.memory = plan, memory  # the ring, the buffer and slots
+        self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
         self.open_units: list[Bound] = []  # the innermost last
+        self.is_awake = False  # from `wake` until `rest` is through
+        self._served: list[Face] = []  # those that show the true bytes outside of their unit until a watched step ends
         self._homes, self._backend = homes, backend
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory[0])
@@ -92,12 +105,13 @@ class Binding:
     @_unseen
     def wake(self) -> None:
         """See updates that were made since the last step."""
+        self.is_awake = True
         self._homes.unguard()
         self._step_end.follow()
         self._leave_written()
         found = self._see(self.faces)
         # these may have been written to, and no version would tell
-        self._leave(self._homes.leave_files({face.alias for face in found if face.is_past_file()}))
+        self._leave({face.alias for face in found if face.is_past_file()})
         self._forget({face.alias for face in found})
         for face in found:
             face.member.touched = False
@@ -113,6 +127,43 @@ class Binding:
         self._homes.guard()
         for face in self.faces:
             face.guard()
+        self.is_awake = False
+
+    @_unseen
+    def heal(self, trains: Callable[[int], bool]) -> list[str]:
+        """Close whatever a step that was cut has left open, [Note: a step that is cut]; may be called at any time.
+
+        `trains`: whether the forward of a unit may have updated buffers unseen. Returns the tensors that were updated
+        at fixed addresses, where updates are lost.
+        """
+        for unit in self.units:
+            if unit.opened or unit.borrowed is not None:
+                shown = unit.borrowed or unit.faces
+                with suppress(OffloadError):  # data that was assigned and does not fit: the weight is as it was
+                    self._take(shown.updated(unit.has_buffers and trains(unit.index)))
+                shown.to_home()
+            unit.opened, unit.borrowed = 0, None
+        self.open_units.clear()
+        self.withdraw()
+        lost = [face for face in self.faces if self._is_ours(face.tensor) and face.changed()]
+        self._show_homes()
+        self.abandon()
+        if lost:
+            self.engine.forget(self.engine.held())
+        self.rest()
+        return sorted({face.member.names[0] for face in lost})
+
+    def _show_homes(self) -> None:
+        """Of every tensor that shows the ring or the buffer."""
+        for face in self.faces:
+            if self._is_ours(face.tensor):
+                face.show(face.home)
+                face.agree()
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shows memory of the ring, the buffer or slots."""
+        at = tensor.data_ptr()
+        return any(begin <= at < end for begin, end in self._ours)
 
     # -- units of eager steps --------------------------------------------------------------------------------------
 
@@ -129,7 +180,7 @@ class Binding:
         except BaseException:  # an interrupt may come anywhere
             self._forget_opening(unit)
             if not unit.opened:
-                (unit.borrowed or unit.faces).to_home(training=False)
+                (unit.borrowed or unit.faces).to_home()
                 unit.borrowed = None
                 if self.engine.fences[index].state is State.IN_USE:
                     self.engine.release(index)
@@ -160,27 +211,45 @@ class Binding:
         `training`: the forward may have updated buffers unseen. `watched`: the watch of the step holds views itself.
         """
         unit = self.units[index]
-        if unit.opened > 1:  # it was called from inside its own forward
-            self._forget_opening(unit)
+        if unit.opened != 1:  # it was called from inside its own forward; or the step was healed meanwhile
+            if unit.opened:
+                self._forget_opening(unit)
             return False
-        shown = unit.borrowed or unit.faces
+        borrowed = unit.borrowed
+        shown = borrowed or unit.faces
         has_views = False
         try:
-            if updated := shown.to_home(training):
-                self.updated |= {face.member.names[0] for face in updated}
-                self._stale(updated)
+            try:
+                if updated := shown.updated(training):
+                    self.updated |= {face.member.names[0] for face in updated}
+                    self._take(updated)
+            finally:
+                shown.to_home()
+            unit.borrowed = None
             # before the release: the copies are to be read before the next fill
-            has_views = unit.borrowed is not None or unit.num_views() > 0
+            has_views = borrowed is not None or unit.num_views() > 0
             return has_views and shown.own(output)
         finally:
-            if has_views and unit.borrowed is None and not watched:
+            if has_views and borrowed is None and not watched:
                 self.look_for_kept(unit)
             self._forget_opening(unit)
-            if unit.borrowed is None:
+            if borrowed is None:
                 self.let_go(index)
-            unit.borrowed = None
             if (following := unit.opening.then()) is not None:
                 self.units[following].opening.find_early()
+
+    def serve(self, face: Face, view: torch.Tensor) -> None:
+        """Show the true bytes, read outside of the face's unit, until `withdraw`."""
+        self._served.append(face)
+        face.show(view)
+
+    def withdraw(self) -> None:
+        """Show the homes again of all that were served; what the model has updated in there is taken over."""
+        for face in self._served:
+            if face.changed():
+                face.take()
+            face.show(face.home)
+        self._served.clear()
 
     def look_for_kept(self, unit: Bound) -> None:
         """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
@@ -222,7 +291,8 @@ class Binding:
     def fix(self) -> None:
         """Show the ring bytes of every unit, whatever they hold just now."""
         for unit in self.units:
-            unit.opening.find()  # a capture may follow
+            unit.opening.find()  # a capture may follow; it waits for pages, allocates and may raise
+        for unit in self.units:
             unit.faces.to_ring()
 
     @_unseen
@@ -357,36 +427,53 @@ class Binding:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def _leave(self, aliases: set[str]) -> None:
-        """The files of these no longer hold their bytes: from now on their copies come from where the bytes are."""
-        if not aliases:
-            return
-        self._homes.sources_changed = True
-        self.engine.forget(self._copies.forget(aliases))
-        for unit in self.units:
-            if unit.coded & aliases:
-                unit.opening = unit.opening.again()
+        """These are updated: no file or coded form holds their bytes, and from now on their copies come from memory."""
+        if left := self._homes.in_files(aliases):
+            self._homes.sources_changed = True
+            self.engine.forget(self._copies.forget(left))
+            for unit in self.units:
+                if unit.coded & left:
+                    unit.opening = unit.opening.again()
+        self._homes.leave_files(aliases)
 
     def _leave_written(self) -> None:
         """What was written past every counter of versions may be again, by whoever holds the memory."""
-        if left := self._homes.leave_written():
+        if left := self._homes.written():
             for face in self.faces:  # for good, as nobody can tell when whoever holds the memory writes to it
                 face.member.lent |= face.alias in left and not face.changed()
             self._leave(left)
 
     def _see(self, faces: list[Face]) -> list[Face]:
-        """Take in updates of the homes of these; returns those that may have been updated."""
+        """Take in updates of the homes of these; returns those that may have been updated.
+
+        Raises `InvariantError` for one that shows memory of ours outside of an open unit: that is no weight.
+        """
         if found := noticed(faces):
-            self._stale([face for face in found if face.adopt() or face.changed()])
+            shown = [face for face in found if self._is_ours(face.tensor)]
+            if lost := [face.member.names[0] for face in shown if not self.is_shown_by_open_unit(face.tensor)]:
+                raise InvariantError(
+                    f"{', '.join(sorted(set(lost)))} show memory that weights are streamed through, outside of the "
+                    "forward that they are there for: data that a forward saw was assigned to them, or a step was cut. "
+                    "What is there now belongs to other weights"
+                )
+            # what an open unit of the same tensor shows is no data that was assigned
+            found = [face for face in found if face not in shown or face.changed()]
+            self._take([face for face in found if face.is_assigned() or face.changed()])
         return found
 
-    def _stale(self, updated: list[Face]) -> None:
-        """The homes of these tensors changed: every unit that holds them elsewhere must be filled again."""
+    def _take(self, updated: list[Face]) -> None:
+        """Take over updates of these, from the ring or from data that was assigned, in an order that may be cut:
+        whatever else holds copies of their homes is stale first, and that an update is known comes last."""
+        if not updated:
+            return
         aliases = {face.alias for face in updated}
-        self._leave(self._homes.leave_files(aliases))
-        for face in self.faces if aliases else ():
+        self._leave(aliases)
+        self._forget(aliases)
+        for face in updated:
+            face.take()
+        for face in self.faces:
             if face.alias in aliases:
                 face.agree()
-        self._forget(aliases)
 
     def _forget(self, aliases: set[str]) -> None:
         """What the ring holds of these is stale, in whichever unit."""

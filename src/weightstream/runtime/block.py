@@ -7,7 +7,6 @@ stream waits once for what was computed before.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,6 +17,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.backend import Backend, Side
+from weightstream.runtime.turn import Turn
 
 
 class User(Protocol):
@@ -29,7 +29,7 @@ class User(Protocol):
         """Take note that nothing of the model is in the block any more."""
 
 
-class Turn:
+class Tenure:
     """The steps of one model until another one has the memory; it is taken to have as many as the last time."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Block:
     """Device memory for any number of models on one backend, of which one at a time has it."""
 
     def __init__(self, backend: Backend, nbytes: int) -> None:
-        self.turn = threading.RLock()  # held for a whole step of any of the models
+        self.turn = Turn()  # held for a whole step of any of the models
         self.memory = backend.alloc(aligned(nbytes))
         self._backend = backend
         self._event = backend.event()

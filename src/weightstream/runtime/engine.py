@@ -23,7 +23,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor, sharing
 from weightstream.runtime.backend import Backend, Copy, Event, Side
-from weightstream.runtime.block import Block, Turn
+from weightstream.runtime.block import Block, Tenure
 from weightstream.runtime.timeline import Timeline, profiled
 
 
@@ -118,7 +118,7 @@ class Engine:
         self.sharing = [frozenset(units) for units in sharing(plan.extents)]
         self.live: set[int] = set()  # all whose bytes are in the ring or still read, and maybe more
         self._cursor = Cursor(plan.manifest.order, plan.after)
-        self._turn = Turn()
+        self._tenure = Tenure()
 
     def prime(self) -> None:
         """End the step, and start the fills that the next one begins with, where they are not made."""
@@ -131,7 +131,7 @@ class Engine:
         if self._block is None:
             self._fill_due(due)
             return
-        self._turn.step()
+        self._tenure.step()
         self._fill_due(self.plan.first)  # another model may have had the memory, or was to have it now
 
     def is_behind(self, unit: int) -> bool:
@@ -161,13 +161,8 @@ class Engine:
         if fence.state is State.EMPTY:
             self.fill(unit, planned=False)
         if fence.state is State.FILLING:
-            try:
-                self._backend.wait(Side.COMPUTE, fence.filled)
-            except BaseException:
-                fence.move(State.EMPTY)  # the copy failed: the next wait tries again
-                raise
+            self._follow(fence)
             self.timeline.ends(waited)
-            fence.in_flight = False
             fence.move(State.READY)
         elif fence.state is State.DRAINING:
             fence.move(State.READY)
@@ -201,10 +196,20 @@ class Engine:
         """Make compute wait for every copy in flight but those of `spared`, that of a unit overtaken since too."""
         for unit, fence in enumerate(self.fences):
             if fence.in_flight and unit not in spared:
-                self._backend.wait(Side.COMPUTE, fence.filled)
-                fence.in_flight = False
+                self._follow(fence)
                 if fence.state is State.FILLING:
                     fence.move(State.READY)
+
+    def _follow(self, fence: Fence) -> None:
+        """Make compute wait for the copy that is on its way."""
+        try:
+            self._backend.wait(Side.COMPUTE, fence.filled)
+        except BaseException:  # the copy failed, or the wait was cut short: it is made again when it is needed
+            if fence.state is State.FILLING:
+                fence.move(State.EMPTY)
+            fence.in_flight = False
+            raise
+        fence.in_flight = False
 
     def take_over(self, *, decodes: bool = False) -> None:
         """Have the memory that several models share; `decodes`: a kernel writes there, and no fill comes before it."""
@@ -218,13 +223,20 @@ class Engine:
                 fence.move(State.EMPTY)
             fence.last_read, fence.in_flight = None, False
         self.live.clear()
-        self._turn.end()
+        self._tenure.end()
 
     def forget(self, units: Iterable[int]) -> None:
         """The home of these units changed: what the ring holds of them is stale."""
         for unit in units:
             if self.fences[unit].state in (State.FILLING, State.READY, State.DRAINING):
                 self.fences[unit].move(State.EMPTY)
+
+    def forget_all(self) -> None:
+        """What is in the ring is not known: all is filled anew, behind whatever was queued to read it."""
+        now = self._backend.event()
+        self._backend.record(Side.COMPUTE, now)
+        self._backend.wait(Side.COPY, now)
+        self.forget(self.held())
 
     def held(self) -> list[int]:
         """Units whose bytes are in the ring or on their way."""
@@ -265,7 +277,7 @@ class Engine:
 
     def _fill_due(self, units: Iterable[int]) -> None:
         """Queue the fills that the plan asks for now; a unit that cannot be filled is when it is waited for."""
-        if self._turn.is_last_step:  # another model is next: it fills over what is for a step after this
+        if self._tenure.is_last_step:  # another model is next: it fills over what is for a step after this
             left = set(self._cursor.order[self._cursor.position :])
             units = [unit for unit in units if unit in left]
         for unit in units:

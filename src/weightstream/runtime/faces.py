@@ -109,44 +109,58 @@ class Face:
     def agree(self) -> None:
         self.version = self.member.version
 
-    def adopt(self) -> bool:
-        """Take over data that somebody assigned (`tensor.data = new`): copied into the home. False if none was."""
-        with _disable_current_modes():  # the watch of the first step would take this for a read of the model's
-            return self._adopt(_DATA.__get__(self.tensor))
+    def is_assigned(self) -> bool:
+        """Whether it shows data that was assigned (`tensor.data = new`). Changes nothing.
 
-    def _adopt(self, data: torch.Tensor) -> bool:
-        same_memory = data.data_ptr() == self.home.data_ptr() and data.device == self.home.device
-        layouts = [(view.shape, view.dtype, view.stride()) for view in (data, self.home)]
-        if same_memory and layouts[0] == layouts[1]:
+        Raises `OffloadError` for data that cannot take the place of the weight.
+        """
+        data, home = self._data(), self.home
+        layouts = [(view.shape, view.dtype, view.stride()) for view in (data, home)]
+        if self._is_at_home(data) and layouts[0] == layouts[1]:
             return False
         if layouts[0][:2] != layouts[1][:2] or not self._fits(data):
             raise OffloadError(
                 f"{self.member.names[0]} was replaced by a {data.dtype} tensor of shape {tuple(data.shape)}, stride "
-                f"{data.stride()}, while it is offloaded (it was {self.home.dtype}, {tuple(self.home.shape)}, stride "
-                f"{self.home.stride()}): call remove(), change it, and offload again"
+                f"{data.stride()}, while it is offloaded (it was {home.dtype}, {tuple(home.shape)}, stride "
+                f"{home.stride()}): call remove(), change it, and offload again"
             )
+        return True
+
+    def has_update(self, training: bool) -> bool:
+        """At the end of a forward: whether it has changed the weight. Changes nothing; raises as `is_assigned`."""
+        if not self.in_ring():
+            return self.is_assigned() or self.changed()  # data that was assigned inside; or the home, the true bytes
+        is_parameter = self.member.role is Role.PARAMETER
+        return self.changed() or (not is_parameter and self._was_written(training))
+
+    def take(self) -> None:
+        """Write to the home what a forward changed in the ring, or data that was assigned; may be repeated."""
+        with _disable_current_modes():
+            if self.in_ring():
+                self.source.check()
+                self.home.copy_(self.ring)
+            elif self.is_assigned():
+                self._adopt(self._data())
+
+    def _data(self) -> torch.Tensor:
+        with _disable_current_modes():  # the watch of the first step would take this for a read of the model's
+            found: torch.Tensor = _DATA.__get__(self.tensor)
+            return found
+
+    def _is_at_home(self, data: torch.Tensor) -> bool:
+        return data.data_ptr() == self.home.data_ptr() and data.device == self.home.device
+
+    def _adopt(self, data: torch.Tensor) -> None:
         if data.stride() != self.home.stride():
             self.relaid = self.member.touched = True  # other faces of the tensor are to take it over too
         self.source.check()
-        source = data.clone() if same_memory else data
+        source = data.clone() if self._is_at_home(data) else data
         self.home = self.home.as_strided(data.shape, data.stride())
         self.ring = self.ring.as_strided(data.shape, data.stride())
         self.member.stride = data.stride()
         self._locate()
         self.home.copy_(source)
         self.show(self.home)
-        return True
-
-    def take_update(self, training: bool) -> bool:
-        """At the end of a forward: write what it changed in the ring to the home; whether it did."""
-        if (self.tensor.data_ptr(), self.tensor.stride()) != self.ring_at:
-            return self.adopt() or self.changed()  # it shows data that was assigned inside; or the home: true bytes
-        is_parameter = self.member.role is Role.PARAMETER
-        if self.member.version != self.version or (not is_parameter and self._was_written(training)):
-            self.source.check()
-            self.home.copy_(self.ring)
-            return True
-        return False
 
     def _was_written(self, training: bool) -> bool:
         """Whether a forward may have written without a version: norms in training mode do, and kernels with caches of
@@ -191,17 +205,17 @@ class UnitFaces:
         for shell in self._shells:
             shell.follow()
 
-    def to_home(self, training: bool) -> list[Face]:
-        """Back to the home; what the forward changed in the ring is written to the home first, and returned."""
-        try:
-            return [face for face in self.faces if face.take_update(training)]
-        finally:
-            for face in self.faces:
-                _DATA.__set__(face.tensor, face.home)
-                if face.is_lazy:
-                    face.guard_unread()
-            for shell in self._shells:
-                shell.follow()
+    def updated(self, training: bool) -> list[Face]:
+        """Those that a forward has changed, which are to be taken over before the homes are shown. Changes nothing."""
+        return [face for face in self.faces if face.has_update(training)]
+
+    def to_home(self) -> None:
+        for face in self.faces:
+            _DATA.__set__(face.tensor, face.home)
+            if face.is_lazy:
+                face.guard_unread()
+        for shell in self._shells:
+            shell.follow()
 
     def own(self, output: object) -> bool:
         """Give outputs that are views of these weights memory of their own; whether there were any."""

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from weightstream.errors import InvariantError, OffloadError
-from weightstream.runtime.backend import Backend, Side
+from weightstream.runtime.backend import Backend
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.recording import Recording
 from weightstream.runtime.timeline import Kind
@@ -93,8 +93,12 @@ class Graphs:
         engine.counters.steps += recording.begins
         with engine.timeline.step(Kind("graph", id(graph)), inside=False, whole=recording.is_whole):
             engine.before_graph(recording.entry)
-            launch()
-            recording.after_launch()
+            try:
+                launch()
+                recording.after_launch()
+            except BaseException:  # the graph may run all the same
+                engine.forget_all()
+                raise
 
     def recording_of(self, graph: Any) -> Recording:
         if (recording := self.recordings.get(graph)) is None:
@@ -152,11 +156,15 @@ class Graphs:
             self._binding().abandon()
         self._last = None
         if self._mode is Mode.UNKNOWN:
+            self._binding().engine.forget_all()  # graphs that were not announced may have been launched
             self._move(Mode.UNKNOWN, Mode.IDLE)
-            end = self._backend.event()  # copies must follow the reads of graphs that were not announced
-            self._backend.record(Side.COMPUTE, end)
-            self._backend.wait(Side.COPY, end)
-            self._binding().engine.forget(self._binding().engine.held())
+
+    def heal(self) -> None:
+        """No capture is under way, whatever was cut; where one was, nothing is known of the ring."""
+        self._recording = self._last = None
+        if self._mode is not Mode.IDLE and not self._backend.capturing():
+            self._mode = Mode.IDLE
+            self._binding().engine.forget_all()
 
     def _current(self) -> Recording | None:
         """The recording that takes the units now."""

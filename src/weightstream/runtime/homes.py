@@ -332,18 +332,19 @@ class Homes:
                     found.append(copy)
         return found
 
-    def leave_files(self, aliases: Iterable[str]) -> set[str]:
-        """These were updated; returns those that copies took from a file or a coded form until now."""
-        homes = {alias: self.homes[alias] for alias in aliases}
-        found = {alias for alias, home in homes.items() if home.source.reads_file}
-        for home in homes.values():
-            home.after_write()
-        return found
+    def in_files(self, aliases: Iterable[str]) -> set[str]:
+        """Those of these that copies take from a file or a coded form."""
+        return {alias for alias in aliases if self.homes[alias].source.reads_file}
 
-    def leave_written(self) -> set[str]:
-        """The same for whatever was written to in this process, by whom and how ever: the kernel knows."""
+    def leave_files(self, aliases: Iterable[str]) -> None:
+        """These are updated: their bytes are in memory, and copies start there. Forget earlier copies of them first."""
+        for alias in aliases:
+            self.homes[alias].after_write()
+
+    def written(self) -> set[str]:
+        """Those in files that were written to in this process, by whom and how ever: the kernel knows."""
         sources = ((alias, home.source) for alias, home in self.homes.items())
-        return self.leave_files(written({a: s.place for a, s in sources if s.place is not None and s.reads_file}))
+        return written({a: s.place for a, s in sources if s.place is not None and s.reads_file})
 
     def read(self, alias: str, member: Member) -> torch.Tensor:
         """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""

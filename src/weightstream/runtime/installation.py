@@ -111,12 +111,12 @@ class Installation:
         units = next((own for own in self.grains if [unit.name for unit in own] == names[: len(own)]), None)
         if units is None:
             raise InvariantError("the plan is of other units than the model has in any grain")
-        with self.gate.turn, self.gate.lock, torch.inference_mode(False), torch.no_grad():
+        with self.gate.turn.taken(), self.gate.lock, torch.inference_mode(False), torch.no_grad():
             if reason := self._why_not_switched():
                 raise OffloadError(f"the plan cannot change now: {reason}")
             before = self.plan, self.modules.units
-            self._detach()
             try:
+                self._detach()
                 if [unit.name for unit in units] != [unit.name for unit in self.modules.units]:
                     self.modules.units = units  # another object: the next step is watched again
                 self._bind(plan)
@@ -192,13 +192,13 @@ class Installation:
         """Inside, all goes into the trace; both ends wait for the device."""
         if self.gate.mode is Mode.REMOVED:
             raise OffloadError("trace() after remove(): nothing streams any more")
-        with self.gate.turn:
+        with self.gate.turn.taken():
             self.backend.synchronize()
             self.timeline.begin_trace(trace)
         try:
             yield
         finally:
-            with self.gate.turn:
+            with self.gate.turn.taken():
                 self.backend.synchronize()
                 self.timeline.end_trace()
 
@@ -212,17 +212,21 @@ class Installation:
             self.binding.close_all()
 
     def remove(self) -> None:
-        """The model is plain again, and every weight where it was."""
+        """The model is plain again, and every weight where it was. What was cut short is done by calling it again."""
+        lost: StoreError | None = None
         try:
             self._detach()
             self.homes.restore()
-        finally:
-            for home in self.homes.homes.values():
-                home.forget()
-            self.gate.change(Mode.REMOVED)
-            self.graphs.clear()
-            self.modules.session.close()
-            self.timeline.close()
-            if self.gate.block is None:  # else whoever has that closes it
-                self.backend.close()
-            self._on_close()
+        except StoreError as error:
+            lost = error  # weights that cannot be read any more; all others are back
+        for home in self.homes.homes.values():
+            home.forget()
+        self.graphs.clear()
+        self.modules.session.close()
+        self.timeline.close()
+        if self.gate.block is None:  # else whoever has that closes it
+            self.backend.close()
+        self._on_close()
+        self.gate.change(Mode.REMOVED)
+        if lost is not None:
+            raise lost

@@ -102,7 +102,7 @@ class Learning:
             alias = face.alias
             self.outside.setdefault(modules.reader(), set()).add(alias)
             shown.add(id(tensor))
-            face.show(self._installed.homes.read(alias, face.member))
+            binding.serve(face, self._installed.homes.read(alias, face.member))
             self._installed.counters.count(face.home.nbytes, planned=False)
 
         def on_early() -> None:
@@ -116,9 +116,7 @@ class Learning:
             with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
                 yield
         finally:
-            for face in (streamed[key] for key in shown):
-                if not (face.changed() and face.adopt()):  # the model updated what it was given
-                    face.show(face.home)
+            binding.withdraw()
 
     def steps(self) -> Iterator[None]:
         """Steps of an engine that are to be watched, until one teaches nothing new, or what it taught has no room."""

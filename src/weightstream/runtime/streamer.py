@@ -5,11 +5,13 @@ A unit is open while its module's forward runs; a step is a forward of the whole
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -35,6 +37,10 @@ from weightstream.runtime.timeline import Kind, is_profiled, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
 from weightstream.trace import Trace
+
+logger = logging.getLogger("weightstream")
+
+_casts = torch._C._is_any_autocast_enabled
 
 
 class Streamer:
@@ -93,8 +99,9 @@ class Streamer:
         self._learning.watching = True
 
     def stats(self) -> Stats:
-        """Counters and bytes held, as of now. Waits for the device where experts are cached there."""
-        return stats_of(self._installed)
+        """Counters and bytes held, as of now, from any thread. Waits for the device where experts are cached there."""
+        with self._gate.lock:  # not while the plan changes
+            return stats_of(self._installed)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -118,11 +125,17 @@ class Streamer:
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice."""
         self.refuse_inside()
-        with self._gate.turn, self._gate.lock, torch.inference_mode(False), torch.no_grad():
+        with self._turn(), self._gate.lock, torch.inference_mode(False), torch.no_grad():
             if self._gate.mode is Mode.HELD:
                 self.unfix()
-            if self._gate.mode is not Mode.REMOVED:
+            if self._gate.is_removed:
+                return
+            try:
                 self._installed.remove()
+            except BaseException:
+                if not self._gate.is_removed:  # it was cut short: the weights are to come back all the same
+                    self._installed.remove()
+                raise
 
     def refuse_inside(self) -> None:
         """Raise `OffloadError` inside a step, as `remove` does; one of another thread is waited for."""
@@ -159,24 +172,26 @@ class Streamer:
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
         self._gate.refuse_forked()
-        with self._gate.turn:
-            if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
-                return forward(*args, **kwargs)
-            args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
-            if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
-                step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if that was asked for
-                return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
-            if self._backend.capturing():
-                if self._modules.session.streams:
-                    raise OffloadError(CAPTURED)
-                return forward(*args, **kwargs)
-            guards.refuse_transforms()
-            self.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
-            return self.run(partial(forward, *args, **kwargs), kind)
+        return self._in_turn(partial(self._step, forward, args, kwargs, what))
+
+    def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
+        if self._gate.is_running or self._gate.is_removed:  # the model calls itself; or it was let go
+            return forward(*args, **kwargs)
+        args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
+        if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
+            step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if that was asked for
+            return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
+        if self._backend.capturing():
+            if self._modules.session.streams:
+                raise OffloadError(CAPTURED)
+            return forward(*args, **kwargs)
+        guards.refuse_transforms()
+        self.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
+        return self.run(partial(forward, *args, **kwargs), kind)
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Before a call that runs these units: what it is to take, and what was added, is seen to."""
-        with self._gate.turn:
+        with self._turn():
             self._modules.refuse_foreign()
             self._learning.watching |= self._modules.has_other_code()
             self._modules.adopt(self.device)
@@ -184,23 +199,27 @@ class Streamer:
 
     def run(self, step: Callable[[], Any], kind: Kind) -> Any:
         """An eager step that runs these units; what of it is not known is learned."""
-        with self._gate.turn:
-            mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
-            with self._installed.timeline.step(kind), self._gate.entered(mode):
-                output = self._run_eager(step)
-            if mode is Mode.LEARNING:
-                self._modules.is_other_code = False
-            with torch.inference_mode(False), torch.no_grad():
-                self._learning.learn(watched=mode is Mode.LEARNING)
-            return output
+        return self._in_turn(partial(self._run_and_learn, step, kind))
 
-    def _run_eager(self, step: Callable[[], Any]) -> Any:
+    def _run_and_learn(self, step: Callable[[], Any], kind: Kind) -> Any:
+        mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
+        with self._installed.timeline.step(kind):
+            output = self._run_eager(step, mode)
+        if mode is Mode.LEARNING:
+            self._modules.is_other_code = False
+        with torch.inference_mode(False), torch.no_grad():
+            self._learning.learn(watched=mode is Mode.LEARNING)
+        return output
+
+    def _run_eager(self, step: Callable[[], Any], mode: Mode) -> Any:
+        def whole() -> Any:
+            self._binding.engine.begin_step()
+            self._installed.counters.steps += 1
+            return step()
+
         self._learning.sequence.clear()
         try:
-            with self._awake(), self._learning.watched() if self._gate.mode is Mode.LEARNING else nullcontext():
-                self._binding.engine.begin_step()
-                self._installed.counters.steps += 1
-                return step()
+            return self._awake(whole, mode)
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
                 self._learning.watching = True  # a weight may have been read outside of its unit: the next step sees it
@@ -211,43 +230,106 @@ class Streamer:
                 ) from error
             raise
 
+    def _in_turn(self, work: Callable[[], Any], progress: Callable[[], int | None] | None = None) -> Any:
+        """Run `work` in the turn, with nothing left of a step that was cut short. Not a context manager: what an
+        interrupt leaves of one ends when its traceback does."""
+        return self._gate.turn.run(partial(self._healed, work), progress)
+
+    def _healed(self, work: Callable[[], Any], is_first: bool) -> Any:
+        if is_first:
+            self._heal_if_cut()
+        return work()
+
     @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Inside, units may open; updates that were made outside are seen at the entry."""
+    def _turn(self) -> Iterator[None]:
+        """The same around a block."""
+        with self._gate.turn.taken() as is_first:
+            if is_first:
+                self._heal_if_cut()
+            yield
+
+    def _awake(self, work: Callable[[], Any], mode: Mode) -> Any:
+        """Run `work` while units may open, in this mode; updates that were made outside are seen at the entry."""
         try:
             with self._gate.lock:
                 self._binding.wake()
-            yield
-        finally:
+                self._gate.change(mode)
+            if mode is Mode.LEARNING:
+                with self._learning.watched():
+                    output = work()
+            else:
+                output = work()
+            self._gate.turn.end(self._gate.end_forward)
             with self._gate.lock:
                 self._binding.rest()
+            return output
+        except BaseException:
+            self._gate.turn.end(self._gate.end_forward, has_failed=True)
+            self._heal()
+            raise
+
+    def _heal_if_cut(self) -> None:
+        """No step is under way: if one seems to be, what was to heal it was cut short, too."""
+        if self._gate.is_cut or (self._binding.is_awake and not self._gate.is_held):
+            self._heal()
+
+    def _heal(self) -> None:
+        """After an error, or an interrupt at any line: no unit is open, and every weight shows its true bytes."""
+        with self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            if self._gate.is_held:  # the engine that drives the layers goes on with these addresses
+                self._binding.abandon()
+                self._gate.end_forward()
+                return
+            self.graphs.heal()
+            self._modules.session.fixed = False
+            lost = self._binding.heal(self._modules.trains)
+            self._installed.timeline.heal()
+            self._gate.reset()
+            if lost:
+                logger.warning("%s changed inside of step(), which failed: these updates are lost", ", ".join(lost))
 
     def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._gate.is_running:
+        if get_ident() in self._gate.threads:
             return self._run_opened(unit, forward, args, kwargs)
         self._gate.refuse_forked()
-        with self._gate.turn:
-            if self._gate.mode is Mode.REMOVED:
-                return forward(*args, **kwargs)
-            if self._gate.is_fixed:
+        return self._in_turn(partial(self._run_alone, unit, forward, args, kwargs), self._progress)
+
+    def _run_alone(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit that is called alone is a step of its own, where this thread has not joined one."""
+
+        def alone() -> Any:
+            if self._binding.engine.is_behind(unit):
+                self._binding.engine.begin_step()
+            return self._run_opened(unit, forward, args, kwargs)
+
+        if self._gate.is_removed:
+            return forward(*args, **kwargs)
+        if self._gate.is_running:
+            return self._run_opened(unit, forward, args, kwargs)
+        if self._gate.is_fixed:
+            try:
                 return self._run_opened(unit, forward, args, kwargs)
-            args, kwargs = moved((args, kwargs), self.device)
-            self._modules.learn_entry()
-            with self._gate.entered(Mode.EAGER), self._awake():  # a unit that is called alone is a step of its own
-                if self._binding.engine.is_behind(unit):
-                    self._binding.engine.begin_step()
-                return self._run_opened(unit, forward, args, kwargs)
+            except BaseException:
+                self._binding.abandon()
+                raise
+        args, kwargs = moved((args, kwargs), self.device)
+        self._modules.learn_entry()
+        return self._awake(alone, Mode.EAGER)
+
+    def _progress(self) -> int | None:
+        """How many units the forward under way has opened; None where none is, which other threads could join."""
+        return len(self._learning.sequence) if self._gate.is_running else None
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
-        picks = self._modules.units[unit].picks
-        with self._gate.lock:
-            forward = (picks and self._binding.picked(unit, (forward, args, kwargs), not fixed)) or forward
+        if self._modules.units[unit].picks:
+            with self._gate.lock:
+                forward = self._binding.picked(unit, (forward, args, kwargs), not fixed) or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
-            if torch.is_grad_enabled() or is_profiled():
+            if torch.is_grad_enabled() or is_profiled() or _casts():
                 name = self._modules.units[unit].name
-                with guards.refuse_backward(name), profiled(name):
+                with guards.refuse_backward(name), profiled(name), _uncached():
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
@@ -281,11 +363,11 @@ class Streamer:
         Raises `OffloadError` where the model cannot run so; the message says why.
         """
         self._gate.refuse_forked()
-        with self._gate.turn, torch.no_grad():
+        with self._turn(), torch.no_grad():
             if self._sees_other_code():
                 yield
             else:
-                with self._step():
+                with self._fixed_step():
                     yield
 
     def _sees_other_code(self) -> bool:
@@ -296,17 +378,20 @@ class Streamer:
         return True
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
+    def _fixed_step(self) -> Iterator[None]:
         """The same for code that is compiled or captured."""
-        with self._gate.turn, torch.no_grad():
+        with self._turn(), torch.no_grad():
             if self._gate.is_fixed:
                 yield
                 return
-            self._fix(Mode.STEP)
+            self._refuse_fixed()
             try:
+                self._fix(Mode.STEP)
                 yield
-            finally:
                 self.unfix()
+            except BaseException:
+                self._heal()
+                raise
             self._learning.correct()
 
     def learn(self, step: Callable[[], object]) -> bool:
@@ -314,10 +399,9 @@ class Streamer:
 
         Returns whether units may have fixed addresses; not if weights are read outside of them that cannot stay.
         """
-        with self._gate.turn:
+        with self._turn():
             for _ in self._learning.steps():
-                with self._gate.entered(Mode.LEARNING):
-                    self._run_eager(step)
+                self._run_eager(step, Mode.LEARNING)
                 with torch.inference_mode(False), torch.no_grad():
                     self._learning.learn(watched=True, is_whole=False)
             return not self._learning.watches
@@ -329,11 +413,19 @@ class Streamer:
     def fix(self) -> None:
         """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
         self._learning.watching = False
-        self._fix(Mode.HELD)
+        self._refuse_fixed()
+        try:
+            self._fix(Mode.HELD)
+        except BaseException:
+            self._gate.reset()
+            self._heal()
+            raise
 
-    def _fix(self, mode: Mode) -> None:
+    def _refuse_fixed(self) -> None:
         if reason := self.why_not_fixed():
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
+
+    def _fix(self, mode: Mode) -> None:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
             if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
@@ -349,8 +441,10 @@ class Streamer:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self.graphs.resume_eager()
             self._modules.session.fixed = False
-            self._gate.change(Mode.IDLE)
-            self._binding.unfix()
+            try:
+                self._binding.unfix()
+            finally:
+                self._gate.change(Mode.IDLE)
 
     def why_not_fixed(self) -> str | None:
         """Why `step` would raise; None if it would not."""
@@ -376,10 +470,14 @@ class Streamer:
 
     def run_fixed(self, step: Callable[[], Any], kind: Kind) -> Any:
         """As `run`, at fixed addresses."""
-        with self._installed.timeline.step(kind), self._step(), self._gate.entered(Mode.FORWARD):
+        with self._installed.timeline.step(kind), self._fixed_step():
             try:
-                return step()
+                self._gate.change(Mode.FORWARD)
+                output = step()
+                self._gate.turn.end(self._gate.end_forward)
+                return output
             except BaseException:
+                self._gate.turn.end(self._gate.end_forward, has_failed=True)
                 self._binding.abandon()  # compiled code does not release what an error leaves in use
                 raise
 
@@ -406,14 +504,14 @@ class Streamer:
         All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
         `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
-        with self._gate.turn:
+        with self._turn():
             self._sees_other_code()
-        with self._step(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
+        with self._fixed_step(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
             yield
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        with self._step() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
+        with self._fixed_step() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
             self.graphs.replay(graph, graph.replay)
 
     def sync(self) -> None:
@@ -425,3 +523,14 @@ class Streamer:
         """Inside an engine's capture, before it ends: make the copies that are due, and join them."""
         with self._gate.lock:
             self.graphs.join()
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Inside, autocast keeps no copies of the weights that it casts: they would stay until it ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -214,6 +214,7 @@ class Timeline:
         """Medians over the timed steps of the last kind, as far as the device has run them; None before any."""
         self._read()
         with self._reading:
+            plan = self._plan
             samples = [sample for sample in self._samples if sample.kind == self._samples[-1].kind]
         if not samples:
             return None
@@ -223,20 +224,14 @@ class Timeline:
             num_steps=len(samples),
             step_s=median(sample.step_s for sample in samples),
             host_s=min(sample.host_s for sample in samples),
-            units=tuple(self._times(unit, samples) for unit in range(len(self._plan.extents)) if has_units),
+            units=tuple(_times(plan, unit, samples) for unit in range(len(plan.extents)) if has_units),
         )
 
-    def _times(self, unit: int, samples: list[Sample]) -> UnitTimes:
-        def typical(what: SpanKind) -> float:
-            return median([sample.means[what, unit] for sample in samples if (what, unit) in sample.means] or [0.0])
-
-        return UnitTimes(
-            name=self._plan.manifest.units[unit].name,
-            nbytes=self._plan.unit_nbytes[unit],
-            copy_s=typical("fill"),
-            wait_s=typical("wait"),
-            compute_s=typical("unit"),
-        )
+    def heal(self) -> None:
+        """No step is under way, whatever was cut short."""
+        self._timed = None
+        if self._tracing is not None:
+            self._tracing.step = 0
 
     def close(self) -> None:
         """Let go of every mark; what was measured stays."""
@@ -343,6 +338,19 @@ class Timeline:
                 if timed.plan is self._plan:
                     self._samples.append(sample)
                     self.stall_s += sample.wait_s
+
+
+def _times(plan: Plan, unit: int, samples: list[Sample]) -> UnitTimes:
+    def typical(what: SpanKind) -> float:
+        return median([sample.means[what, unit] for sample in samples if (what, unit) in sample.means] or [0.0])
+
+    return UnitTimes(
+        name=plan.manifest.units[unit].name,
+        nbytes=plan.unit_nbytes[unit],
+        copy_s=typical("fill"),
+        wait_s=typical("wait"),
+        compute_s=typical("unit"),
+    )
 
 
 def is_profiled() -> bool:

@@ -1,0 +1,173 @@
+"""The turn: the right to run a step, owned by the threads of one step at a time. Knows no model and no device.
+
+[Note: whose call it is]
+A unit may be called from a thread that does not run the step: one that the step's forward started or gave work to, and
+then waits for; autograd's; or one that has nothing to do with the step. The first two belong to the step, the last has
+to wait for its end, and nothing in Python records which thread works for which. But a step that needs another thread
+waits for it: in a join, on a future, on a queue, in a backward pass. So a call joins the step once all threads of the
+step are in such a wait, and otherwise takes the turn once the step is over. A forward that waits in a way that its
+frames do not show, such as a loop that polls, is recognised by opening no unit for a while. A thread that joins by
+mistake costs unplanned copies, and no bits: the step does not end before every thread that joined it has left.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+_POLL_S = 100e-6, 5e-3  # the first pause of a thread that waits to join, and the longest
+_STALLED_S = 1.0  # without a unit of the step opened: it waits, though its frames do not show that
+_GIVES_WAY_S = 20e-3  # at most, for threads that wait for their turn
+_LOST_LOOKS = 200  # at a turn that is taken, and that no thread has
+_LEAVES_S = 10.0  # at most, for threads that joined a step which failed to leave it
+# Modules whose functions wait for other threads: a thread whose innermost frame is one of theirs is blocked.
+_WAITING = frozenset(
+    (
+        "concurrent.futures._base",
+        "concurrent.futures.thread",
+        "multiprocessing.pool",
+        "queue",
+        "selectors",
+        "threading",
+        "torch.autograd.graph",
+        "torch.futures",
+    )
+)
+
+
+class Turn:
+    """Lets one step in at a time, in the order of arrival as far as two threads are concerned.
+
+    `threads` are those of the step that has the turn; none between steps. It is one object for good.
+    """
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self._lock = threading.Lock()  # held for a whole step; any thread may release it
+        self._joining = threading.Lock()
+        self._owner = 0  # the thread that took it last
+        self._waiting: set[int] = set()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread belongs to the step that has the turn."""
+        return get_ident() in self.threads and self._lock.locked()
+
+    def run(self, work: Callable[[bool], _Result], progress: Callable[[], int | None] | None = None) -> _Result:
+        """Run `work(is_first)` in the turn; `is_first`: it is no part of a step that has the turn already.
+
+        `progress`: how many units the step under way has opened, None if it takes no other threads in. With it, the
+        calling thread may join that step, [Note: whose call it is].
+        """
+        if self.is_mine:
+            return work(False)
+        if self._joins(progress):
+            try:
+                return work(False)
+            finally:
+                self.threads.discard(get_ident())
+        with self._lock:  # a lock of C: no signal comes between acquiring it and what releases it
+            try:
+                self._begin()
+                return work(True)
+            finally:
+                self.threads.clear()
+
+    @contextmanager
+    def taken(self) -> Iterator[bool]:
+        """Have the turn inside of the block; yields `is_first`, as `run`."""
+        if self.is_mine or self._joins(None):
+            yield False
+            return
+        with self._lock:
+            try:
+                self._begin()
+                yield True
+            finally:
+                self.threads.clear()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Take the turn for this thread, to be released by any; False after `timeout` seconds, unless negative."""
+        if not self._lock.acquire(timeout=timeout):
+            return False
+        self._begin()
+        return True
+
+    def release(self) -> None:
+        """Give up the turn that `acquire` took."""
+        self.threads.clear()
+        self._lock.release()
+
+    def end(self, close: Callable[[], None], *, has_failed: bool = False) -> None:
+        """Call `close`, after which no thread joins, once those that did have left; after a failure that is waited for
+        for a while at most."""
+        deadline = time.monotonic() + _LEAVES_S
+        while True:
+            with self._joining:
+                if len(self.threads) < 2 or not self._guests() or (has_failed and time.monotonic() > deadline):
+                    close()
+                    return
+            time.sleep(_POLL_S[0])
+
+    def _guests(self) -> set[int]:
+        """Threads that joined and live."""
+        return (self.threads - {self._owner}) & sys._current_frames().keys()
+
+    def _begin(self) -> None:
+        self._owner = get_ident()
+        self._waiting.discard(self._owner)
+        self.threads.clear()
+        self.threads.add(self._owner)
+
+    def _joins(self, progress: Callable[[], int | None] | None) -> bool:
+        """Wait until the turn is free, or this thread has joined the step that has it; whether it has."""
+        me = get_ident()
+        if self._owner == me and self._waiting:
+            self._give_way(me)
+        if not self._lock.locked():
+            return False
+        self._waiting.add(me)
+        pause_s, seen, since_s, num_lost = _POLL_S[0], None, time.monotonic(), 0
+        while self._lock.locked():
+            now_s, found = time.monotonic(), None if progress is None else progress()
+            if found != seen:
+                seen, since_s = found, now_s
+            may_join = found is not None and (now_s - since_s > _STALLED_S or self._is_waiting())
+            if may_join and self._has_joined(me, progress):
+                return True
+            num_lost = 0 if self.threads else num_lost + 1
+            if num_lost > _LOST_LOOKS:  # its release was cut short
+                self._lock.release()
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+        return False
+
+    def _has_joined(self, me: int, progress: Callable[[], int | None] | None) -> bool:
+        with self._joining:
+            if progress is None or progress() is None:
+                return False
+            self.threads.add(me)
+            self._waiting.discard(me)
+            return True
+
+    def _give_way(self, me: int) -> None:
+        """A thread that runs step after step lets those that wait come in between."""
+        deadline = time.monotonic() + _GIVES_WAY_S
+        while self._waiting and self._owner == me and time.monotonic() < deadline:
+            time.sleep(_POLL_S[0])
+        if self._owner == me:
+            self._waiting.clear()  # they do not come
+
+    def _is_waiting(self) -> bool:
+        """Whether all threads of the step wait for others."""
+        frames = sys._current_frames()
+        innermost = [frames[thread] for thread in list(self.threads) if thread in frames]
+        return bool(innermost) and all(frame.f_globals.get("__name__") in _WAITING for frame in innermost)
