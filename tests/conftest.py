@@ -99,6 +99,12 @@ def _freeze_count() -> Iterator[None]:
 
 
 @pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another one in each run, for tests that draw what they try; they tell it where they fail."""
+    return random.SystemRandom().randrange(1 << 30)
+
+
+@pytest.fixture
 def keeps_its_plan(nothing_foreseen: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, the plan is the first one."""
     monkeypatch.setattr("weightstream.runtime.refinement._MOVES", 0)

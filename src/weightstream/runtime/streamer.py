@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from weightstream.errors import OffloadError
 from weightstream.plan.lanes import Lane
@@ -33,7 +34,7 @@ from weightstream.runtime.learning import Learning
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stats import Stats, stats_of
-from weightstream.runtime.timeline import Kind, is_profiled, kind_of, profiled
+from weightstream.runtime.timeline import Kind, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
 from weightstream.trace import Trace
@@ -320,7 +321,7 @@ class Streamer:
                 forward = self._binding.picked(unit, (forward, args, kwargs), not fixed) or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
-            if torch.is_grad_enabled() or is_profiled() or _casts():
+            if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
                 with guards.refuse_backward(name), profiled(name), _uncached():
                     output = forward(*args, **kwargs)
