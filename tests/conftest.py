@@ -54,7 +54,7 @@ _start_plainly()
 
 
 def _seed() -> str:
-    """What draws the cases of `few`: the commit, so that all of a grid run in time; any text in its place draws so too."""
+    """What draws the cases of `few`: the commit, so that all of a grid run in time."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
