@@ -631,7 +631,7 @@ def linears() -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("own_profile")
-@pytest.mark.parametrize("settings", [{}, {"codec": "none"}, {"offload_backend": "uva"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"codec": "none"}], ids=str)
 def test_a_cpu_measures_no_decoding_that_no_plan_uses(
     settings: dict[str, Any], encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

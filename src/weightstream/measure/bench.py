@@ -59,7 +59,7 @@ _TENSOR_OPS = 2  # launches of the host per weight of a block: a decoder layer h
 
 
 NOT_MEASURED = 1.0  # bytes of plain weights a second, where nothing decodes: then no plan is faster with codes
-DECODE_RATES = [f"decode{bits}_bytes_per_s" for bits in BITS]
+DECODE_RATES = tuple(f"decode{bits}_bytes_per_s" for bits in BITS)
 
 
 class _Sizes(NamedTuple):
