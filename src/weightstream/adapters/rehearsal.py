@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
-from weightstream.adapters import device_map, meta
+from weightstream.adapters import device_map, meta, process_states
 from weightstream.adapters.diffusers import entries_of, is_pipeline, modules_of
 from weightstream.adapters.shapes import Footprint, follow
 from weightstream.errors import ConfigError, UnsupportedError
@@ -57,10 +54,11 @@ def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], str]:
     given = _arguments(pipe, arguments)
     rehearsal = _Rehearsal()
     twin = rehearsal.twin(pipe)
-    with warnings.catch_warnings(), _random_states_kept(), torch.inference_mode(False), torch.no_grad():
+    with warnings.catch_warnings(), process_states.kept(_CPU), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # of zeros divided by zeros
         try:
-            twin(**given)
+            with process_states.OwnDraws():
+                twin(**given)
         except Exception as error:
             return rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0]
     return rehearsal.calls, "" if rehearsal.calls else "it calls none of its components"
@@ -84,17 +82,6 @@ def _of_our_own(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_of_our_own, value))
     return value.to(_CPU) if isinstance(value, torch.Tensor) else value
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
 
 
 class _Rehearsal:
@@ -156,13 +143,8 @@ class _Rehearsal:
         module = casts.now
         key = id(module), entry, tuple(_signed((args, kwargs)))
         if key not in self._known:
-            try:
-                self._known[key] = _followed(module, entry, args, kwargs)
-            except UnsupportedError:
-                unmasked = _unmasked(module, entry, args, kwargs)
-                if unmasked is None:
-                    raise
-                self._known[key] = _followed(module, entry, (), unmasked)
+            with process_states.no_modes():
+                self._known[key] = _worked_out(module, entry, args, kwargs)
         work, output = self._known[key]
         cast = None if module is casts.module else module
         self.calls.append(Call(component=name, kind=kind_of(args, kwargs, entry), work=work, cast=cast))
@@ -194,6 +176,17 @@ class _Casts:
                 self._made[dtype] = nn.Module.to(meta.copied(self.module).model, dtype)
             self.now = self._made[dtype]
         return self.held()
+
+
+def _worked_out(module: nn.Module, entry: str, args: Any, kwargs: Any) -> tuple[Footprint, Any]:
+    """The work of a call, with masks if that can be followed, and what answers it."""
+    try:
+        return _followed(module, entry, args, kwargs)
+    except UnsupportedError:
+        unmasked = _unmasked(module, entry, args, kwargs)
+        if unmasked is None:
+            raise
+        return _followed(module, entry, (), unmasked)
 
 
 def _followed(module: nn.Module, entry: str, args: Any, kwargs: Any) -> tuple[Footprint, Any]:
