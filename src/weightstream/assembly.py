@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import device_map, surroundings
-from weightstream.adapters.module import find_blocks
+from weightstream.adapters.module import called, find_blocks
 from weightstream.adapters.ranks import Ranks
 from weightstream.adapters.shapes import Footprint
 from weightstream.adapters.unpacking import unpack_late
@@ -23,6 +23,7 @@ from weightstream.errors import ConfigError
 from weightstream.given import unmatched_patterns
 from weightstream.measure import links
 from weightstream.measure.profile import doubt
+from weightstream.plan.amounts import human
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
 from weightstream.plan.prospect import Prospect
@@ -35,6 +36,7 @@ from weightstream.runtime.leaves import Role
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
+from weightstream.runtime.undo import Undo
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
@@ -46,13 +48,15 @@ _NAMED = 8  # tensors in a warning
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
     """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
-    call, who else has shards of it; or what is wanted of layers that are not a model of their own."""
+    call, who else has shards of it; or what is wanted of layers that are not a model of their own. `elsewhere` are ids
+    of tensors that it shares with another model, whose weights they are."""
 
     memories: Sequence[Memory] = ()
     folder: OffloadFolder | None = None
     example: prospects.Example | None = None
     ranks: Ranks | None = None
     hosted: prospects.Hosted | None = None
+    elsewhere: frozenset[int] = frozenset()
 
 
 def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -78,28 +82,26 @@ def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: 
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
     weights.leave_inference(model)
-    closing = ExitStack()
+    closing = Undo()
     try:
-        closing.callback(unpack_late(model, backend.device))
+        closing.add(unpack_late(model, backend.device))
         yield Assembly(model, backend, config, given, closing)
     except BaseException:
-        closing.close()
+        closing()
         raise
 
 
 class Assembly:
     """The parts of one model; `prospect` is what is known of it. What `closing` holds goes once the model is plain."""
 
-    def __init__(
-        self, model: nn.Module, backend: Backend, config: OffloadConfig, given: Given, closing: ExitStack
-    ) -> None:
+    def __init__(self, model: nn.Module, backend: Backend, config: OffloadConfig, given: Given, closing: Undo) -> None:
         self.model = model
         self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
-        self._by_alias = _weights(model)
+        self._by_alias = _weights(model, given.elsewhere)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
-            closing.callback(surroundings.forget_cached, model)  # which go by a tensor's device as it was
+            closing.add(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
         arena, pages = pinned(backend, config)
@@ -123,7 +125,7 @@ class Assembly:
         self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, machine, *about)
         for owned in (given.folder, spill):
             if owned is not None:
-                closing.callback(owned.close)
+                closing.add(owned.close)
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +134,17 @@ class Assembly:
 
     def close(self) -> None:
         """Let go of a model to which no plan is attached."""
-        self._closing.close()
+        self._closing()
+
+    @property
+    def elsewhere(self) -> frozenset[int]:
+        """Ids of tensors of the model that are another one's weights."""
+        return self._given.elsewhere
+
+    def aliases_of(self, tensors: Collection[int]) -> frozenset[str]:
+        """The alias groups of tensors, given by their ids."""
+        every = self._by_alias.items()
+        return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
     def narrow(self, prospect: Prospect) -> None:
         """Plan with this one, which has as many grains or only the first."""
@@ -147,16 +159,25 @@ class Assembly:
         """The same with what takes time to find out."""
         return prospects.with_facts(prospect, self._homes, self._backend, self._given.memories)
 
-    def attach(self, plan: Plan, block: Block | None = None, entries: Sequence[str] = ()) -> Streamer:
-        """Put the plan in force."""
+    def attach(
+        self,
+        plan: Plan,
+        block: Block | None = None,
+        entries: Sequence[str] = (),
+        on_added: Callable[[], None] | None = None,
+    ) -> Streamer:
+        """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
         if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
             logger.warning("device memory may run out: %s", short)
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
-        around = self._homes, self._backend, refinement, plan, self._blocks, self._closing.close
+        around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing
         streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
+        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: refinement.prospect.planners[0].budget)
+        streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took
-        self._closing.callback(device_map.attach(self.model, self._backend.device, self.recast))
+        self._closing.add(device_map.attach(self.model, self._backend.device, self.recast))
+        self._closing.add(streamer.place_added, None)  # to where the weights are again
         _report(streamer.plan, self._config)
         if self.prospect.whole and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.prospect.whole)
@@ -170,6 +191,26 @@ class Assembly:
         return found and self.with_facts(found)
 
 
+class Beyond:
+    """Logs once that what came to the device besides planned weights is more than the budget has room for."""
+
+    def __init__(self, held_nbytes: Callable[[], int], budget: Callable[[], int | None]) -> None:
+        self._held_nbytes, self._budget = held_nbytes, budget
+        self._has_told = False
+
+    def tell(self) -> None:
+        """Look whether there is room."""
+        if self._has_told or (budget := self._budget()) is None or (held := self._held_nbytes()) <= budget:
+            return
+        self._has_told = True
+        logger.warning(
+            "tensors that came after offloading, such as adapters or fused projections, stay on the device, where "
+            "weights now take %s (%d bytes): %d bytes more than the budget of %s (%d bytes). To have them planned for, "
+            "call remove() and offload again with them; or give a smaller device_budget",
+            *(human(held), held, held - budget, human(budget), budget),
+        )
+
+
 def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
     """What the ranks agree on; links are as fast as while all of them copy, as they do in a step."""
     if backend.device.type != "cpu":
@@ -180,9 +221,9 @@ def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machi
     return ranks.agreed(config, machine)
 
 
-def _weights(model: nn.Module) -> dict[str, weights.Group]:
+def _weights(model: nn.Module, elsewhere: frozenset[int]) -> dict[str, weights.Group]:
     """The weights of a model that can be offloaded, by alias group."""
-    by_alias = weights.groups(model)
+    by_alias = weights.groups(model, without=elsewhere)
     if not by_alias:
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
     if held := weights.held_elsewhere(by_alias):

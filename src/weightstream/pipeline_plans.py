@@ -138,7 +138,7 @@ def shared_out(
     facts = {name: prospect for name, (_, prospect) in known.items()}
     times = {name: _STEPS if name in _DENOISERS else 1 for name in facts}
     times |= Counter(call.component for call in calls)
-    budget = _budget(facts, calls) if budget is None else budget
+    budget = budget_of(facts, calls) if budget is None else budget
     if sum(map(_nbytes, facts.values())) > budget:  # some of each may have to stream
         none = Share(0, budget)
         facts = {
@@ -161,7 +161,7 @@ def block_nbytes(plans: Sequence[Plan]) -> int:
     return aligned(max(aligned(plan.ring_nbytes) + plan.buffer_nbytes for plan in plans))
 
 
-def _budget(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
+def budget_of(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
     """Bytes for the weights of all: as given, else what the component leaves that needs most beside them."""
     most = max((call.work.activation_nbytes for call in calls), default=0)
     found = []
@@ -234,7 +234,7 @@ class PipelineSketch:
     def __init__(self, parts: Parts, calls: Sequence[Call], notes: tuple[str, ...] = ()) -> None:
         self._parts, self._calls, self._notes = parts, calls, notes
         self._known = known_of(parts, calls)
-        self.budget = _budget({name: prospect for name, (_, prospect) in self._known.items()}, calls)
+        self.budget = budget_of({name: prospect for name, (_, prospect) in self._known.items()}, calls)
 
     @property
     def nbytes(self) -> int:

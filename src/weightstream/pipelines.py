@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weightstream import prospects
 from weightstream.adapters import diffusers
-from weightstream.assembly import Assembly, Given, assembled
+from weightstream.adapters.rehearsal import Call
+from weightstream.assembly import Assembly, Beyond, Given, assembled
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError, OffloadError, PlanError, UnsupportedError, WeightstreamError
+from weightstream.errors import (
+    ConfigError,
+    InvariantError,
+    OffloadError,
+    PlanError,
+    UnsupportedError,
+    WeightstreamError,
+)
 from weightstream.given import dtype_given, settled
 from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
     Parts,
     Shared,
+    budget_of,
     check_given,
     heaviest,
     known_of,
@@ -40,10 +50,12 @@ from weightstream.prospects import can_decode
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
 from weightstream.runtime.devices import opened
+from weightstream.runtime.leaves import leaves_of
 from weightstream.runtime.preload import preloading
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
+from weightstream.runtime.weights import shared_between
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 from weightstream.trace import Trace
@@ -169,27 +181,55 @@ def _offloaded(
 ) -> PipelineStreamer:
     """Plan every component in its share of the budget, and put the plans in force."""
     modules = diffusers.modules_of(pipe)
-    calls = rehearsed(pipe, arguments)
+    common = shared_between(modules)
+    elsewhere = {name: frozenset(t for t, owner in common.get(name, {}).items() if owner != name) for name in modules}
+    modules = {
+        name: m for name, m in modules.items() if any(id(leaf.tensor) not in elsewhere[name] for leaf in leaves_of(m))
+    }
+    calls = [call for call in rehearsed(pipe, arguments) if call.component in modules]
     with ExitStack() as stack:
         assemblies = {
-            name: stack.enter_context(assembled(module, backend, config, Given(memories=memories(name))))
+            name: stack.enter_context(
+                assembled(module, backend, config, Given(memories=memories(name), elsewhere=elsewhere[name]))
+            )
             for name, module in modules.items()
         }
         parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
-        found, nbytes = shared_out(parts, known_of(parts, calls), calls)
+        budget, found, nbytes = _shares(parts, assemblies, calls, common)
         with suppress(PlanError):  # one that is cast has no room: said when it is
             if short := plan_of_shares(calls, parts, found, nbytes).shortage:
                 logger.warning("device memory may run out: %s", short)
-        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders)
+        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders, tuple(modules), budget)
         with ExitStack() as on_failure:
             on_failure.callback(made.remove)
             for name, shared in found.items():  # the one that moves most has the first choice of memory
                 kinds = frozenset(call.kind for call in heaviest(parts, calls).values() if call.component == name)
                 made.stream(name, assemblies[name], shared, kinds)
             on_failure.pop_all()
-    made.components = {name: made.components[name] for name in modules}
     logger.info("%s", made)
     return made
+
+
+def _shares(
+    parts: Parts, assemblies: Mapping[str, Assembly], calls: Sequence[Call], common: Mapping[str, Collection[int]]
+) -> tuple[int, dict[str, Shared], int]:
+    """The budget, the part of each component in it, and the bytes of memory that all have in turn.
+
+    What components have in `common` stays on the device where it has room, as it is read in the turns of each.
+    """
+    before = {name: assembly.prospect for name, assembly in assemblies.items()}
+    for kept in (True, False) if common else (False,):
+        for name, assembly in assemblies.items():
+            aliases = assembly.aliases_of(common.get(name, ())) if kept else frozenset[str]()
+            assembly.prospect = before[name].keeping(aliases)
+        known = known_of(parts, calls)
+        budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
+        try:
+            return budget, *shared_out(parts, known, calls, budget)
+        except PlanError:
+            if not kept:
+                raise
+    raise InvariantError("no part of the budget was tried")
 
 
 def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> prospects.Sketch:
@@ -213,6 +253,15 @@ class PipelineStats:
     held_nbytes: dict[str, int]
 
 
+class _Part(NamedTuple):
+    """A component that streams, as long as anybody has it: it has its streamer, and that its assembly."""
+
+    streamer: weakref.ref[Streamer]
+    assembly: weakref.ref[Assembly]
+    share: Share
+    settle: weakref.finalize[[], Streamer]
+
+
 def _with_past(stats: Stats, past: Stats | None) -> Stats:
     """The same with what was done before."""
     if past is None:
@@ -231,17 +280,38 @@ def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, 
 
 class PipelineStreamer:
     """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
-    `remove()`. `components` are the streamers, by the names that the pipeline has for them."""
+    `remove()`.
+
+    It keeps no component alive: one that the pipeline lets go, and nobody else has, is freed with its weights.
+    """
 
     def __init__(
-        self, pipe: Any, backend: Backend, config: OffloadConfig, block: Block, folders: Sequence[OffloadFolder]
+        self,
+        pipe: Any,
+        backend: Backend,
+        config: OffloadConfig,
+        block: Block,
+        folders: Sequence[OffloadFolder],
+        names: Sequence[str],
+        budget: int,
     ) -> None:
-        self.components: dict[str, Streamer] = {}
         self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
         self._folders = folders  # with weights that no file holds as they are needed
-        self._parts: dict[str, tuple[Assembly, Share]] = {}
+        self._names = names  # in the order in which components are expected to run
+        self._parts: dict[str, _Part] = {}
         self._past: dict[str, Stats] = {}  # of streamers that came before, in other dtypes
+        self._beyond = Beyond(lambda: self.stats().held_nbytes["device"], lambda: budget)
         self._detach = diffusers.attach(pipe, self, backend.device)
+
+    @property
+    def components(self) -> dict[str, Streamer]:
+        """The streamers, by the names that the pipeline has for them."""
+        found = {name: self._parts[name].streamer() for name in self._names if name in self._parts}
+        return {name: streamer for name, streamer in found.items() if streamer is not None}
+
+    def _assemblies(self) -> dict[str, Assembly]:
+        found = {name: self._parts[name].assembly() for name in self._names if name in self._parts}
+        return {name: assembly for name, assembly in found.items() if assembly is not None}
 
     @property
     def device(self) -> torch.device:
@@ -253,14 +323,17 @@ class PipelineStreamer:
         assembly.prospect, assembly.known = shared.prospect, kinds
         assembly.recast = partial(self._recast, name)
         entries = diffusers.entries_of(assembly.model)
-        self.components[name] = assembly.attach(shared.plan, self._block, entries)
-        self._parts[name] = assembly, shared.share
+        streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
+        settle = weakref.finalize(streamer, self._backend.synchronize)  # no copy may be in flight from what is freed
+        settle.atexit = False
+        self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 
     def _recast(self, name: str, cast: Callable[[], object]) -> None:
         """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
-        streamer, (assembly, share) = self.components[name], self._parts[name]
+        streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share
         before = _with_past(streamer.stats(), self._past.get(name))
         streamer.remove()
+        self._parts[name].settle.detach()
         with torch.inference_mode(False), torch.no_grad():
             tensors = _tensors(assembly.model)
             try:
@@ -279,7 +352,7 @@ class PipelineStreamer:
         self._past[name] = before
 
     def _stream_again(self, name: str, past: Assembly, share: Share) -> None:
-        with assembled(past.model, self._backend, self._config, Given()) as assembly:
+        with assembled(past.model, self._backend, self._config, Given(elsewhere=past.elsewhere)) as assembly:
             prospect = assembly.prospect.sharing(share)
             self.stream(name, assembly, Shared(prospect, prospect.plan()[1]), past.known)
 
@@ -297,18 +370,17 @@ class PipelineStreamer:
             ConfigError: the pipeline does not take these keywords.
             OffloadError: its calls cannot be told from shapes, or it is not offloaded any more.
         """
-        if not self.components:
+        if not self._parts:
             raise OffloadError("plan() after remove(): nothing streams any more")
         named = {"num_inference_steps": steps, "height": height, "width": width}
         calls, notes = told(self._pipe, call | {k: v for k, v in named.items() if v is not None})
-        now = diffusers.modules_of(self._pipe)
+        now, plain = diffusers.modules_of(self._pipe), self._assemblies()
         for name in dict.fromkeys(call.component for call in calls):
-            if name not in self._parts or now[name] is not self._parts[name][0].model:
+            if name not in plain or now[name] is not plain[name].model:
                 calls = [call for call in calls if call.component != name]
                 notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
         plans = {name: streamer.plan for name, streamer in self.components.items()}
-        shared = {name: share for name, (_, share) in self._parts.items()}
-        plain = {name: assembly for name, (assembly, _) in self._parts.items()}
+        shared = {name: part.share for name, part in self._parts.items()}
         parts = Parts(plain, calls, lambda module: _sketch(module, self._backend, self._config))
         return plan_of_call(calls, parts, plans, shared, self._block.memory.numel(), notes)
 
@@ -316,8 +388,9 @@ class PipelineStreamer:
         """Counters and bytes held, as of now."""
         found = {name: _with_past(s.stats(), self._past.get(name)) for name, s in self.components.items()}
         held = Counter[str]()
+        plans = {name: streamer.plan for name, streamer in self.components.items()}
         for name, stats in found.items():
-            plan = self.components[name].plan
+            plan = plans[name]
             held.update(stats.held_nbytes)
             held["device"] -= plan.ring_nbytes + plan.buffer_nbytes
         held["device"] += self._block.memory.numel()
@@ -326,7 +399,7 @@ class PipelineStreamer:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """As `Streamer.trace`, of all components; the names of spans begin with that of the component."""
-        if not self.components:
+        if not self._parts:
             raise OffloadError("trace() after remove(): nothing streams any more")
         whole = Trace(f"{type(self._pipe).__name__} on {self.device}")
         with ExitStack() as stack:
@@ -352,8 +425,10 @@ class PipelineStreamer:
             streamer.refuse_inside()
         for streamer in self.components.values():
             streamer.remove()
+        for part in self._parts.values():
+            part.settle.detach()
         self._detach()
-        self.components, self._parts = {}, {}
+        self._parts = {}
         self._block.close()
         self._backend.close()
         for folder in self._folders:

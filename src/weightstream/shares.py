@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightstream import prospects
-from weightstream.adapters.module import GRAINS, find_blocks, find_units
+from weightstream.adapters.module import GRAINS, called, find_blocks, find_units
 from weightstream.adapters.shapes import observe
 from weightstream.assembly import rooted
 from weightstream.config import OffloadConfig
@@ -57,7 +57,7 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
     """What each device is given of a model, in each deal of its blocks that is worth a try."""
     if config.backend != "none":
         raise ConfigError(f"the {config.backend} settings are for one GPU: several have a device_budget each")
-    if not (blocks := find_blocks(model)):
+    if not (blocks := called(find_blocks(model))):
         raise ConfigError(f"{type(model).__name__} has no repeated blocks to spread over {len(machines)} devices")
     settings = [config.within(budget) for budget in config.stripes.values()]
     known = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]

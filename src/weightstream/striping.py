@@ -79,17 +79,17 @@ class Stripes:
     def _attach(
         self, assemblies: Mapping[str, Assembly], planned: lanes.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
+        session = ops.Session(self)
+        self._undo.callback(session.close)
         for block, index in lane_of.items():
             if index:
-                self._undo.callback(guards.put(block, "forward", crossing(block, self._ways[index])))
+                self._undo.callback(guards.surround(block, crossing(self._ways[index]), session))
         for name, assembly in assemblies.items():
             prospect, lane = planned[name]
             assembly.narrow(prospect)
             with on(assembly.device):
                 self.parts[name] = part = assembly.attach(lane.plan)
             self._undo.callback(part.remove)
-        session = ops.Session(self)
-        self._undo.callback(session.close)
         self._undo.callback(guards.surround(self.model, self._run, session))
         self._undo.callback(guards.refuse_moves(self.model))
         names = {id(module): name for name, module in self.model.named_modules()}

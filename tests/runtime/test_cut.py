@@ -1,4 +1,4 @@
-"""Errors at any line of the library's own code, and interrupts at any moment: no weight is lost, and nothing stays open.
+"""Errors at any line of the library, and interrupts at any moment: no weight is lost, and nothing stays open.
 
 Each path is cut at lines that are drawn from all of its lines; stress cuts it at a thousand.
 """

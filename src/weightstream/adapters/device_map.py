@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from weightstream.errors import OffloadError
+from weightstream.runtime.undo import Undo
 
 logger = logging.getLogger("weightstream")
 
 _BASE = "_weightstream_base"
+_KEPT = frozenset(("__new__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", _BASE))
 
 
 class Placement:
@@ -52,18 +54,30 @@ def attach(
     `recast`: by which `model` itself may be cast; without it that is refused. `devices`: of its modules, by name, where
     it computes on several.
     """
-    placed = [(module, type(module)) for module in model.modules() if _is_pretrained(module)]
-    for module, kind in placed:
-        found = _placed(kind, device, recast if module is model else None)
-        if devices is not None and module is model:
-            found.hf_device_map = {name: _told(where) for name, where in devices.items()}  # type: ignore[attr-defined]
-        module.__class__ = found
+    undo = Undo()
+    for module in model.modules():
+        if _is_pretrained(module):
+            members = _members(type(module), device, recast if module is model else None)
+            if devices is not None and module is model:
+                members["hf_device_map"] = {name: _told(where) for name, where in devices.items()}
+            undo.add(place(module, members))
+    return undo
 
-    def detach() -> None:
-        for module, kind in placed:
-            module.__class__ = kind
 
-    return detach
+def place(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:
+    """Give an instance a class of its own with these members; returns what undoes it.
+
+    A class that was assigned to the instance meanwhile stays, and where it was derived from ours that is plain again.
+    """
+    kind = type(owner)
+    owner.__class__ = placed = derived(kind, members)
+
+    def undo() -> None:
+        if type(owner) is placed:
+            owner.__class__ = kind
+        placed.leave()
+
+    return undo
 
 
 def is_there(module: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -94,7 +108,7 @@ def _dtype_in(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, An
     return dtypes[0] if dtypes and (not others or is_there(None, device, others, {})) else None
 
 
-def _placed(base: Any, device: torch.device, recast: Recast | None) -> type[nn.Module]:
+def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str, Any]:
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_there(self, device, args, kwargs):
             logger.debug("%s computes on %s already: to() changes nothing", base.__name__, device)
@@ -117,7 +131,7 @@ def _placed(base: Any, device: torch.device, recast: Recast | None) -> type[nn.M
         else:
             self.weightstream.compile("blocks", **kwargs)
 
-    members = {
+    return {
         **({"compile_repeated_blocks": compile_repeated_blocks} if hasattr(base, "compile_repeated_blocks") else {}),
         "to": to,
         "cuda": cuda,
@@ -128,8 +142,6 @@ def _placed(base: Any, device: torch.device, recast: Recast | None) -> type[nn.M
         "hf_device_map": {"": _told(device)},
         "_hf_hook": Placement(device),
     }
-    placed: type[nn.Module] = derived(base, members)
-    return placed
 
 
 def _told(device: torch.device) -> Any:
@@ -141,7 +153,9 @@ def derived(base: Any, members: Mapping[str, Any]) -> Any:
     """A class for one instance of `base`, with these members: what is copied or pickled of that is of `base`."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:  # `type(model)(config)` is another, plain model
-        return base(*args, **kwargs)
+        if cls is placed:
+            return base(*args, **kwargs)
+        return base.__new__(cls) if base.__new__ is object.__new__ else base.__new__(cls, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         made: Any = base.__reduce_ex__(self, 0)  # later ones insist on the object's own class
@@ -155,11 +169,49 @@ def derived(base: Any, members: Mapping[str, Any]) -> Any:
         "__reduce_ex__": reduce,
         _BASE: base,
     }
-    # diffusers' `from_pipe` takes over a component whose type is among those that it expects: equal is enough
-    equal = {"__eq__": lambda cls, other: other is cls or other is base, "__hash__": lambda cls: hash(base)}
-    kind: Any = type("Placed", (type(base),), equal)
-    placed = kind(base.__name__, (base,), {**own, **members})
+    placed = _meta_of(base)(base.__name__, (base,), {**own, **members})
     return placed
+
+
+def _meta_of(base: Any) -> Any:
+    """The class of a class for one instance of `base`: to change the class of the instance changes `base`."""
+    before: dict[str, Any] = {}  # of what was set here, what `base` itself had
+    absent = object()
+
+    def is_placed(cls: Any) -> bool:
+        return _BASE in vars(cls)
+
+    def set_member(cls: Any, name: str, value: Any) -> None:
+        if not is_placed(cls) or (name.startswith("__") and name.endswith("__")):
+            type.__setattr__(cls, name, value)
+            return
+        before.setdefault(name, vars(base).get(name, absent))
+        setattr(base, name, value)
+
+    def delete_member(cls: Any, name: str) -> None:
+        if not is_placed(cls) or name not in before:
+            type.__delattr__(cls, name)
+            return
+        given = before.pop(name)  # who patches a class for a while finds nothing to put back in this one
+        if given is absent:
+            delattr(base, name)
+        else:
+            setattr(base, name, given)
+
+    def leave(cls: Any) -> None:
+        """No instance is to be different from one of `base` any more: there may be classes derived from this."""
+        for name in [name for name in vars(cls) if name not in _KEPT]:
+            type.__delattr__(cls, name)
+
+    members = {
+        # diffusers' `from_pipe` takes over a component whose type is among those that it expects: equal is enough
+        "__eq__": lambda cls, other: other is cls or (is_placed(cls) and other is base),
+        "__hash__": lambda cls: hash(base) if is_placed(cls) else type.__hash__(cls),
+        "__setattr__": set_member,
+        "__delattr__": delete_member,
+        "leave": leave,
+    }
+    return type("Placed", (type(base),), members)
 
 
 def plain(kind: type) -> Any:

@@ -89,13 +89,11 @@ def attach(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
         **{name: refusing(name) for name in _OFFLOADERS if hasattr(kind, name)},
         **{name: adopting(getattr(kind, name)) for name in ("fuse_lora", "unfuse_lora") if hasattr(kind, name)},
     }
-    placed = device_map.derived(kind, members)
-    pipe.__class__ = placed
+    undo = device_map.place(pipe, members)
     pipe.__dict__["weightstream"] = owner
 
     def detach() -> None:
-        if type(pipe) is placed:
-            pipe.__class__ = kind
+        undo()
         if pipe.__dict__.get("weightstream") is owner:
             del pipe.__dict__["weightstream"]
 

@@ -77,12 +77,13 @@ class Experts:
 
     def __init__(self, module: Any, names: Sequence[str], block: Any = None) -> None:
         self._module, self._names, self._block = module, names, block
+        self._of_class = type(module).forward
         self._repeats: bool | None = None  # whether the block told the ids that the experts were given; None: untried
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
         """As `runtime.weights.Picks`."""
         module, implementation = self._module, self._module.config._experts_implementation
-        of_class: Callable[..., Any] = type(module).forward
+        of_class: Callable[..., Any] = self._of_class
         plain = getattr(forward, "__func__", None) is of_class and getattr(forward, "__self__", None) is module
         if implementation not in (_BY_ROW, _IN_PLACE) or not plain:
             return None  # or somebody has put another forward in its place

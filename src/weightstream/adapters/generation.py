@@ -149,7 +149,7 @@ def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str |
         return "the model is spread over several devices"
     if ranks is None and num_processes() > 1:
         return "it runs in several processes, and is not sharded as tensor parallelism has it"
-    if hasattr(model.__dict__.get("forward"), "_weightstream_decoder"):
+    if hasattr(model.__dict__.get("forward"), guards.OUTER):
         return "generate() is running with this model already"
     return None
 
@@ -205,7 +205,7 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return decoder.run(forward, args, kwargs)
 
-    stand_in._weightstream_decoder = decoder  # type: ignore[attr-defined]
+    setattr(stand_in, guards.OUTER, decoder)
     model.__dict__["forward"] = stand_in
     try:
         yield

@@ -2,13 +2,14 @@
 
 Blocks are the repeated children of a ModuleList, Sequential or ModuleDict, the inner ones where they hold most of the
 outer. Outside of blocks the largest subtrees without blocks are units, and a model without blocks falls to its leaf
-modules. A module whose own tensors surround other units gets a unit of just those, which encloses the others.
+modules. A module whose own tensors surround other units gets a unit of just those, which encloses the others. One
+without a forward is never called, so it is no unit where it has children: these are looked into.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from torch import nn
@@ -32,7 +33,7 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
     the block's index.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    cut = {"block": {id(block) for block in blocks}, "half": _halves(blocks), "matrix": set[int]()}[grain]
+    cut = {"block": {id(block) for block in called(blocks)}, "half": _halves(blocks), "matrix": set[int]()}[grain]
     layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
     unique: dict[int, UnitModule] = {}
     for unit in _units("", model, cut, whole=bool(cut)):
@@ -41,9 +42,20 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
     return list(unique.values())
 
 
+def called(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The same with the children of those that have no forward in place of these."""
+    found: list[nn.Module] = []
+    for module in modules:
+        is_called = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+        children = [child for child in module.children() if _holds_tensors(child)]
+        found += [module] if is_called or not children else called(children)
+    return found
+
+
 def _halves(blocks: list[nn.Module]) -> set[int]:
     """The ids of the blocks' children, and of blocks that have none."""
-    return {id(m) for block in blocks for m in [c for c in block.children() if _holds_tensors(c)] or [block]}
+    halves = (m for block in blocks for m in [c for c in block.children() if _holds_tensors(c)] or [block])
+    return {id(module) for module in called(halves)}
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -88,7 +100,9 @@ def _units(
     if not _holds_tensors(module):
         return
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
+    is_called = called([module]) == [module]
     split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
+    split |= not is_called
     if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
         yield UnitModule(name=name, module=module, picks=picks_of(module, parent))
         return

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters import hf_private, launch, meta, process_states, static_cache, surroundings
+from weightstream.adapters.known import UNKNOWN, KnownValues
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.trial import Trial
@@ -141,19 +142,23 @@ def follow(
     limit_s: float = math.inf,
     device: torch.device = _CPU,
     on_output: Callable[[Any], None] = lambda _: None,
+    on_values: Callable[[bool], None] = lambda _: None,
 ) -> Footprint:
     """Follow a call of any model on the shapes of its arguments. Neither changes, and no weight is read.
 
     `entry`: the method that is called. `device`: where it computes, whose random state is put back. `on_output` is
-    given what the call returns, on meta, and may keep no tensor of it.
+    given what the call returns, on meta, and may keep no tensor of it; `on_values` whether the way of the call depends
+    on values of its arguments, of integers and masks.
 
     Raises:
-        UnsupportedError: what the model computes depends on values, it cannot be copied without its weights, or its
-            Python alone takes longer than `limit_s` seconds.
+        UnsupportedError: what the model computes depends on other values, it cannot be copied without its weights, or
+            its Python alone takes longer than `limit_s` seconds.
     """
 
     def once(start: Callable[..., _Forward], _: nn.Module, given: Any, named: Any) -> list[_Forward]:
-        forward = start(given, named, entry)
+        told = zip(tensors_in((args, kwargs or {})), tensors_in((given, named)), strict=True)
+        forward = start(given, named, entry, known := KnownValues(told))
+        on_values(known.was_asked)
         on_output(forward.output)
         return [forward]
 
@@ -276,9 +281,11 @@ class _Forward(OperatorMode):
         args: Any,
         kwargs: dict[str, Any],
         entry: str = "forward",
+        known: KnownValues | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
+        self._known = known if known is not None else KnownValues()
         self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
         self._made = weakref.WeakValueDictionary[int, Any]()  # storages with values that this forward made
         self.calls: list[tuple[nn.Module, int, int]] = []  # with the bytes that they returned
@@ -309,6 +316,13 @@ class _Forward(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        output = self._known.answer(func, args, kwargs)
+        if output is UNKNOWN:
+            output = self._run(func, args, kwargs)
+            self._known.follow(func, args, kwargs, output)
+        return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(tensors_in((args, kwargs)))
         for tensor in given:
             if (storage := _memory_of(tensor)) in self._weights:

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
-from weightstream.runtime.leaves import Leaf, Role, leaves_of
+from weightstream.runtime.guards import Run
+from weightstream.runtime.leaves import Leaf, Role, computed_by_hooks, leaves_of
+from weightstream.runtime.undo import Undo
 from weightstream.runtime.watch import calling_method, reading_module
 from weightstream.runtime.weights import UnitModule
-
-Run = Callable[..., Any]  # (forward, args, kwargs) -> output; of a unit its index comes first
 
 
 class Attachment:
@@ -30,7 +33,7 @@ class Attachment:
         units: Sequence[UnitModule],
         streamer: ops.Units,
         run_step: Run,
-        run_unit: Run,
+        run_unit: Run,  # the index of the unit comes first
         entries: Sequence[str] = (),
     ) -> None:
         self.model = model
@@ -40,11 +43,14 @@ class Attachment:
         self._streamer = streamer
         self._run_step = run_step
         self._run_unit = run_unit
-        self._undo: list[Callable[[], None]] = []
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._known: frozenset[int] = frozenset()
-        self.has_new = False  # perhaps: some module has been given a parameter since
-        self.adopted_nbytes = 0  # of tensors that came since, which stay on the device
+        self._undo = Undo()
+        self._weights = {id(leaf.tensor): leaf.tensor for leaf in self._leaves()}  # those that the plans are of
+        self._adopted: frozenset[int] = frozenset()  # tensors that came since, by id
+        self.adopted_nbytes = 0  # of these, which stay on the device
+        self.on_adopted: Callable[[], None] = lambda: None  # their bytes are others than before
+        self.has_new = True  # perhaps: some module has been given a parameter, or a child
+        self._code: _Code
+        self.is_other_code = False  # no watched step has run with it
 
     def attach(self, plan: Plan) -> None:
         """Run `run_step` in place of the model's forward, and `run_unit` in place of every unit's that opens."""
@@ -52,18 +58,20 @@ class Attachment:
         self.session.streams, self.session.traced = bool(opened), False
         for index in opened:
             for module in (self.units[index].module, *self.units[index].also):
-                self._undo.append(guards.surround(module, partial(self._run_unit, index), self.session, index))
-        self._undo.append(guards.surround(self.model, self._run_step, self.session))
+                run = _forgetting(module, partial(self._run_unit, index))
+                self._undo.add(guards.surround(module, run, self.session, index))
+        self._undo.add(guards.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
-        self._undo.append(guards.refuse_moves(self.model))
-        self._known, self.has_new = self._tensor_ids(), False
-        self._undo.append(_notice(self))
+        self._undo.add(guards.refuse_moves(self.model))
+        self._undo.add(_notice(self))
         setattr(self.model, guards.ATTRIBUTE, self._streamer)
-        self._undo.append(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
+        self._undo.add(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+        self._code = _Code(self.model)
 
     def _enter_by(self, name: str) -> None:
-        self._undo.append(guards.enter_by(self.model, name, partial(self._run_step, what=name)))
+        self._undo.add(guards.enter_by(self.model, name, partial(self._run_step, what=name)))
 
     def learn_entry(self) -> None:
         """A unit runs in no step: from now on the public method of the model that led here is one."""
@@ -74,30 +82,52 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the modules back as they were; may be called twice."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo()
+
+    def heal(self) -> None:
+        """This thread is in no forward of the model or its units, whatever was cut short."""
+        for module in (self.model, *(m for unit in self.units for m in (unit.module, *unit.also))):
+            guards.leave(module)
 
     def was_replaced(self) -> bool:
-        """Whether weights were replaced since `attach`."""
-        return not self._known <= self._tensor_ids()
+        """Whether tensors came since the last step began, perhaps in place of weights; the next one adopts them."""
+        has_new = not {id(leaf.tensor) for leaf in self._leaves()} <= self._weights.keys() | self._adopted
+        self.has_new |= has_new
+        return has_new
+
+    def has_other_code(self) -> bool:
+        """Whether modules, their classes, forwards or hooks have changed since a step was watched: weights may be read
+        outside of their units now."""
+        known = self._code
+        if self.has_new:
+            modules = list(self.model.modules())
+            is_same = [id(module) for module in modules] == [id(module) for module in known.modules]
+        else:
+            is_same = True
+        if not is_same or known.has_changed():
+            self._names = {id(module): name for name, module in self.model.named_modules()}
+            self._code = _Code(self.model)
+            self.is_other_code = True
+        return self.is_other_code
 
     def adopt(self, device: torch.device | None, *, again: bool = False) -> None:
         """Tensors that came beside the weights since, such as adapters, go to the device; None: to where the weights
-        are now that they stand beside. They are looked for where a module was given a parameter, or `again`."""
+        are now that they stand beside. They are looked for where a module was given something, or `again`."""
         if not (self.has_new or again):
             return
         self.has_new = False
-        every = self._leaves()
-        if not self._known <= {id(leaf.tensor) for leaf in every}:
-            return  # weights were replaced
-        added = [leaf for leaf in every if id(leaf.tensor) not in self._known]
-        self.adopted_nbytes = sum(leaf.tensor.nbytes for leaf in added)
-        weights = [leaf for leaf in every if id(leaf.tensor) in self._known] if device is None else []
+        every, before = self._leaves(), self.adopted_nbytes
+        added = {id(leaf.tensor): leaf for leaf in every if id(leaf.tensor) not in self._weights}
+        self._adopted = frozenset(added)
+        self.adopted_nbytes = sum(leaf.tensor.nbytes for leaf in added.values())
+        weights = [leaf for leaf in every if id(leaf.tensor) in self._weights] if device is None else []
         with torch.inference_mode(False), torch.no_grad():
-            for leaf in added:
+            for leaf in added.values():
                 to = device or _beside(leaf.path, weights)
-                if leaf.tensor.device != to:
+                if to is not None and leaf.tensor.device != to:
                     leaf.tensor.data = leaf.tensor.data.to(to)
+        if self.adopted_nbytes != before:
+            self.on_adopted()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor object of the model."""
@@ -120,30 +150,76 @@ class Attachment:
         """The name of the innermost module whose method is on this thread's stack; empty if none is."""
         return reading_module(self._names) or ""
 
-    def _tensor_ids(self) -> frozenset[int]:
-        return frozenset(id(leaf.tensor) for leaf in self._leaves())
-
     def _leaves(self) -> list[Leaf]:
         """Parameters and buffers, and what is behind these; a forward may replace plain attributes."""
         return [leaf for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE]
 
 
+class _Code:
+    """What of a model's Python shows in microseconds: which classes modules have and what is in these, the forwards and
+    hooks of instances."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.modules())
+        self._attributes = [vars(module) for module in self.modules]
+        self._hooks = [hooks for m in self.modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        kinds = {kind for module in self.modules for kind in type(module).__mro__}
+        self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module) and kind is not nn.Module]
+        self._held = [list(vars(kind).values()) for kind in self._kinds]  # so that no other object has their ids
+        self._known = self._found()
+
+    def has_changed(self) -> bool:
+        return self._found() != self._known
+
+    def _found(self) -> tuple[list[Any], ...]:
+        # no calls: this runs before every eager step
+        members = [list(map(id, kind.__dict__.values())) for kind in self._kinds]
+        forwards: list[Any] = ["forward" in own and own["forward"] for own in self._attributes]
+        hooks = [hooks and (*hooks,) for hooks in self._hooks]
+        if hasattr(forwards[0], guards.OUTER):
+            forwards[0] = forwards[0].__wrapped__
+        return list(map(type, self.modules)), members, forwards, hooks
+
+
+def _forgetting(module: nn.Module, run: Run) -> Run:
+    """The same for a unit that keeps nothing on the device of what its pre-hooks have computed: all weights would come
+    to stay there."""
+    every = ((vars(part), computed_by_hooks(part)) for part in module.modules() if part._forward_pre_hooks)
+    before = [(own, name, own[name]) for own, names in every for name in names]
+    if not before:
+        return run
+
+    def run_and_forget(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return run(forward, args, kwargs)
+        finally:
+            for own, name, tensor in before:
+                if name in own:
+                    own[name] = tensor
+
+    return run_and_forget
+
+
 def _notice(attachment: Attachment) -> Callable[[], None]:
-    """Tell it when any module is given a parameter; returns what ends that. torch's hook does not keep it alive."""
+    """Tell it when any module is given a parameter or a child; returns what ends that. torch's hooks do not keep it
+    alive."""
     found = weakref.ref(attachment)
 
-    def on_parameter(module: nn.Module, name: str, param: object) -> None:
+    def on_registration(module: nn.Module, name: str, given: object) -> None:
         if (noticing := found()) is not None:
             noticing.has_new = True
 
-    return weakref.finalize(attachment, register_module_parameter_registration_hook(on_parameter).remove)
+    ends = Undo()
+    ends.add(register_module_parameter_registration_hook(on_registration).remove)
+    ends.add(register_module_module_registration_hook(on_registration).remove)
+    return weakref.finalize(attachment, ends)
 
 
-def _beside(path: str, weights: Sequence[Leaf]) -> torch.device:
+def _beside(path: str, weights: Sequence[Leaf]) -> torch.device | None:
     """The device of the weight whose path has most in common with this one."""
 
     def common(leaf: Leaf) -> int:
         pairs = zip(path.split("."), leaf.path.split("."), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    return max(weights, key=common).tensor.device
+    return max(weights, key=common).tensor.device if weights else None

@@ -7,6 +7,7 @@ stream waits once for what was computed before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -57,7 +58,7 @@ class Block:
         self.memory = backend.alloc(aligned(nbytes))
         self._backend = backend
         self._event = backend.event()
-        self._user: User | None = None
+        self._has_user: weakref.ref[User] | None = None  # a model that nobody else has is let go of
 
     def parts(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The ring and the buffer of a plan, which has no slots here. Raises `InvariantError` where the block is too
@@ -68,26 +69,31 @@ class Block:
             raise InvariantError(f"a ring and a buffer of {end} bytes in a block of {self.memory.numel()}")
         return self.memory[: plan.ring_nbytes], self.memory[begin:end], self.memory[:0]
 
+    @property
+    def _user(self) -> User | None:
+        return None if self._has_user is None else self._has_user()
+
     def is_held_against(self, user: User) -> bool:
         """Whether another model computes with weights in the block just now."""
         return self._user is not None and self._user is not user and len(self._user.open_units) > 0
 
     def enter(self, user: User, *, decodes: bool = False) -> None:
         """The user is about to queue a fill; or a kernel that decodes, which copies in flight must not overtake."""
-        if self._user is user:
+        had = self._user
+        if had is user:
             return
         if self.is_held_against(user):
             raise InvariantError("a model fills memory that another one computes with")
-        if self._user is not None:
-            self._user.yield_up()
+        if had is not None:
+            had.yield_up()
         self._backend.record(Side.COMPUTE, self._event)
         self._backend.wait(Side.COPY, self._event)
         if decodes:
             copied = self._backend.event()
             self._backend.record(Side.COPY, copied)
             self._backend.wait(Side.COMPUTE, copied)
-        self._user = user
+        self._has_user = weakref.ref(user)
 
     def close(self) -> None:
         """Let go of the memory."""
-        self.memory, self._user = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+        self.memory, self._has_user = torch.empty(0, dtype=torch.uint8, device="cpu"), None

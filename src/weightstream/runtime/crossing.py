@@ -8,17 +8,15 @@ of an argument when it comes back shows that of the argument. That a tensor was 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from functools import update_wrapper
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightstream.codec.device import on
+from weightstream.runtime.guards import Run
 from weightstream.runtime.values import attributes_of, items_of, put, tensors_in, with_tensors
 from weightstream.runtime.weights import span
 
@@ -164,26 +162,20 @@ def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             yield ordered
 
 
-def crossing(block: nn.Module, way: Way) -> MethodType:
-    """A forward for a block that another device computes; a unit is open around it. A copy runs its own."""
-    plain = block.forward
-    of_class = plain.__func__ if isinstance(plain, MethodType) else None
+def crossing(way: Way) -> Run:
+    """What runs around the forward of a block that another device computes, inside of its unit."""
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not block and of_class is not None:
-            return of_class(self, *args, **kwargs)
-        if self is not block or not way.is_open:
-            return plain(*args, **kwargs)
+    def run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not way.is_open:
+            return forward(*args, **kwargs)
         call = Call(way)
         args, kwargs = call.there((args, kwargs))
         try:
             with on(way.device):
-                output = plain(*args, **kwargs)
+                output = forward(*args, **kwargs)
         except BaseException:
             call.back(None)  # what it wrote until then is seen
             raise
         return call.back(output)
 
-    update_wrapper(forward, plain)
-    forward.__name__ = "forward"  # by which a pickle finds the plain one
-    return MethodType(forward, block)
+    return run

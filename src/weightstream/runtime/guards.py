@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -14,40 +15,127 @@ from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops
+from weightstream.runtime.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
+OUTER = "_weightstream_decoder"  # marks a forward of ours that runs steps: none begins around it
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _AROUND = "_weightstream_around"  # where a module keeps what it runs in place of its forward
+Run = Callable[..., Any]  # (forward, args, kwargs) -> output
 
 
 class Around:
-    """What a module runs in place of its forward: `run(forward, args, kwargs)`, the one added last outermost.
+    """What runs around the forward of a module: `run(forward, args, kwargs)`, the one added last outermost.
 
-    Not hooks: PyTorch's fused paths, and so the bits, change with hooks. In a session whose addresses are fixed a
-    compiler traces the plain forward between two operators instead, which know the unit by the tensor `unit`.
+    [Note: two stand-ins]
+    An attribute `forward` of the instance stands in for the module's forward, and one `_call_impl` for what calls it.
+    Not hooks: PyTorch's fused paths, and so the bits, change with hooks. The plain forward is looked up at each call:
+    one that is changed on the class meanwhile, or by another `__class__`, is the one that runs. `_call_impl` sees what
+    the other cannot. Where another forward was assigned to the instance, or ours was deleted, a new stand-in is put
+    around that. Where a unit has hooks, which may read its weights, it opens before they run.
+
+    In a session whose addresses are fixed a compiler traces the plain forward between two operators, which know the
+    unit by the tensor `unit`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.forward = module.forward
-        self.patched = module.__dict__.get("forward")  # somebody's own, on this instance
-        self.runs: list[Callable[..., Any]] = []
-        self.session: ops.Session | None = None
+    def __init__(self, module: nn.Module, session: ops.Session) -> None:
+        self.module: Any = module  # None: it was let go
+        self.session = session
         self.unit: torch.Tensor | None = None
+        self.opens_early = False  # a unit, whose hooks run inside; a step begins at the forward
         self.hidden = False  # from compilers
-        self.is_wrapped = False  # somebody's forward runs ours
+        self.run: Run = _run_plain
+        self.here = _Here()
+        self.is_traced_inside = False  # a compiler traces a call that has waited
+        self.forward: Any = None  # the stand-in in force, bound to the module
+        self._made: list[tuple[Any, Any]] = []  # all of them, and what each stands in for
+        self._runs: list[Run] = []
+        self.call = types.MethodType(_call_for(self), module)
+        module.__dict__.update({_AROUND: self, "_call_impl": self.call})
+        self.stand_in(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.forward
-        for run in self.runs:
-            forward = functools.partial(_run, run, forward)
-        return forward(*args, **kwargs)
+    @property
+    def patched(self) -> Any:
+        """The instance's own forward that is stood in for; None: that of its class."""
+        return self.stands_for(self.forward)
+
+    def stands_for(self, forward: Any) -> Any:
+        """The same for a value of the instance's `forward`, which may be none of ours."""
+        return next((given for made, given in self._made if made is forward), forward)
+
+    def stand_in(self, module: nn.Module) -> None:
+        """Stand in for the forward that the instance has now."""
+        given = module.__dict__.get("forward")
+        if hasattr(given, OUTER):
+            return
+        if all(made is not given for made, _ in self._made):  # else it was put back
+            made = types.MethodType(_forward_for(self, given), module)
+            self._made.append((made, given))
+            given = module.__dict__["forward"] = made
+        self.forward = given
+
+    def enter(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `plain`, and what is around it unless this thread is inside."""
+        here = self.here
+        if here.is_inside:
+            return plain(*args, **kwargs)
+        here.is_inside = True
+        try:
+            return self.run(plain, args, kwargs)
+        finally:
+            here.is_inside = False
+
+    def add(self, run: Run) -> Callable[[], None]:
+        """Run this, too, outermost; returns what undoes it."""
+        self._runs.append(run)
+        self.run = _composed(self._runs)
+
+        def undo() -> None:
+            if run in self._runs:
+                self._runs.remove(run)
+            self.run = _composed(self._runs)
+            if not self._runs:
+                self._leave()
+
+        return undo
+
+    def _leave(self) -> None:
+        """The module is plain again; what was assigned to it meanwhile stays."""
+        module = self.module
+        if module is not None and module.__dict__.get(_AROUND) is self:
+            plain = plain_attributes(module.__dict__)
+            for name in ("_call_impl", "forward"):
+                if name in plain:
+                    module.__dict__[name] = plain[name]
+                else:
+                    module.__dict__.pop(name, None)
+            del module.__dict__[_AROUND]
+        self.module = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self.patched,)  # a copy or pickle of the module is a plain one
+        return _same, (self.patched,)  # a class copied its attributes in its own way: the copy is plain
 
 
-def _run(run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(forward, args, kwargs)
+class _Here(threading.local):
+    """For each thread: whether it is inside of the module's stand-in."""
+
+    is_inside = False
+
+
+def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _composed(runs: Sequence[Run]) -> Run:
+    """Runs the first of these innermost."""
+    found, *others = runs or (_run_plain,)
+    for run in others:
+        found = functools.partial(_run_inside, found, run)
+    return found
+
+
+def _run_inside(inner: Run, outer: Run, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return outer(lambda *args, **kwargs: inner(forward, args, kwargs), args, kwargs)
 
 
 def _same(value: Any) -> Any:
@@ -68,16 +156,16 @@ def _untraced(reason: str) -> Callable[[_Callable], _Callable]:
     "the weights of an offloaded model have no fixed address outside of `with model.weightstream.step():`. Call the "
     "compiled model inside of it, or let model.weightstream.compile() do both."
 )
-def _outside(around: Around, *args: Any, **kwargs: Any) -> Any:
-    return torch.compiler.disable(around)(*args, **kwargs)
+def _outside(run: Callable[..., Any], *args: Any) -> Any:
+    return torch.compiler.disable(run)(*args)
 
 
 @_untraced(
     "this module of an offloaded model computes with its weights alone, or returns a view of them: compiled, that may "
     "come before they are there. It runs eager: leave out fullgraph=True, or keep its weights resident."
 )
-def _hidden(around: Around, *args: Any, **kwargs: Any) -> Any:
-    return torch.compiler.disable(around)(*args, **kwargs)
+def _hidden(run: Callable[..., Any], *args: Any) -> Any:
+    return torch.compiler.disable(run)(*args)
 
 
 def hide(module: nn.Module) -> None:
@@ -85,95 +173,211 @@ def hide(module: nn.Module) -> None:
     module.__dict__[_AROUND].hidden = True
 
 
-def _stand_in(own: Around) -> Callable[..., Any]:
-    """A forward for one instance, to be bound to it, so that a copy of the instance binds it to the copy."""
-    plain = own.forward
-    of_class = getattr(plain, "__func__", plain)  # `type(self).forward` is none in a class that compilers leave whole
+def leave(module: nn.Module) -> None:
+    """This thread is not inside of what stands in for the module's forward, whatever was cut short."""
+    around = module.__dict__.get(_AROUND)
+    if type(around) is Around:
+        around.here.is_inside = around.is_traced_inside = False
+
+
+def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A stand-in for the instance's own forward, `given`, else for that of its class at the time of the call.
+
+    It is to be bound to the instance, so that a deep copy of the attributes binds it to the copy.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        around = getattr(self, _AROUND, None)
-        if own.is_wrapped or not isinstance(around, Around):  # we stand around the wrapper; or it is a copy
-            patched = own.patched if around is None or isinstance(around, Around) else around
-            return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
+        around: Any = home
+        if home.module is not self:  # another attachment, or none; or this is a copy
+            around = getattr(self, _AROUND, None)
+            if type(around) is not Around or around.module is not self:
+                patched = given if around is None or type(around) is Around else around
+                return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            return around(*args, **kwargs)
-        if around.session is None or (around.session.streams and not around.session.fixed):
-            return _outside(around, *args, **kwargs)
+            plain = given
+            if plain is None:
+                plain = type(self).forward
+                plain = types.MethodType(plain, self) if type(plain) is types.FunctionType else _forward_of(self)
+            return around.enter(plain, args, kwargs)
+        if around.is_traced_inside:
+            return type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
+        if around.session.streams and not around.session.fixed:
+            return _outside(_run_forward, around, self, given, args, kwargs)
         if around.hidden:
-            return _hidden(around, *args, **kwargs)
+            return _hidden(_run_forward, around, self, given, args, kwargs)
         if around.unit is not None:
             ops.wait(around.session, around.unit, (args, kwargs))
         # The class's function where it can be: compiled code is then shared by all modules of a class.
-        output = of_class(self, *args, **kwargs) if around.patched is None else around.patched(*args, **kwargs)
+        output = type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
         if around.unit is not None:
             ops.release(around.session, around.unit, output)
         return output
 
-    functools.update_wrapper(forward, plain)
+    model = home.module.forward
+    functools.update_wrapper(forward, model)
     with suppress(ValueError):  # a builtin has none
-        signature = inspect.signature(plain)
+        signature = inspect.signature(model)
         bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])  # type: ignore[attr-defined]
     forward.__name__ = "forward"  # by which a pickle finds the plain one
     return forward
 
 
-def surround(
-    module: nn.Module, run: Callable[..., Any], session: ops.Session, unit: int | None = None
-) -> Callable[[], None]:
-    """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns what undoes it."""
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward that the module has from its class, which need be no function."""
+    held: Any = inspect.getattr_static(type(module), "forward")
+    bound: Callable[..., Any] = held.__get__(module, type(module)) if hasattr(type(held), "__get__") else held
+    return bound
+
+
+def _run_forward(around: Around, module: nn.Module, given: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    return around.enter(_forward_of(module) if given is None else given, args, kwargs)
+
+
+def _call_for(around: Around) -> Callable[..., Any]:
+    """A stand-in for `_call_impl`, to be bound to the instance."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opens = around.opens_early and (self._forward_pre_hooks or self._forward_hooks)
+        if (self.forward is around.forward and not opens) or around.module is not self:
+            return type(self)._call_impl(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return _run_call(around, self, opens, args, kwargs)
+        if around.is_traced_inside or around.unit is None or not around.opens_early:
+            return type(self)._call_impl(self, *args, **kwargs)
+        if around.session.streams and not around.session.fixed:
+            return _outside(_run_call, around, self, opens, args, kwargs)
+        if around.hidden:
+            return _hidden(_run_call, around, self, opens, args, kwargs)
+        ops.wait(around.session, around.unit, (args, kwargs))
+        around.is_traced_inside = True
+        output = type(self)._call_impl(self, *args, **kwargs)
+        around.is_traced_inside = False
+        ops.release(around.session, around.unit, output)
+        return output
+
+    call.__name__ = "_call_impl"  # by which a pickle finds the plain one
+    return call
+
+
+def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any) -> Any:
+    if module.forward is not around.forward:
+        around.stand_in(module)
+    plain = types.MethodType(type(module)._call_impl, module)
+    return around.enter(plain, args, kwargs) if opens else plain(*args, **kwargs)
+
+
+def surround(module: nn.Module, run: Run, session: ops.Session, unit: int | None = None) -> Callable[[], None]:
+    """Run `run(forward, args, kwargs)` whenever the module's forward is called, as a step, or as that of a unit;
+    returns what undoes it."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
-    found = module.__dict__.get(_AROUND)
-    if not isinstance(found, Around):
-        if _AROUND in module.__dict__:
-            _put_back(module, found)  # a copy of an offloaded module
-        found = Around(module)
-        stand_in = types.MethodType(_stand_in(found), module)
-        module.__dict__.update({_AROUND: found, "forward": stand_in})
-    found.session = session
-    found.runs.append(run)
-    if unit is not None:
-        found.unit = session.tensor_of(unit)
-    return functools.partial(_leave, module, found, module.__dict__["forward"])
+    around = module.__dict__.get(_AROUND)
+    if type(around) is not Around or around.module is not module:
+        if _AROUND in module.__dict__:  # a copy, of a class that copies its attributes in its own way
+            own = module.__dict__
+            own["forward"] = own.pop(_AROUND)
+            if own["forward"] is None:
+                del own["forward"]
+        around = Around(module, session)
+    around.session = session
+    around.opens_early = unit is not None
+    if unit is None:
+        return around.add(run)
+    undo, around.unit = around.add(run), session.tensor_of(unit)
+
+    def leave() -> None:
+        around.unit, around.opens_early = None, False
+        undo()
+
+    return leave
 
 
-def _leave(module: nn.Module, around: Around, stand_in: Callable[..., Any]) -> None:
-    if module.__dict__.get(_AROUND) is around:
-        if module.__dict__.get("forward") is stand_in:
-            _put_back(module, around.patched)
+class _StandsIn:
+    """Stands in for a method of a module, as an attribute of the instance; `given` is what was there."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.given = module.__dict__.get(name)
+        self._users: set[object] = set()
+
+    def method(self) -> Callable[..., Any]:
+        """The method as it is now without this."""
+        if self.given is not None:
+            return self.given  # type: ignore[no-any-return]
+        return types.MethodType(getattr(type(self.module), self.name), self.module)
+
+    def attach(self) -> Callable[[], None]:
+        """Stand in, unless another of the kind does, of a model that shares the module; returns what undoes it."""
+        found = self.module.__dict__.get(self.name)
+        kept = found if type(found) is type(self) and found.module is self.module else self
+        kept._users.add(user := object())
+        self.module.__dict__[self.name] = kept
+
+        def undo() -> None:
+            kept._users.discard(user)
+            if not kept._users and kept.module.__dict__.get(kept.name) is kept:
+                kept._restore()
+
+        return undo
+
+    def _restore(self) -> None:
+        if self.given is not None:
+            self.module.__dict__[self.name] = self.given
         else:
-            around.is_wrapped = True  # or replaced
-    module.__dict__.pop(_AROUND, None)
-
-
-def _put_back(module: nn.Module, patched: Callable[..., Any] | None) -> None:
-    del module.__dict__[_AROUND], module.__dict__["forward"]
-    if patched is not None:
-        module.__dict__["forward"] = patched
-
-
-class Entry:
-    """Stands in for a method of a model beside its forward that is a step: `run(method, args, kwargs)` in its place."""
-
-    def __init__(self, model: nn.Module, name: str, run: Callable[..., Any]) -> None:
-        self._model, self._name, self._run = model, name, run
-        self._method = getattr(model, name)
-        functools.update_wrapper(self, self._method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._method, args, kwargs)
+            del self.module.__dict__[self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy is a plain module: give it the method of its class.
-        return functools.partial, (getattr(type(self._model), self._name), self._model)
+        # A class copied its attributes in its own way. The copy is a plain module: give it the method of its class.
+        return functools.partial, (getattr(type(self.module), self.name), self.module)
 
 
-def enter_by(model: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
+def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a module as they are without what stands in for some of them."""
+    found = dict(attributes)
+    around = found.pop(_AROUND, None)
+    given = {name: value.given for name, value in found.items() if isinstance(value, _StandsIn)}
+    if type(around) is Around:
+        given["forward"] = around.stands_for(found.get("forward"))
+        if found.get("_call_impl") is around.call:
+            given["_call_impl"] = None
+    found |= given
+    for name in [name for name in given if given[name] is None]:
+        found.pop(name, None)
+    if ATTRIBUTE in found:
+        found[ATTRIBUTE] = None
+    return found
+
+
+class Copyable(_StandsIn):
+    """In place of `__getstate__`, by which modules are copied and pickled: copies are plain modules.
+
+    A stand-in in a shallow copy would compute with the attributes of the original, to which it is bound.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "__getstate__")
+
+    def __call__(self) -> Any:
+        state = self.method()()
+        return plain_attributes(state) if isinstance(state, dict) else state
+
+
+class Entry(_StandsIn):
+    """In place of a method besides the forward that is a step: `run(method, args, kwargs)`."""
+
+    def __init__(self, model: nn.Module, name: str, run: Run) -> None:
+        super().__init__(model, name)
+        self._run = run
+        functools.update_wrapper(self, getattr(model, name), updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.method(), args, kwargs)
+
+
+def enter_by(model: nn.Module, name: str, run: Run) -> Callable[[], None]:
     """Run `run(method, args, kwargs)` whenever the method is called; returns what undoes it."""
-    if isinstance(model.__dict__.get(name), functools.partial):
-        del model.__dict__[name]  # a copy of an offloaded model
-    return put(model, name, Entry(model, name, run))
+    return Entry(model, name, run).attach()
 
 
 def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
@@ -182,43 +386,37 @@ def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[],
     module.__dict__[name] = value
 
     def undo() -> None:
-        if module.__dict__.get(name) is value:
+        if module.__dict__.get(name) is not value:
+            return
+        if given is not None:
+            module.__dict__[name] = given
+        else:
             del module.__dict__[name]
-            if given is not None:
-                module.__dict__[name] = given
 
     return undo
 
 
-class RefuseApply:
-    """Stands in for a module's `_apply`, through which `.to()`, `.cuda()`, `.half()` and their like all go."""
+class RefuseApply(_StandsIn):
+    """In place of a module's `_apply`, through which `.to()`, `.cuda()`, `.half()` and their like all go."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
-        self.name = name
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__(module, "_apply")
+        self.path = path
 
     def __call__(self, fn: object, recurse: bool = True) -> nn.Module:
         raise OffloadError(
             "You can't move a model that has some modules offloaded, nor change its dtype: weightstream keeps the "
-            f"weights of {self.name or type(self._module).__name__} where its plan put them. Call "
+            f"weights of {self.path or type(self.module).__name__} where its plan put them. Call "
             "model.weightstream.remove() first, or pass device= and dtype= when you offload or load."
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The copy is a plain module: give it the method of its class.
-        return functools.partial, (type(self._module)._apply, self._module)
-
 
 def refuse_moves(model: nn.Module) -> Callable[[], None]:
-    """Refuse moves and dtype changes of every module of the model; returns what undoes it."""
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        module.__dict__["_apply"] = RefuseApply(module, name)
-
-    def undo() -> None:
-        for module in modules.values():
-            module.__dict__.pop("_apply", None)
-
+    """Refuse moves and dtype changes of every module of the model, and have copies be plain; returns what undoes it."""
+    undo = Undo()
+    for path, module in model.named_modules():
+        undo.add(RefuseApply(module, path).attach())
+        undo.add(Copyable(module).attach())
     return undo
 
 
@@ -275,5 +473,5 @@ def refuse_twice(model: nn.Module) -> None:
             raise OffloadError(f"{name or 'the model'} is sharded by FSDP, which brings and frees its weights itself")
         apply = module.__dict__.get("_apply")
         if isinstance(apply, RefuseApply) and any(True for _ in module.parameters()):
-            where = name or apply.name or type(module).__name__
+            where = name or apply.path or type(module).__name__
             raise OffloadError(f"{where} is already offloaded by weightstream: call its streamer's remove() first")

@@ -64,7 +64,7 @@ class Installation:
         self.backend = backend
         self.gate = Gate(block)
         self.refinement = refinement
-        self._grains = [tuple(units) for units in grains]
+        self.grains = [tuple(units) for units in grains]
         self.graphs = Graphs(backend, lambda: self.binding)
         self.counters = Counters()
         self.timeline = Timeline(backend, Tally(self._caches))
@@ -108,7 +108,7 @@ class Installation:
         """Put another plan in force, [Note: a change of plan]; errors are those of `Streamer.switch`."""
         prove(plan)
         names = [unit.name for unit in plan.manifest.units]
-        units = next((own for own in self._grains if [unit.name for unit in own] == names[: len(own)]), None)
+        units = next((own for own in self.grains if [unit.name for unit in own] == names[: len(own)]), None)
         if units is None:
             raise InvariantError("the plan is of other units than the model has in any grain")
         with self.gate.turn.taken(), self.gate.lock, torch.inference_mode(False), torch.no_grad():

@@ -7,7 +7,7 @@ follow until one reads no weight outside of its unit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from weightstream.runtime.installation import Installation
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.timeline import Kind, kind_of_workload
 from weightstream.runtime.watch import ReadWatch
+from weightstream.runtime.weights import UnitModule
 
 logger = logging.getLogger("weightstream")
 
@@ -232,8 +233,8 @@ class Learning:
             plan = installed.refinement.replan(installed.manifest(), kept=self._asked, movable=movable)
             reason = self._try_switch(plan.reordered(order) if order is not None else plan)
         except PlanError as error:
-            reason = error
-            if self.outside and not self._has_told:
+            reason = self._cut_finer(error)
+            if reason is not None and self.outside and not self._has_told:
                 names = ", ".join(self.read_outside)
                 logger.warning(
                     "%s are read outside of their module's forward: they are copied for each read, which is slow. They "
@@ -250,6 +251,35 @@ class Learning:
                 if reason is None
                 else f"The unit cannot have memory of its own: {reason}",
             )
+
+    def _cut_finer(self, reason: Exception) -> Exception | None:
+        """Where what is read outside of units has no room to stay: units that are called around these reads, of the
+        grain that leaves least outside. Returns `reason` where no grain leaves less."""
+        installed = self._installed
+        nbytes = installed.plan.manifest.aliases
+        left = {index: self._outside_of(units) for index, units in enumerate(installed.grains)}
+        now = sum(nbytes[alias] for alias in self.read_outside)
+        for index in sorted(left, key=lambda index: sum(nbytes[alias] for alias in left[index])):
+            if sum(nbytes[alias] for alias in left[index]) >= now:
+                break
+            try:
+                plan = installed.refinement.plan(installed.refinement.prospect.grains[index])
+            except PlanError:
+                continue
+            return self._try_switch(plan)
+        return reason
+
+    def _outside_of(self, units: Sequence[UnitModule]) -> frozenset[str]:
+        """Alias groups that the reads which were seen would read outside of these units. One is open around a read if
+        it is, or holds, the module that read, unless the step passed it by."""
+        homes = self._installed.homes.homes.items()
+        aliases = {id(member.tensor): alias for alias, home in homes for member in home.group.members}
+        passed = {unit.name for i, unit in enumerate(self._installed.modules.units) if i not in self.sequence}
+        left: set[str] = set()
+        for reader, read in self.outside.items():
+            around = (unit for unit in units if f"{reader}.".startswith(f"{unit.name}.") and unit.name not in passed)
+            left |= read - {aliases.get(id(leaf.tensor)) for unit in around for leaf in unit.leaves()}
+        return frozenset(left)
 
     def correct(self) -> None:
         """Take measured times into what is predicted of the plan in force; nothing moves."""
@@ -270,7 +300,7 @@ class Learning:
         self._installed.switch(plan)
         self._orders.forget()
         if self._installed.modules.units is not units:
-            self._seen = frozenset()
+            self._seen, self.outside = frozenset(), {}
             self.watching = True
 
     def rebudget(self, device_budget: int) -> None:

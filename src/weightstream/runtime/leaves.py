@@ -7,10 +7,12 @@ moved as bytes are the plain strided tensors at the end of all these paths.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType, NoneType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -89,9 +91,41 @@ def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:
         for key, tensor in named.items():
             if tensor is not None:
                 yield from behind(prefix + key, tensor, role)
+    computed = computed_by_hooks(module) if module._forward_pre_hooks else ()
     for key, value in tuple(module.__dict__.items()):
-        if key not in _SKIPPED and type(value) not in _FACTS and not key.startswith(_OURS):
+        if key not in _SKIPPED and type(value) not in _FACTS and not key.startswith(_OURS) and key not in computed:
             yield from _held(prefix + key, value, Role.ATTRIBUTE, _DEPTH)
+
+
+def computed_by_hooks(module: nn.Module) -> frozenset[str]:
+    """The attributes with tensors that forward pre-hooks of a module compute anew before each call: what these hooks
+    store, or set by a name that they hold, as those of weight_norm, spectral_norm and pruning do."""
+    stored: set[str] = set()
+    for hook in module._forward_pre_hooks.values():
+        stored |= _stored_by(hook)
+    return frozenset(name for name in stored if isinstance(module.__dict__.get(name), torch.Tensor))
+
+
+def _stored_by(hook: Any) -> set[str]:
+    """Names of attributes that a function, or an object that is called, may set."""
+    named: list[object] = []
+    while isinstance(hook, partial):
+        named += [*hook.args, *hook.keywords.values()]
+        hook = hook.func
+    if isinstance(hook, MethodType):
+        named += vars(hook.__self__).values() if hasattr(hook.__self__, "__dict__") else ()
+        hook = hook.__func__
+    elif not isinstance(hook, FunctionType):
+        named += vars(hook).values() if hasattr(hook, "__dict__") else ()
+        hook = type(hook).__call__
+    found = set[str]()
+    if isinstance(hook, FunctionType):
+        found = {step.argval for step in dis.get_instructions(hook) if step.opname == "STORE_ATTR"}
+        if "setattr" in hook.__code__.co_names:
+            named += [*hook.__code__.co_consts, *(cell.cell_contents for cell in hook.__closure__ or ())]
+            named += hook.__defaults__ or ()
+            return found.union(name for name in named if isinstance(name, str))
+    return found
 
 
 def leaves_of(model: nn.Module) -> Iterator[Leaf]:

@@ -161,6 +161,10 @@ class Streamer:
         """
         self._learning.switch(plan)
 
+    def on_added(self, callback: Callable[[], None]) -> None:
+        """Call it whenever tensors such as adapters came to the device, or left, besides the weights of the plan."""
+        self._modules.on_adopted = callback
+
     def place_added(self, device: torch.device | None) -> None:
         """Move what was added to the model since, such as adapters; None: to the weights beside it."""
         self._modules.adopt(device, again=True)
@@ -190,6 +194,7 @@ class Streamer:
         """Before a call that runs these units: what it is to take, and what was added, is seen to."""
         with self._turn():
             self._modules.refuse_foreign()
+            self._learning.watching |= self._modules.has_other_code()
             self._modules.adopt(self.device)
             self._learning.foresee(kind, args, kwargs)
 
@@ -201,6 +206,8 @@ class Streamer:
         mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
         with self._installed.timeline.step(kind):
             output = self._run_eager(step, mode)
+        if mode is Mode.LEARNING:
+            self._modules.is_other_code = False
         with torch.inference_mode(False), torch.no_grad():
             self._learning.learn(watched=mode is Mode.LEARNING)
         return output
@@ -278,6 +285,7 @@ class Streamer:
             self._modules.session.fixed = False
             lost = self._binding.heal(self._modules.trains)
             self._installed.timeline.heal()
+            self._modules.heal()
             self._gate.reset()
             if lost:
                 logger.warning("%s changed inside of step(), which failed: these updates are lost", ", ".join(lost))
@@ -306,6 +314,7 @@ class Streamer:
             except BaseException:
                 self._binding.abandon()
                 raise
+        guards.leave(self._modules.model)  # else this thread were in a step of the model
         args, kwargs = moved((args, kwargs), self.device)
         self._modules.learn_entry()
         return self._awake(alone, Mode.EAGER)
@@ -352,9 +361,28 @@ class Streamer:
 
         Any number of forwards and graph launches may run inside, and cost less than outside: weights are looked at for
         updates at the entry alone. Gradients are off. Other threads wait.
+        Where classes, forwards or hooks of the model have changed since the last step, forwards inside run eager, and
+        the first one is watched: weights may be read outside of their modules now.
         Raises `OffloadError` where the model cannot run so; the message says why.
         """
         self._gate.refuse_forked()
+        with self._turn(), torch.no_grad():
+            if self._sees_other_code():
+                yield
+            else:
+                with self._fixed():
+                    yield
+
+    def _sees_other_code(self) -> bool:
+        """Whether the next step is to be watched, as the model's Python has changed."""
+        if self._gate.mode is not Mode.IDLE or self._backend.capturing() or not self._modules.has_other_code():
+            return False
+        self._learning.watching = True
+        return True
+
+    @contextmanager
+    def _fixed(self) -> Iterator[None]:
+        """The same for code that is compiled or captured."""
         with self._turn(), torch.no_grad():
             if self._gate.is_fixed:
                 yield
@@ -438,12 +466,14 @@ class Streamer:
 
     def _is_compiled(self) -> bool:
         """Whether this step runs compiled; says once why not."""
+        if self._compiled.is_wanted:
+            self._sees_other_code()
         is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))
         return is_due and self._compiled.runs(self.why_not_fixed())
 
     def run_fixed(self, step: Callable[[], Any], kind: Kind) -> Any:
         """As `run`, at fixed addresses."""
-        with self._installed.timeline.step(kind), self.step():
+        with self._installed.timeline.step(kind), self._fixed():
             try:
                 self._gate.change(Mode.FORWARD)
                 output = step()
@@ -477,12 +507,14 @@ class Streamer:
         All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
         `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
-        with self.step(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
+        with self._turn():
+            self._sees_other_code()
+        with self._fixed(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
             yield
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        with self.step() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
+        with self._fixed() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
             self.graphs.replay(graph, graph.replay)
 
     def sync(self) -> None:

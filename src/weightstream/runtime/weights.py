@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -157,6 +157,21 @@ def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[
     return [unit for unit, _ in merged.values()]
 
 
+def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]:
+    """The tensors that several of these models have, by id, for each model that has some: whose weights they are to
+    be, which is the largest model that has them."""
+    nbytes = {name: sum(leaf.tensor.nbytes for leaf in leaves_of(model)) for name, model in models.items()}
+    holders: dict[int, dict[str, None]] = {}
+    for name, model in models.items():
+        for leaf in leaves_of(model):
+            holders.setdefault(id(leaf.tensor), {})[name] = None
+    found: dict[str, dict[int, str]] = {}
+    for tensor, names in holders.items():
+        for name in names if len(names) > 1 else ():
+            found.setdefault(name, {})[tensor] = max(names, key=nbytes.__getitem__)
+    return found
+
+
 def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The tensors without bytes: nothing to stream, but they must be where the model computes."""
     return [leaf.tensor for leaf in leaves_of(model) if not leaf.tensor.numel()]
@@ -174,8 +189,9 @@ def leave_inference(model: nn.Module) -> None:
             torch.utils.swap_tensors(tensor, normal)
 
 
-def groups(model: nn.Module, *, allow_meta: bool = False) -> dict[str, Group]:
-    """Every alias group of a model by name; tensors without bytes have none, tensors on meta on request.
+def groups(model: nn.Module, *, allow_meta: bool = False, without: Collection[int] = frozenset()) -> dict[str, Group]:
+    """Every alias group of a model by name; tensors without bytes have none, tensors on meta on request. Those whose
+    ids are in `without` are left out.
 
     Attributes that are on another device than all parameters and buffers are there on purpose, and stay. Raises
     `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
@@ -186,6 +202,8 @@ def groups(model: nn.Module, *, allow_meta: bool = False) -> dict[str, Group]:
     members: dict[int, Member] = {}
     by_storage: dict[tuple[object, ...], list[Member]] = {}
     for path, tensor, around, role in found:
+        if id(tensor) in without:
+            continue
         if role is Role.ATTRIBUTE and (tensor.is_meta or (devices and tensor.device not in devices)):
             continue
         _check_supported(path, tensor, allow_meta)
