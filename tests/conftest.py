@@ -8,6 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -27,8 +30,36 @@ from weightstream.measure import profile
 from weightstream.runtime.cpu import CPU_PROFILE
 from weightstream.runtime.cuda import CUDA_PROFILE
 
-os.environ.pop("COLUMNS", None)  # tests of screens say how wide these are
 _NUM_MODULES = pytest.StashKey[int]()
+_SEED = "WEIGHTSTREAM_SEED"  # an environment variable
+_OF_A_SHELL = (  # settings of the library, of terminals, and of whoever starts several processes
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TERM", "TTY_COMPATIBLE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("WEIGHTSTREAM_DISABLE_PIN_MEMORY", "WEIGHTSTREAM_DISABLE_UVA"),
+)
+
+
+def _start_plainly() -> None:
+    """Signals and the environment are as in a shell of one's own, also in a job in the background."""
+    for name in _OF_A_SHELL:
+        os.environ.pop(name, None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+_start_plainly()
+
+
+def _seed() -> str:
+    """What draws the cases of `few`: the commit, so that all of a grid run in time."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "no commit"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not stress" in config.getoption("markexpr"):
         settings.register_profile("few", max_examples=NUM_EXAMPLES // 3)
         settings.load_profile("few")
+    os.environ.setdefault(_SEED, _seed())  # workers have it, too
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seed = os.environ[_SEED]
+    terminalreporter.write_line(f"few cases were drawn by {_SEED}={shlex.quote(seed)}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
@@ -46,8 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `few(n)`, all cases but n are for stress: those n that its name draws, so that others
-    are drawn of the same grid elsewhere. Where it matters which, `repeats.only` names them."""
+    """Of a test that is marked `few(n)`, all cases but n are for stress. Each commit draws others, and each test for
+    itself. Where it matters which, `repeats.only` names them."""
     cases = defaultdict[tuple[object, ...], list[pytest.Function]](list)
     for item in items:
         if item.get_closest_marker("few") and not any(item.get_closest_marker(kind) for kind in ("stress", "gpu")):
@@ -55,7 +92,8 @@ def _thin(items: list[pytest.Item]) -> None:
             cases[item.path, item.cls, item.originalname].append(item)
     for found in cases.values():
         num = next(mark.args[0] for mark in found[0].iter_markers("few"))
-        kept = random.Random(found[0].originalname).sample(found, min(num, len(found)))
+        about = os.environ[_SEED], found[0].path.name, found[0].originalname
+        kept = random.Random(" ".join(about)).sample(found, min(num, len(found)))
         for item in (item for item in found if item not in kept):
             item.add_marker("stress")
 
@@ -96,6 +134,12 @@ def _freeze_count() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 1)
         yield
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another one in each run, for tests that draw what they try; they tell it where they fail."""
+    return random.SystemRandom().randrange(1 << 30)
 
 
 @pytest.fixture

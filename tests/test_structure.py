@@ -47,7 +47,7 @@ BELOW: dict[str, set[str]] = {
     "forecasts": LEAVES
     | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "pipeline_plans", "striping"},
     "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
-    "hosts": LEAVES | {"runtime", "offloaders", ""},
+    "hosts": LEAVES | {"runtime", "adapters", "offloaders", ""},
     "": LEAVES
     | {
         "plan",

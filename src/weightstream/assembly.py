@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from weightstream.runtime.leaves import Role
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
+from weightstream.runtime.undo import Undo
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
@@ -81,28 +82,26 @@ def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: 
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
     weights.leave_inference(model)
-    closing = ExitStack()
+    closing = Undo()
     try:
-        closing.callback(unpack_late(model, backend.device))
+        closing.add(unpack_late(model, backend.device))
         yield Assembly(model, backend, config, given, closing)
     except BaseException:
-        closing.close()
+        closing()
         raise
 
 
 class Assembly:
     """The parts of one model; `prospect` is what is known of it. What `closing` holds goes once the model is plain."""
 
-    def __init__(
-        self, model: nn.Module, backend: Backend, config: OffloadConfig, given: Given, closing: ExitStack
-    ) -> None:
+    def __init__(self, model: nn.Module, backend: Backend, config: OffloadConfig, given: Given, closing: Undo) -> None:
         self.model = model
         self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = _weights(model, given.elsewhere)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
-            closing.callback(surroundings.forget_cached, model)  # which go by a tensor's device as it was
+            closing.add(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
         arena, pages = pinned(backend, config)
@@ -126,7 +125,7 @@ class Assembly:
         self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, machine, *about)
         for owned in (given.folder, spill):
             if owned is not None:
-                closing.callback(owned.close)
+                closing.add(owned.close)
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +134,7 @@ class Assembly:
 
     def close(self) -> None:
         """Let go of a model to which no plan is attached."""
-        self._closing.close()
+        self._closing()
 
     @property
     def elsewhere(self) -> frozenset[int]:
@@ -171,14 +170,14 @@ class Assembly:
         if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
             logger.warning("device memory may run out: %s", short)
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
-        around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing.close
+        around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing
         streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
         beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: refinement.prospect.planners[0].budget)
         streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took
-        self._closing.callback(device_map.attach(self.model, self._backend.device, self.recast))
-        self._closing.callback(streamer.place_added, None)  # to where the weights are again
+        self._closing.add(device_map.attach(self.model, self._backend.device, self.recast))
+        self._closing.add(streamer.place_added, None)  # to where the weights are again
         _report(streamer.plan, self._config)
         if self.prospect.whole and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.prospect.whole)

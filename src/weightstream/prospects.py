@@ -27,7 +27,7 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import can_decode as decodes
-from weightstream.measure.profile import profile_for
+from weightstream.measure.profile import profile_for, with_decoding
 from weightstream.plan.codes import Sizes
 from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
@@ -73,10 +73,13 @@ class Hosted:
 
 def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
     """Whether coded weights are decoded as they are needed: on a GPU; on the CPU, which is slow, on request."""
-    if not config.uses_codes:
-        return False
-    on_cpu = backend.device.type == "cpu"
-    return config.codec != "auto" if on_cpu else decodes(backend.device, progress=progress)
+    if backend.device.type == "cpu":
+        return _decodes_on_cpu(config)
+    return config.uses_codes and decodes(backend.device, progress=progress)
+
+
+def _decodes_on_cpu(config: OffloadConfig) -> bool:
+    return config.uses_codes and config.codec != "auto"
 
 
 def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
@@ -95,8 +98,11 @@ def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = No
     """What there is to place in: memory that a model's weights take now counts as free where they would leave it."""
     there = [home for home in homes.homes.values() if home.file is None] if homes else []
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
-    machine = machine_elsewhere(profile_for(backend), held_nbytes)
-    on_cpu, free, total = backend.device.type == "cpu", machine.host_free_nbytes, machine.host_total_nbytes
+    on_cpu, profile = backend.device.type == "cpu", profile_for(backend)
+    if on_cpu and _decodes_on_cpu(config):
+        profile = with_decoding(backend, profile)
+    machine = machine_elsewhere(profile, held_nbytes)
+    free, total = machine.host_free_nbytes, machine.host_total_nbytes
     if not on_cpu:
         free, total = cuda.memory(backend.device)
         free += sum(home.group.nbytes for home in there if home.origin == backend.device)

@@ -65,7 +65,8 @@ class Counting(nn.Module):
 
 
 def states() -> list[Any]:
-    return [random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    """Python's and numpy's are in `test_surroundings`: it depends on other threads whether they can be put back."""
+    return torch.get_rng_state().tolist()  # type: ignore[no-any-return]
 
 
 def test_nothing_of_the_model_or_its_arguments_changes() -> None:

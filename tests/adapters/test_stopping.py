@@ -275,17 +275,6 @@ def test_it_is_of_one_thread_and_put_back() -> None:
     assert utils.DeferredStopCheck is before
 
 
-def test_ours_is_not_made_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who follows a forward in another thread may put it back once nobody is inside any more."""
-    with late():
-        ours = utils.DeferredStopCheck
-    monkeypatch.setattr(utils, "DeferredStopCheck", ours)
-    assert not is_late()
-    with late():
-        assert utils.DeferredStopCheck is ours
-        assert is_late()
-
-
 def test_a_device_without_events_and_a_transformers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with late():

@@ -20,8 +20,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import weightstream
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, kernels, machine, nvml, profile, progress
@@ -606,3 +608,75 @@ def test_an_error_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError), progress.told("measuring it"):
         raise ZeroDivisionError
     assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1, "the cursor is back"
+
+
+# -- a CPU decodes on request only ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often decoding was measured, which takes no time here."""
+    found: list[int] = []
+
+    def measure_decoding(*_: object) -> dict[str, float]:
+        found.append(1)
+        return dict.fromkeys(bench.DECODE_RATES, 5e6) | {"decoding_s": 0.0}
+
+    monkeypatch.setattr(bench, "measure_decoding", measure_decoding)
+    return found
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+
+@pytest.mark.usefixtures("own_profile")
+@pytest.mark.parametrize("settings", [{}, {"codec": "none"}], ids=str)
+def test_a_cpu_measures_no_decoding_that_no_plan_uses(
+    settings: dict[str, Any], encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench._Bench, "decoding", lambda _: pytest.fail("decoding is measured"))
+    monkeypatch.setattr(bench, "_SAMPLE_S", 1e-4)
+    with weightstream.offload(linears(), device="cpu", device_budget="40KiB", **settings) as streamer:
+        assert streamer.plan.budget
+    kept = profile.load(CPU)
+    assert kept is not None
+    assert kept.measured_at > 0
+    assert {getattr(kept, rate) for rate in bench.DECODE_RATES} == {bench.NOT_MEASURED}
+    assert not encoded
+
+
+@pytest.mark.usefixtures("own_profile")
+def test_it_measures_decoding_when_it_is_first_asked_for(encoded: list[int]) -> None:
+    profile.save(CPU, replace(MEASURED, **dict.fromkeys(bench.DECODE_RATES, bench.NOT_MEASURED)))
+    for _ in range(2):
+        with weightstream.offload(linears(), device="cpu", device_budget="40KiB", codec="small"):
+            pass
+        assert encoded == [1]
+    kept = profile.load(CPU)
+    assert kept is not None
+    assert kept.decode3_bytes_per_s == 5e6
+    assert kept.link_bytes_per_s == MEASURED.link_bytes_per_s
+    with weightstream.offload(linears(), device="cpu", device_budget="40KiB"):
+        assert encoded == [1]
+
+
+@pytest.mark.usefixtures("own_profile")
+def test_rates_of_decoding_that_cannot_be_measured_are_assumed(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bench, "measure_decoding", lambda *_: 1 / 0)
+    lacks = replace(MEASURED, **dict.fromkeys(bench.DECODE_RATES, bench.NOT_MEASURED))
+    found = profile.with_decoding(backend, lacks)
+    assert found.decode4_bytes_per_s == backend.profile.decode4_bytes_per_s
+    assert "how fast it decodes cannot be measured (division by zero) and is assumed" in caplog.text
+
+
+def test_decoding_alone_is_measured(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, decoded_rows=(16,)))
+    monkeypatch.setattr(bench, "_SAMPLE_S", 1e-4)
+    rounds: list[int] = []
+    found = bench.measure_decoding(backend, lambda: rounds.append(1))
+    assert found.keys() == {"decoding_s", *bench.DECODE_RATES}
+    assert min(found[rate] for rate in bench.DECODE_RATES) > 1e6
+    assert len(rounds) == bench.NUM_ROUNDS

@@ -28,6 +28,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime import devices
 from weightstream.runtime import moves as moves_module
 from weightstream.runtime.cpu import CpuBackend
+from weightstream.store.decoded import DecodedMemory
 from wrapped import Fault, Limit
 
 HALF = "blocks.1.up.weight"
@@ -418,3 +419,19 @@ def test_remove_brings_everything_back_and_it_can_be_offloaded_again(place: str,
         assert exact(model) == exact(plain)
         assert {name: id(tensor) for name, tensor in weights(model).items()} == identities
     assert_same(step(model, {"x": rows(0)}), step(plain, {"x": rows(0)}))
+
+
+def test_freezing_a_coded_model_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As peft does before it adds adapters, and optimizers that look for what trains."""
+    model = random_model()
+    expected = step(model, {"x": rows(0)})
+    with offload(model):
+        monkeypatch.setattr(DecodedMemory, "_write", lambda *_: pytest.fail("it is decoded"))
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        model.requires_grad_(requires_grad=False)
+        model.zero_grad()
+        assert not [p for p in model.parameters() if p.requires_grad or p.grad is not None]
+        assert sum(p.numel() * p.element_size() for p in model.parameters())
+        monkeypatch.undo()
+        assert_same(step(model, {"x": rows(0)}), expected)

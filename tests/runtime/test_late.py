@@ -6,7 +6,10 @@ import copy
 import gc
 import os
 import threading
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import GetSetDescriptorType
 from typing import Any
 
 import pytest
@@ -203,3 +206,87 @@ def test_a_read_does_not(kind: type, name: str) -> None:
     assert not isinstance(found, torch.Tensor) or type(found) in (torch.Tensor, nn.Parameter)
     unguard(tensor, kind)
     assert type(tensor) is kind
+
+
+def _hooked(tensor: torch.Tensor) -> None:
+    tensor.requires_grad = True
+    tensor.register_hook(lambda _: None).remove()
+    tensor.register_post_accumulate_grad_hook(lambda _: None).remove()
+    tensor.retain_grad()
+    tensor.requires_grad_(False)
+
+
+def _with_grad(tensor: torch.Tensor) -> None:
+    tensor.grad = torch.ones(4, 4)
+    assert tensor.grad is not None
+    tensor.grad = None
+    del tensor.grad
+
+
+_HANDS_OUT = {"data", "real", "imag", "T", "H", "mT", "mH"}
+PROPERTIES = [n for n, v in vars(torch._C.TensorBase).items() if type(v) is GetSetDescriptorType and n[:2] != "__"]
+FACTS: dict[str, Any] = {
+    **{name: partial(lambda name, t: getattr(t, name, None), name) for name in PROPERTIES if name not in _HANDS_OUT},
+    "set requires_grad": lambda t: (setattr(t, "requires_grad", True), setattr(t, "requires_grad", False)),
+    "requires_grad_": lambda t: (t.requires_grad_(), t.requires_grad_(requires_grad=False)),
+    "set grad": _with_grad,
+    "set _grad": lambda t: setattr(t, "_grad", None),
+    "hooks": _hooked,
+    "sizes": lambda t: (t.size(), t.size(0), t.stride(), t.dim(), t.ndimension(), t.numel(), t.nelement(), len(t)),
+    "layout": lambda t: (t.is_contiguous(), t.element_size(), t.storage_offset(), t.dim_order(), t.get_device()),
+    "kinds": lambda t: (
+        t.is_floating_point(),
+        t.is_complex(),
+        t.is_signed(),
+        t.is_inference(),
+        t.is_conj(),
+        t.is_neg(),
+    ),
+    "functions": lambda t: (torch.is_floating_point(t), torch.numel(t), torch.is_complex(t), torch.result_type(t, 1.0)),
+    "another": lambda t: (t.is_same_size(torch.ones(4, 4)), torch.ones(4, 4).is_same_size(t), t.__dlpack_device__()),
+    "new": lambda t: (
+        t.new_empty(3),
+        t.new_zeros(3),
+        t.new_ones(3),
+        t.new_full((2,), 1.0),
+        t.new_empty_strided((1,), (1,)),
+    ),
+    "like": lambda t: (
+        torch.empty_like(t),
+        torch.zeros_like(t),
+        torch.ones_like(t, dtype=torch.int8),
+        torch.rand_like(t),
+    ),
+    "as another": lambda t: [getattr(torch.ones(16), n)(t) for n in ("to", "type_as", "view_as", "reshape_as")],
+    "expanded": lambda t: torch.ones(4).expand_as(t),
+    "hash": lambda t: ({t: 1}[t], t is t, isinstance(t, nn.Parameter), id(t)),
+    "module": lambda t: nn.Module.register_parameter(nn.Module(), "x", t if isinstance(t, nn.Parameter) else None),
+    "frozen": lambda t: nn.ParameterList([t]).requires_grad_(requires_grad=False) if isinstance(t, nn.Parameter) else t,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # some of them warn where they are read
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+@pytest.mark.parametrize("name", FACTS)
+def test_facts_need_no_memory(kind: type, name: str) -> None:
+    """To ask for them, or to set them, decodes nothing: adapters set `requires_grad` on every weight."""
+    plain = torch.zeros(4, 4)
+    tensor = plain if kind is torch.Tensor else nn.Parameter(plain, requires_grad=False)
+    guard(tensor, kind, lambda access: pytest.fail(f"{name}: {access}"))
+    with suppress(RuntimeError, NotImplementedError):
+        FACTS[name](tensor)
+
+
+@pytest.mark.parametrize("name", sorted(_HANDS_OUT - {"imag"}))
+def test_properties_that_hand_out_memory_are_told(name: str) -> None:
+    tensor, told = nn.Parameter(torch.zeros(4, 4)), []
+    guard(tensor, nn.Parameter, told.append)
+    getattr(tensor, name)
+    assert told
+
+
+def test_a_weight_as_another_tensors_pattern_is_read_where_it_is_both() -> None:
+    tensor, told = nn.Parameter(torch.zeros(4, 4)), []
+    guard(tensor, nn.Parameter, told.append)
+    tensor.to(tensor)
+    assert told

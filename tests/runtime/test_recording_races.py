@@ -46,7 +46,7 @@ ENGINE_MUTATIONS = {
     "a fill on its way is not waited for by the launch": ("self.settle(reads)", "pass"),
     "the end is not recorded": ("self._backend.record(Side.COMPUTE, end)", "pass"),
     "the end is not remembered": ("self.fences[unit].last_read = end", "pass"),
-    "what a graph overwrites is not forgotten": ("self.forget({other for", "set({other for"),
+    "what a graph overwrites is not forgotten": ("self.forget(outcome.gone)", "pass"),
 }
 
 

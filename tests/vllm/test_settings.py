@@ -146,6 +146,37 @@ def _learns(rank: int, steps: int, file: str) -> None:
     os._exit(0)  # threads of gloo may abort an interpreter that ends
 
 
+def _fails(rank: int, file: str) -> None:
+    """A rank of two, of which the second fails after a step."""
+    store = distributed.FileStore(file, 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    world = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
+    host.get_world_group = lambda: world  # type: ignore[attr-defined]
+    engine = object.__new__(host.Engine)
+    engine._worker = SimpleNamespace(device=torch.device("cpu"), model_runner=None)
+    engine._profile = distributed.barrier  # type: ignore[method-assign]
+
+    def stream() -> None:
+        engine._step(None)
+        if rank:
+            raise ConfigError("this rank has had enough")
+
+    engine._stream = stream  # type: ignore[assignment, method-assign]
+    with pytest.raises(ConfigError, match="this rank has had enough" if rank else "rank 1 refused: this rank has"):
+        engine.take_over()
+    os._exit(0)
+
+
+def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_fails, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
 @pytest.mark.parametrize("steps", [(1, 3), (2, 0)])
 def test_ranks_that_learn_for_other_numbers_of_steps_wait_for_each_other(
     tmp_path: Path, steps: tuple[int, int]

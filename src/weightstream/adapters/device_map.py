@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightstream.errors import OffloadError
+from weightstream.runtime.undo import Undo
 
 logger = logging.getLogger("weightstream")
 
@@ -54,14 +54,14 @@ def attach(
     `recast`: by which `model` itself may be cast; without it that is refused. `devices`: of its modules, by name, where
     it computes on several.
     """
-    undo = ExitStack()
+    undo = Undo()
     for module in model.modules():
         if _is_pretrained(module):
             members = _members(type(module), device, recast if module is model else None)
             if devices is not None and module is model:
                 members["hf_device_map"] = {name: _told(where) for name, where in devices.items()}
-            undo.callback(place(module, members))
-    return undo.close
+            undo.add(place(module, members))
+    return undo
 
 
 def place(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:

@@ -10,7 +10,7 @@ import copy
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from enum import Enum
 from types import MethodType
 from typing import Any, NamedTuple
@@ -29,15 +29,44 @@ _AROUND = "_weightstream_around"
 _COPIED = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
 
 
-def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+class Storages:
+    """The storages of tensors on meta, by `_cdata`, as long as anything refers to them."""
+
+    def __init__(self) -> None:
+        self._alive = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """It is one of them from now on."""
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = storage
+        return tensor
+
+    def __contains__(self, storage: object) -> bool:
+        return storage in self._alive
+
+    def __bool__(self) -> bool:
+        return bool(self._alive)
+
+    def are_kept(self) -> bool:
+        """Whether anything still refers to one of them, cycles of garbage apart."""
+        return bool(self) and bool((gc.collect(), self)[1])
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The storage of a tensor on meta, by `_cdata`; None of any other tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # it wraps others
+            return None
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor on meta with the same shape, strides and dtype; a parameter stays one."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
-
-
-def _local(shard: torch.Tensor) -> torch.Tensor:
-    """The same for what a rank has of a parameter."""
-    return nn.Parameter(shape_of(shard), requires_grad=False)
 
 
 def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
@@ -98,10 +127,15 @@ class Copied(NamedTuple):
     summed: frozenset[int]
 
 
-def copied(model: nn.Module, *values: Any) -> Copied:
+def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> Copied:
     """What model and values share, such as a cache, is one in the copies too. A shard is a plain tensor, as large as it
     is on this rank, and its module talks to no other: that changes no shape of a layer. Raises what `copy.deepcopy`
-    does."""
+    does. `storages` are told of every tensor that is made."""
+    noted = Storages() if storages is None else storages
+
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        return noted.note(_shape_of(tensor))
+
     memo: dict[int, Any] = {}
     weights: dict[int, list[torch.Tensor]] = {}
     modules, hooked, summed = list(model.modules()), list[nn.Module](), set[int]()
@@ -110,7 +144,9 @@ def copied(model: nn.Module, *values: Any) -> Copied:
         for leaf in leaves(module):
             outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)  # what wraps others is plain here
             is_shard = bool(leaf.shells) and hf_sharded.is_shard(outer)
-            made = memo.setdefault(id(outer), _local(leaf.tensor) if is_shard else shape_of(outer))
+            made = memo.setdefault(
+                id(outer), nn.Parameter(shape_of(leaf.tensor), requires_grad=False) if is_shard else shape_of(outer)
+            )
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
         memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
         if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
@@ -150,8 +186,3 @@ def untie(made: Copied) -> None:
             own = vars(module)
             for name in [name for name, value in own.items() if getattr(value, "__self__", None) is module]:
                 del own[name]
-
-
-def kept(storages: Callable[[], Collection[int]]) -> bool:
-    """Whether somebody still holds tensors of these storages, given by `_cdata`."""
-    return bool(storages()) and bool((gc.collect(), storages())[1])

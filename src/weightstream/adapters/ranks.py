@@ -135,6 +135,16 @@ def _is_told(error: BaseException | None) -> bool:
     return error is not None and (_TOLD in vars(error) or _is_told(error.__cause__ or error.__context__))
 
 
+@contextmanager
+def untold() -> Iterator[None]:
+    """Inside, other ranks wait for what this one computes and could not hear of an error: `together` passes it on."""
+    try:
+        yield
+    except Exception as error:
+        _told(error)
+        raise
+
+
 def together(ranks: Ranks | None) -> AbstractContextManager[None]:
     """As `Ranks.together`; nothing for one process."""
     return nullcontext() if ranks is None else ranks.together()

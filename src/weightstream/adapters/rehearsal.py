@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
-from weightstream.adapters import device_map, meta
+from weightstream.adapters import device_map, meta, process_states
 from weightstream.adapters.diffusers import entries_of, is_pipeline, modules_of
 from weightstream.adapters.known import is_small
 from weightstream.adapters.shapes import Footprint, follow
@@ -60,10 +57,11 @@ def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], str]:
     given = _arguments(pipe, arguments)
     rehearsal = _Rehearsal()
     twin = rehearsal.twin(pipe)
-    with warnings.catch_warnings(), _random_states_kept(), torch.inference_mode(False), torch.no_grad():
+    with warnings.catch_warnings(), process_states.kept(_CPU), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # of zeros divided by zeros
         try:
-            twin(**given)
+            with process_states.OwnDraws():
+                twin(**given)
         except Exception as error:
             return rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0]
     return rehearsal.calls, "" if rehearsal.calls else "it calls none of its components"
@@ -87,17 +85,6 @@ def _of_our_own(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_of_our_own, value))
     return value.to(_CPU) if isinstance(value, torch.Tensor) else value
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
 
 
 @dataclass(slots=True)
@@ -177,7 +164,8 @@ class _Rehearsal:
         key = tuple(_values((args, kwargs))) if like.by_values else ()
         if key not in like.known and len(like.known) < _WAYS:
             asked: list[bool] = []
-            found = _followed(module, entry, args, kwargs, asked.append)
+            with process_states.no_modes():
+                found = _followed(module, entry, args, kwargs, asked.append)
             like.by_values |= any(asked)
             key = tuple(_values((args, kwargs))) if like.by_values else ()
             like.known[key] = found

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters import hf_private, launch, meta, static_cache, surroundings
+from weightstream.adapters import hf_private, launch, meta, process_states, static_cache, surroundings
 from weightstream.adapters.known import UNKNOWN, KnownValues
 from weightstream.adapters.launch import Launch
 from weightstream.adapters.steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
@@ -37,7 +38,6 @@ from weightstream.runtime.weights import UnitModule
 
 logger = logging.getLogger("weightstream")
 
-Alive = dict[tuple[int, int], weakref.ref[Any]]  # by storage and who holds it
 _CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -218,15 +218,14 @@ def _followed(
     `steps(start, copy, *values)` makes them: `start(args, kwargs)` is one. What one fails with, and what copying does,
     becomes an `UnsupportedError`.
     """
-    alive: Alive = {}
+    storages = meta.Storages()
     until_s = time.perf_counter() + limit_s
 
     def run() -> Footprint:
-        surroundings.refuse(model, values)
-        with surroundings.undisturbed(model, device), torch.no_grad():
-            made = meta.copied(model, *values)
+        with torch.no_grad():
+            made = meta.copied(model, *values, storages=storages)
             with torch.inference_mode():
-                start = partial(_Forward, made.model, made.weights, until_s, alive)
+                start = partial(_Forward, made.model, made.weights, until_s, storages)
                 try:
                     return _footprint(steps(start, made.model, *made.values), made)
                 finally:
@@ -234,13 +233,15 @@ def _followed(
 
     found, failed = None, ""
     try:
-        found = run()
+        surroundings.refuse(model, values)
+        with surroundings.without(storages, model), process_states.kept(device):
+            found = copy_context().run(run)
     except UnsupportedError as error:
         failed = str(error)
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0]
         failed = f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
-    if meta.kept(lambda: {storage for storage, _ in alive}):  # all that the copy had is gone now, an error's frames too
+    if storages.are_kept():  # all that the copy had is gone now, an error's frames too
         logger.warning("%s keeps tensors outside of its modules: one without values may be left", type(model).__name__)
     if found is None:
         raise UnsupportedError(failed)
@@ -276,7 +277,7 @@ class _Forward(OperatorMode):
         model: nn.Module,
         weights: Collection[int],
         until_s: float,
-        alive: Alive,
+        storages: meta.Storages,
         args: Any,
         kwargs: dict[str, Any],
         entry: str = "forward",
@@ -290,7 +291,8 @@ class _Forward(OperatorMode):
         self.calls: list[tuple[nn.Module, int, int]] = []  # with the bytes that they returned
         self.ops: list[tuple[int, int, Op]] = []
         self.launches: dict[Any, Launch] = {}
-        self.memory = _Memory((*model.parameters(), *model.buffers()), alive)
+        self.memory = _Memory((*model.parameters(), *model.buffers()), storages)
+        self._draws = process_states.Draws()
         self.cache_nbytes = 0
         self.captured: _Forward | None = None  # the same step, with another cache
         self._call = -1
@@ -332,8 +334,11 @@ class _Forward(OperatorMode):
         if kwargs.get("generator") is not None or (writes and any(_memory_of(t) not in self._made for t in real)):
             raise UnsupportedError(f"{func} changes what is no copy")
         if len(real) == len(given) and _device_of(kwargs) != "meta":
+            if process_states.draws(func) and not process_states.takes_generator(func) and _is_composite(func):
+                with self:  # what it is made of takes a generator
+                    return func.decompose(*args, **kwargs)
             with torch.inference_mode(False):  # somebody may keep it, for calls with gradients
-                output = func(*args, **kwargs)
+                output = self._draws.run(func, args, kwargs)
             for tensor in tensors_in(output):
                 self._made[_memory_of(tensor)] = tensor.untyped_storage()
             return output
@@ -376,9 +381,9 @@ def _is_composite(func: Any) -> bool:
 class _Memory:
     """The bytes of storages that are alive, weights apart, in blocks as PyTorch's allocator on CUDA takes them."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], alive: Alive) -> None:
-        self._alive = alive  # of all forwards: it holds the references, as those that go away themselves tell nothing
-        self._held: set[int] = set()
+    def __init__(self, weights: Iterable[torch.Tensor], storages: meta.Storages) -> None:
+        self._storages = storages  # of all forwards
+        self._held: dict[int, weakref.ref[Any]] = {}
         self.live_nbytes = self.peak_nbytes = 0
         for weight in weights:
             self.hold(weight, counts=False)
@@ -391,11 +396,10 @@ class _Memory:
 
         def drop(_: Any) -> None:
             self.live_nbytes -= nbytes
-            self._held.discard(key)
-            del self._alive[key, id(self)]
+            del self._held[key]
 
-        self._held.add(key)
-        self._alive[key, id(self)] = weakref.ref(storage, drop)
+        self._storages.note(tensor)
+        self._held[key] = weakref.ref(storage, drop)
         self.live_nbytes += nbytes
         self.touch()
 

@@ -73,9 +73,6 @@ def _has_events(device: torch.device) -> bool:
 
 @cache
 def _late(base: Any) -> Any:
-    if base.__module__ == __name__:  # it was put back behind our back, by who follows a forward (`surroundings`)
-        return base
-
     class Late(base):  # type: ignore[misc]
         def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_ids, *args, **kwargs)

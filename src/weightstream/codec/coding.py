@@ -25,7 +25,7 @@ from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
 
-_STARTING = threading.Lock()
+_STARTING = threading.RLock()
 _TRIED = 3 * 4096 + 5
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16

@@ -33,6 +33,7 @@ from vllm.model_executor.offloader import base as theirs
 
 import weightstream
 from weightstream import offloaders
+from weightstream.adapters.ranks import Ranks, together, untold
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.hosts.experts import enter_by_forward
@@ -244,14 +245,16 @@ def _shutdown(ours: Offloader, inner: Callable[..., Any], wrapper: Any) -> None:
         ours.stand_by()
 
 
-def _asks_any_rank(asks: bool) -> bool:
-    """Whether any rank of the engine asks; all are asked at once."""
+def _ranks() -> Ranks | None:
+    """Those of the engine; None: it has one."""
     world = get_world_group()
-    if world.world_size == 1:
-        return asks
-    flag = torch.tensor(int(asks), device="cpu")
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=world.cpu_group)
-    return bool(flag)
+    return None if world.world_size == 1 else Ranks(world.cpu_group)
+
+
+def _asks_any_rank(asks: bool) -> bool:
+    """Whether any rank of the engine asks; all are asked at once. Raises the error of one that failed meanwhile."""
+    ranks = _ranks()
+    return asks if ranks is None else any(ranks.gather(asks))
 
 
 class Engine:
@@ -266,9 +269,19 @@ class Engine:
         self._peak_nbytes = 0  # of activations
 
     def take_over(self) -> None:
-        """Plan, and let the layers stream from now on. Raises as `weightstream.offload`."""
-        worker, offloader = self._worker, self.offloader
+        """Plan, and let the layers stream from now on. Raises as `weightstream.offload`, on all ranks if on one."""
+        worker = self._worker
         runner, before = worker.model_runner, allocated(worker.device)
+        with together(_ranks()):
+            room = self._stream()
+            self._follow()
+        if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows
+            runner.model_memory_usage += allocated(worker.device) - before
+        self._tell(room)
+
+    def _stream(self) -> Room | None:
+        """Let the layers of this rank stream; returns the room that they have on a GPU."""
+        worker, offloader = self._worker, self.offloader
         self._give_back_drafts()
         enter_by_forward(offloader.layers.values())
         room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
@@ -285,10 +298,7 @@ class Engine:
             if asked is None:
                 raise
             raise PlanError(f"{asked.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
-        self._follow()
-        if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows
-            runner.model_memory_usage += allocated(worker.device) - before
-        self._tell(room)
+        return room
 
     def _give_back_drafts(self) -> None:
         layers = self.offloader.layers
@@ -327,7 +337,7 @@ class Engine:
         runner = self._worker.model_runner
         drafts = (getattr(getattr(runner, name, None), "model", None) for name in ("drafter", "speculator"))
         models = [runner.get_model(), *(draft for draft in drafts if isinstance(draft, nn.Module))]
-        with _uncompiled(models), torch.inference_mode():
+        with untold(), _uncompiled(models), torch.inference_mode():
             runner.profile_run()
 
     def _guess(self) -> int:

@@ -58,6 +58,10 @@ _FRAMEWORK = 1.25
 _TENSOR_OPS = 2  # launches of the host per weight of a block: a decoder layer has 16 kernels to 9 weights
 
 
+NOT_MEASURED = 1.0  # bytes of plain weights a second, where nothing decodes: then no plan is faster with codes
+DECODE_RATES = tuple(f"decode{bits}_bytes_per_s" for bits in BITS)
+
+
 class _Sizes(NamedTuple):
     """How much is measured with: rows of an activation; heads, positions and width of attention; rows of weights that
     are decoded."""
@@ -80,19 +84,28 @@ def backend_of(device: torch.device) -> Backend:
     return cpu.CpuBackend() if device.type == "cpu" else cuda.CudaBackend(device)
 
 
-def measure(backend: Backend, advance: Callable[[], object] = lambda: None) -> tuple[Profile, bool]:
+def measure(
+    backend: Backend, advance: Callable[[], object] = lambda: None, decodes: bool = True
+) -> tuple[Profile, bool]:
     """What the backend's machine can do, and whether all of it was measured; the rest is the backend's own profile.
 
-    Calls `advance` once a round.
+    Calls `advance` once a round. Without `decodes` the rates of decoding are `NOT_MEASURED`.
     """
     with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
-        numbers, complete = _Bench(own).measure(advance)
+        numbers, complete = _Bench(own).measure(advance, decodes=decodes)
     if own.device.type == "cpu":
         numbers |= {"machine": machine.processor(), "device_nbytes": psutil.virtual_memory().total}
     else:
         found = cuda.facts(own.device)
         numbers |= {"machine": found.name, "device_nbytes": found.total_nbytes}
     return replace(backend.profile, **numbers), complete
+
+
+def measure_decoding(backend: Backend, advance: Callable[[], object]) -> dict[str, Any]:
+    """The rates of decoding, where they can be measured."""
+    with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
+        bench = _Bench(own)
+        return bench.measure_parts((bench.decoding,), advance)[0]
 
 
 @contextmanager
@@ -120,7 +133,7 @@ class _Bench:
         rows = self._tensor(1024, _WIDTH)  # of which the others are copies: random numbers take the CPU long
         self._weights = [rows.repeat(self._sizes.out_width // 1024, 1) for _ in range(_NUM_WEIGHTS)]
 
-    def measure(self, advance: Callable[[], object]) -> tuple[dict[str, Any], bool]:
+    def measure(self, advance: Callable[[], object], *, decodes: bool) -> tuple[dict[str, Any], bool]:
         """All numbers that can be measured, and whether these are all."""
         numbers: dict[str, Any] = self._workspace()
         # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth.
@@ -128,14 +141,23 @@ class _Bench:
         # device. Decoding waits until its kernels are there, which a thread compiles that uses the device: only then a
         # graph may be captured, for the kernels.
         opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
-        all_of_it = (self.link, self.modules, self.decoding, *opening, self.kernels, self.products, self.attention)
-        parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in all_of_it})
+        decoding = (self.decoding,) if decodes else ()
+        all_of_it = (self.link, self.modules, *decoding, *opening, self.kernels, self.products, self.attention)
+        found, complete = self.measure_parts(all_of_it, advance)
+        return numbers | ({} if decodes else dict.fromkeys(DECODE_RATES, NOT_MEASURED)) | found, complete
+
+    def measure_parts(
+        self, measurings: Sequence[Callable[[], _Measuring]], advance: Callable[[], object]
+    ) -> tuple[dict[str, Any], bool]:
+        """The numbers of those that can be measured, in rounds over all of them, and whether these are all."""
+        numbers: dict[str, Any] = {}
+        parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in measurings})
         for _ in range(NUM_ROUNDS):
             parts = self._tried({part.name: part.sample for part in parts})
             advance()
         for part in parts:
             numbers |= part.numbers()
-        return numbers, len(parts) == len(all_of_it)
+        return numbers, len(parts) == len(measurings)
 
     def _tried(self, works: dict[str, Callable[[], _Part]]) -> list[_Part]:
         """The parts that did not fail."""
@@ -245,13 +267,10 @@ class _Bench:
         }
 
     def decoding(self) -> _Measuring:
-        """Bytes of plain weights that come out of each code.
-
-        One a second where nothing decodes them: then no plan is faster with codes.
-        """
+        """Bytes of plain weights that come out of each code."""
         if self._on_gpu and not coding.available(self._device):
             yield {}
-            yield {f"decode{bits}_bytes_per_s": 1.0 for bits in BITS}
+            yield dict.fromkeys(DECODE_RATES, NOT_MEASURED)
             return
         weights = [self._weights[0][:rows].view(-1).view(torch.uint8) for rows in self._sizes.decoded_rows]
         out, works = self._weights[1].view(-1).view(torch.uint8), {}  # which has the same bytes

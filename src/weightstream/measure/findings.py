@@ -25,7 +25,7 @@ from weightstream.errors import ConfigError
 from weightstream.measure import links, machine, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
 from weightstream.measure.nvml import PciLink
-from weightstream.measure.profile import QUIET, profile_for
+from weightstream.measure.profile import QUIET, profile_for, with_decoding
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
@@ -111,7 +111,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
     on_gpu = wanted != "cpu" and cuda.available()
     with closing(backend_of(torch.device(wanted if on_gpu else "cpu"))) as backend:
-        backend.profile = profile = profile_for(backend, anew=anew)
+        backend.profile = profile = with_decoding(backend, profile_for(backend, anew=anew))
         return {
             "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend)] if on_gpu else [],

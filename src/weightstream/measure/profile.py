@@ -35,7 +35,8 @@ def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None =
     """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
 
     A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
-    profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own.
+    profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own. A CPU decodes
+    on request only, so that its rates of decoding may be missing (`with_decoding`).
     """
     found = _profile_for(backend, anew=anew, progress=progress)
     num_links = getattr(backend, "num_links", 1)
@@ -49,7 +50,7 @@ def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Prof
         prepare(backend.device, uses_codes=False)  # compiles beside what is made ready
         started, others = time.time(), _load(backend.device)
         with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_ROUNDS) as advance:
-            found, complete = bench.measure(backend, advance)
+            found, complete = bench.measure(backend, advance, backend.device.type != "cpu")
         found = replace(found, measured_at=started, load=others)
         logger.info("measured in %.1f s: %s", time.time() - started, found)
         if complete:
@@ -58,6 +59,22 @@ def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Prof
     except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
         logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
         return backend.profile
+
+
+def with_decoding(backend: Backend, found: Profile, *, progress: bool | None = None) -> Profile:
+    """A profile with rates of decoding. If it lacks them they are measured and kept. Never raises, as `profile_for`."""
+    if found.decode4_bytes_per_s > bench.NOT_MEASURED or backend.device.type != "cpu":
+        return found
+    assumed = {name: getattr(backend.profile, name) for name in (*bench.DECODE_RATES, "decoding_s")}
+    try:
+        with told(f"measuring how fast {backend.device} decodes", progress, bench.NUM_ROUNDS) as advance:
+            rates = bench.measure_decoding(backend, advance)
+        if rates and (kept := load(backend.device)) is not None:
+            save(backend.device, replace(kept, **rates))
+        return replace(found, **(assumed | rates))
+    except Exception as error:
+        logger.warning("%s: how fast it decodes cannot be measured (%s) and is assumed.", backend.device, error)
+        return replace(found, **assumed)
 
 
 def prepare(device: torch.device, uses_codes: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -20,6 +19,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
 from weightstream.runtime.guards import Run
 from weightstream.runtime.leaves import Leaf, Role, computed_by_hooks, leaves_of
+from weightstream.runtime.undo import Undo
 from weightstream.runtime.watch import calling_method, reading_module
 from weightstream.runtime.weights import UnitModule
 
@@ -43,7 +43,7 @@ class Attachment:
         self._streamer = streamer
         self._run_step = run_step
         self._run_unit = run_unit
-        self._undo: list[Callable[[], None]] = []
+        self._undo = Undo()
         self._weights = {id(leaf.tensor): leaf.tensor for leaf in self._leaves()}  # those that the plans are of
         self._adopted: frozenset[int] = frozenset()  # tensors that came since, by id
         self.adopted_nbytes = 0  # of these, which stay on the device
@@ -60,19 +60,19 @@ class Attachment:
             whole = self.units[index].picks is None  # else its forward, which is known, reads single rows
             for module in (self.units[index].module, *self.units[index].also):
                 run = _forgetting(module, partial(self._run_unit, index))
-                self._undo.append(guards.surround(module, run, self.session, index, opens_early=whole))
-        self._undo.append(guards.surround(self.model, self._run_step, self.session))
+                self._undo.add(guards.surround(module, run, self.session, index, opens_early=whole))
+        self._undo.add(guards.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
-        self._undo.append(guards.refuse_moves(self.model))
-        self._undo.append(_notice(self))
+        self._undo.add(guards.refuse_moves(self.model))
+        self._undo.add(_notice(self))
         setattr(self.model, guards.ATTRIBUTE, self._streamer)
-        self._undo.append(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
+        self._undo.add(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._code = _Code(self.model)
 
     def _enter_by(self, name: str) -> None:
-        self._undo.append(guards.enter_by(self.model, name, partial(self._run_step, what=name)))
+        self._undo.add(guards.enter_by(self.model, name, partial(self._run_step, what=name)))
 
     def learn_entry(self) -> None:
         """A unit runs in no step: from now on the public method of the model that led here is one."""
@@ -83,8 +83,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the modules back as they were; may be called twice."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo()
 
     def was_replaced(self) -> bool:
         """Whether tensors came since the last step began, perhaps in place of weights; the next one adopts them."""
@@ -206,10 +205,10 @@ def _notice(attachment: Attachment) -> Callable[[], None]:
         if (noticing := found()) is not None:
             noticing.has_new = True
 
-    ends = ExitStack()
-    ends.callback(register_module_parameter_registration_hook(on_registration).remove)
-    ends.callback(register_module_module_registration_hook(on_registration).remove)
-    return weakref.finalize(attachment, ends.close)
+    ends = Undo()
+    ends.add(register_module_parameter_registration_hook(on_registration).remove)
+    ends.add(register_module_module_registration_hook(on_registration).remove)
+    return weakref.finalize(attachment, ends)
 
 
 def _beside(path: str, weights: Sequence[Leaf]) -> torch.device | None:

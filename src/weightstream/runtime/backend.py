@@ -6,7 +6,7 @@ point that was recorded last at the time of the call; recording again does not d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -92,6 +92,10 @@ class Backend(Protocol):
 
     def capturing(self) -> bool:
         """Whether the work queued now becomes part of a graph."""
+
+    def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
+        """Before a graph is captured, or launched: what was queued so far is on the device's streams then. Raises
+        `OffloadError` where a graph cannot make these copies."""
 
     def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
         """Work queued inside becomes the graph; where a capture is under way already, part of that."""

@@ -235,7 +235,7 @@ class Binding:
             self._forget_opening(unit)
             if borrowed is None:
                 self.let_go(index)
-            if (following := unit.opening.then()) is not None:
+            if unit.opening.following is not None and (following := unit.opening.then()) is not None:
                 self.units[following].opening.find_early()
 
     def serve(self, face: Face, view: torch.Tensor) -> None:

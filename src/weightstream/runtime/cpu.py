@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -88,6 +88,9 @@ class CpuBackend:
 
     def capturing(self) -> bool:
         return False
+
+    def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
+        pass
 
     def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
         raise UnsupportedError("a graph can be captured on a CUDA device only, and this model computes on the CPU")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -167,7 +167,9 @@ class CudaBackend:
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
-        self._feeder: Worker | None = None  # queues copies whose bytes are not there yet, so that nobody else waits
+        # Queues copies whose bytes are not there yet, so that nobody else waits; gone where all of them are made.
+        self._feeder: Worker | None = None
+        self._was_fed = False
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -190,17 +192,18 @@ class CudaBackend:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
+        if not all(copy.pinned for copy in copies):
+            raise OffloadError(_FED)
+        self._stop_feeding()
+
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        if self._feeder is not None:
-            raise OffloadError(_FED)
         with nullcontext() if self.capturing() else recording(graph, self.device, **options):
             yield
 
     @contextmanager
     def joined(self, graph: Any) -> Iterator[None]:
-        if self._feeder is not None:
-            raise OffloadError(_FED)
         pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
         torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` frees at once, inside of any capture
         weakref.finalize(graph, torch._C._cuda_releasePool, *pool).atexit = False
@@ -232,6 +235,8 @@ class CudaBackend:
     def record(self, side: Side, event: Event) -> None:
         if side is not Side.COPY or self._feeder is None:
             event.record(self._stream(side))
+            if self._was_fed:
+                event.point = None  # of a feeder that has queued it before
         elif self.capturing():
             raise OffloadError(_FED)
         else:
@@ -256,10 +261,16 @@ class CudaBackend:
         if self.capturing():
             raise OffloadError(_FED)
         if self._feeder is None:
-            self._feeder = Worker("weightstream-feed")
+            self._feeder, self._was_fed = Worker("weightstream-feed"), True
             self._stop = weakref.finalize(self, self._feeder.stop)
         moves = self._moves(copies)
         self._feeder.submit(lambda: self._move(moves))
+
+    def _stop_feeding(self) -> None:
+        """All that was queued is on the copy stream, and whoever comes next queues there."""
+        if self._feeder is not None:
+            self._stop()
+            self._feeder = None
 
     def bring(self, copies: Sequence[Copy]) -> None:
         self._move(self._moves(copies))
@@ -334,14 +345,11 @@ class CudaBackend:
         event.synchronize()
 
     def synchronize(self) -> None:
-        if self._feeder is not None and self._stop.alive:
-            self._feeder.join()
+        self._stop_feeding()
         torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
 
     def close(self) -> None:
         self.synchronize()
-        if self._feeder is not None:
-            self._stop()
         if "_staging" in vars(self):
             self._staging.close()
 

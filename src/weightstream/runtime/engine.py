@@ -87,6 +87,18 @@ class Counters:
         self.unplanned_fills += not planned
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphOutcome:
+    """What each launch of a graph does with the ring: it read units, and filled some; `left` of these are there at its
+    end, and what is `gone` was filled over."""
+
+    num_fills: int = 0
+    filled_nbytes: int = 0
+    read: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+
+
 class Copies(Protocol):
     """What a fill of each unit moves."""
 
@@ -238,6 +250,10 @@ class Engine:
         self._backend.wait(Side.COPY, now)
         self.forget(self.held())
 
+    def is_in_ring(self, unit: int) -> bool:
+        """Whether its bytes are in the ring or on their way."""
+        return self.fences[unit].state is not State.EMPTY
+
     def held(self) -> list[int]:
         """Units whose bytes are in the ring or on their way."""
         return [u for u, fence in enumerate(self.fences) if fence.state is not State.EMPTY]
@@ -257,22 +273,19 @@ class Engine:
                 self.fill(unit, planned=False)
         self.settle(reads)
 
-    def after_graph(self, read: AbstractSet[int], filled: Sequence[int], held: AbstractSet[int]) -> Event:
-        """A graph was launched: it read and filled these units, and these are in the ring at its end. Returns the end.
-
-        What it filled over is gone, and what it read or filled may be overwritten once it has ended.
-        """
+    def after_graph(self, outcome: GraphOutcome) -> Event:
+        """A graph was launched. What it read or filled may be overwritten once it has ended; returns that event."""
         end = self._backend.event()
         self._backend.record(Side.COMPUTE, end)
-        self.counters.fills += len(filled)
-        self.counters.filled_nbytes += sum(self.plan.unit_nbytes[unit] for unit in filled)
-        self.forget({other for unit in filled for other in (unit, *self.sharing[unit])} - held)
-        for unit in held & (read | set(filled)):
+        self.counters.fills += outcome.num_fills
+        self.counters.filled_nbytes += outcome.filled_nbytes
+        self.forget(outcome.gone)
+        for unit in outcome.left:
             self.fences[unit].left_by_a_graph()
-            self.live.add(unit)
-        for unit in read:
+        for unit in outcome.read:
             self.fences[unit].last_read = end
-            self.live.add(unit)
+        self.live |= outcome.left
+        self.live |= outcome.read
         return end
 
     def _fill_due(self, units: Iterable[int]) -> None:

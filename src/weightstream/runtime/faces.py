@@ -128,10 +128,11 @@ class Face:
 
     def has_update(self, training: bool) -> bool:
         """At the end of a forward: whether it has changed the weight. Changes nothing; raises as `is_assigned`."""
-        if not self.in_ring():
+        if (self.tensor.data_ptr(), self.tensor.stride()) != self.ring_at:
             return self.is_assigned() or self.changed()  # data that was assigned inside; or the home, the true bytes
-        is_parameter = self.member.role is Role.PARAMETER
-        return self.changed() or (not is_parameter and self._was_written(training))
+        if self.member.version != self.version:
+            return True
+        return self.member.role is not Role.PARAMETER and self._was_written(training)
 
     def take(self) -> None:
         """Write to the home what a forward changed in the ring, or data that was assigned; may be repeated."""

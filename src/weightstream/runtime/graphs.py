@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from weightstream.errors import InvariantError, OffloadError
-from weightstream.runtime.backend import Backend
+from weightstream.runtime.backend import Backend, Copy
 from weightstream.runtime.binding import Binding
 from weightstream.runtime.recording import Recording
 from weightstream.runtime.timeline import Kind
@@ -70,8 +71,10 @@ class Graphs:
         if self._mode is not Mode.IDLE:
             self.resume_eager()
         engine = self._binding().engine
-        if self._last is None and not self._backend.capturing():
-            engine.prime()  # planned, and outside of the graph
+        if not self._backend.capturing():
+            if self._last is None:
+                engine.prime()  # planned, and outside of the graph
+            self._backend.prepare_graph(self._copies())
         with within():
             self._recording = recording = Recording(engine, self._backend, self._last)
             self._move(Mode.IDLE, Mode.CAPTURING)
@@ -93,6 +96,7 @@ class Graphs:
         engine.counters.steps += recording.begins
         with engine.timeline.step(Kind("graph", id(graph)), inside=False, whole=recording.is_whole):
             engine.before_graph(recording.entry)
+            self._backend.prepare_graph()
             try:
                 launch()
                 recording.after_launch()
@@ -117,6 +121,8 @@ class Graphs:
             self._binding().engine.prime()
             self._binding().engine.settle()
             self._move(Mode.IDLE, Mode.UNKNOWN)
+        if not self._backend.capturing():
+            self._backend.prepare_graph()
 
     def join(self) -> None:
         """Inside of an engine's capture, before it ends: make the copies that are due, and join them."""
@@ -165,6 +171,12 @@ class Graphs:
         if self._mode is not Mode.IDLE and not self._backend.capturing():
             self._mode = Mode.IDLE
             self._binding().engine.forget_all()
+
+    def _copies(self) -> Iterator[Copy]:
+        """Those that a step may make."""
+        engine = self._binding().engine
+        streamed = (unit for unit in range(len(engine.fences)) if engine.plan.streams(unit))
+        return chain.from_iterable(engine.copies[unit] for unit in streamed)
 
     def _current(self) -> Recording | None:
         """The recording that takes the units now."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops
+from weightstream.runtime.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 OUTER = "_weightstream_decoder"  # marks a forward of ours that runs steps: none begins around it
@@ -76,7 +77,8 @@ class Around:
         self.run = _composed(self._runs)
 
         def undo() -> None:
-            self._runs.remove(run)
+            if run in self._runs:
+                self._runs.remove(run)
             self.run = _composed(self._runs)
             if not self._runs:
                 self._leave()
@@ -85,13 +87,16 @@ class Around:
 
     def _leave(self) -> None:
         """The module is plain again; what was assigned to it meanwhile stays."""
-        module, self.module = self.module, None
+        module = self.module
         if module is not None and module.__dict__.get(_AROUND) is self:
             plain = plain_attributes(module.__dict__)
-            for name in {_AROUND, "_call_impl", "forward"} & module.__dict__.keys():
-                del module.__dict__[name]
+            for name in ("_call_impl", "forward"):
                 if name in plain:
                     module.__dict__[name] = plain[name]
+                else:
+                    module.__dict__.pop(name, None)
+            del module.__dict__[_AROUND]
+        self.module = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.patched,)  # a class copied its attributes in its own way: the copy is plain
@@ -265,7 +270,7 @@ class _StandsIn:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         self.given = module.__dict__.get(name)
-        self._num_users = 0
+        self._users: set[object] = set()
 
     def method(self) -> Callable[..., Any]:
         """The method as it is now without this."""
@@ -277,20 +282,21 @@ class _StandsIn:
         """Stand in, unless another of the kind does, of a model that shares the module; returns what undoes it."""
         found = self.module.__dict__.get(self.name)
         kept = found if type(found) is type(self) and found.module is self.module else self
-        kept._num_users += 1
+        kept._users.add(user := object())
         self.module.__dict__[self.name] = kept
 
         def undo() -> None:
-            kept._num_users -= 1
-            if kept._num_users == 0 and kept.module.__dict__.get(kept.name) is kept:
+            kept._users.discard(user)
+            if not kept._users and kept.module.__dict__.get(kept.name) is kept:
                 kept._restore()
 
         return undo
 
     def _restore(self) -> None:
-        del self.module.__dict__[self.name]
         if self.given is not None:
             self.module.__dict__[self.name] = self.given
+        else:
+            del self.module.__dict__[self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A class copied its attributes in its own way. The copy is a plain module: give it the method of its class.
@@ -351,10 +357,12 @@ def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[],
     module.__dict__[name] = value
 
     def undo() -> None:
-        if module.__dict__.get(name) is value:
+        if module.__dict__.get(name) is not value:
+            return
+        if given is not None:
+            module.__dict__[name] = given
+        else:
             del module.__dict__[name]
-            if given is not None:
-                module.__dict__[name] = given
 
     return undo
 
@@ -376,11 +384,11 @@ class RefuseApply(_StandsIn):
 
 def refuse_moves(model: nn.Module) -> Callable[[], None]:
     """Refuse moves and dtype changes of every module of the model, and have copies be plain; returns what undoes it."""
-    undo = ExitStack()
+    undo = Undo()
     for path, module in model.named_modules():
-        undo.callback(RefuseApply(module, path).attach())
-        undo.callback(Copyable(module).attach())
-    return undo.close
+        undo.add(RefuseApply(module, path).attach())
+        undo.add(Copyable(module).attach())
+    return undo
 
 
 def refuse_backward(unit: str) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -22,13 +23,24 @@ _GUARD = "_weightstream_guard"
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TAKING = frozenset(("numpy", "__array__", "__dlpack__"))
 _WRITING = frozenset(("__setitem__", "__set__", "untyped_storage", "storage", "data_ptr"))
-_PROPERTIES = """shape dtype device layout requires_grad is_leaf ndim itemsize nbytes is_meta is_cpu is_cuda is_sparse
-    is_quantized grad grad_fn _version _base _backward_hooks output_nr"""
+_MEMORY = frozenset(("data", "real", "imag", "T", "H", "mT", "mH"))  # all other properties are facts
 _METHODS = """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
-    is_complex is_conj is_neg is_inference get_device requires_grad_ __len__ __hash__"""
+    is_complex is_conj is_neg is_inference is_signed is_distributed is_same_size is_coalesced get_device dim_order
+    sparse_dim dense_dim _is_view _is_zerotensor _use_count result_type requires_grad_ retain_grad
+    register_hook register_post_accumulate_grad_hook __len__ __hash__ __dlpack_device__ __sizeof__
+    new_empty new_empty_strided new_zeros new_ones new_full
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like"""
 _FACTS = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
-    + [getattr(torch.Tensor, name) for name in _METHODS.split()]
+    [
+        call
+        for name, found in vars(torch._C.TensorBase).items()
+        if type(found) is GetSetDescriptorType and name not in _MEMORY
+        for call in (found.__get__, found.__set__, found.__delete__)
+    ]
+    + [getattr(owner, n) for n in _METHODS.split() for owner in (torch.Tensor, torch) if hasattr(owner, n)]
+)
+_LIKE_ANOTHER = frozenset(  # of their second argument they take facts alone
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "view_as", "expand_as", "reshape_as")
 )
 
 
@@ -76,7 +88,8 @@ def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
         kwargs = kwargs or {}
         if func in _FACTS:
             return run(func, args, kwargs)
-        guarded = [tensor for tensor in tensors_in((args, kwargs)) if _GUARD in tensor.__dict__]
+        read = args[:1] if func in _LIKE_ANOTHER else (args, kwargs)
+        guarded = [tensor for tensor in tensors_in(read) if _GUARD in tensor.__dict__]
         access = _access(func, kwargs)
         for tensor in guarded:
             before(tensor, access)

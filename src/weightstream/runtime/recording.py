@@ -12,7 +12,7 @@ from collections import Counter
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.plan.schedule import Cursor
 from weightstream.runtime.backend import Backend, Event, Side
-from weightstream.runtime.engine import Engine
+from weightstream.runtime.engine import Engine, GraphOutcome
 
 # [Note: graphs and the wrap-around]
 #
@@ -59,16 +59,14 @@ class Recording:
         self.begins = False  # the first unit of a step is in here
         self.entry = set(self._in_use)  # units that are read before they are filled in here
         self.filled: list[int] = []
+        self.due: list[int] = []  # units that belong in the ring at the end and are not there
+        self._outcome = GraphOutcome()
+        self._behind: list[
+            tuple[int, Event | None]
+        ] = []  # those, each with the event that its copy follows: None: the end
         fork = backend.edge()  # what comes first on the copy stream joins the capture by it
         backend.record(Side.COMPUTE, fork)
         backend.wait(Side.COPY, fork)
-
-    @property
-    def due(self) -> list[int]:
-        """Units that belong in the ring at the end and are not there; those first whose bytes were read first."""
-        reads = list(self._reads)
-        missing = [(self._last_reader(unit), unit) for unit in self._needed() if unit not in self._held]
-        return [unit for _, unit in sorted(missing, key=lambda m: -1 if m[0] is None else reads.index(m[0]))]
 
     @property
     def is_whole(self) -> bool:
@@ -129,20 +127,39 @@ class Recording:
 
     def end(self) -> None:
         """Join the copies that compute does not follow yet, before the capture ends."""
+        due = self._missing()
         if not self._deferred:
-            for unit in self.due:
+            for unit in due:
                 self._fill(unit)
+            due = []
         join = self._backend.edge()
         self._backend.record(Side.COPY, join)
         self._backend.wait(Side.COMPUTE, join)
+        # A launch looks at this alone: what the recording says is worked out once.
+        self.due = due
+        readers = map(self._last_reader, due)  # of an edge nothing outside can wait
+        self._behind = [(u, None if r is None else self._external.get(r)) for u, r in zip(due, readers, strict=True)]
+        filled, sharing = set(self.filled), self._engine.sharing
+        self._outcome = GraphOutcome(
+            num_fills=len(self.filled),
+            filled_nbytes=sum(self._engine.plan.unit_nbytes[unit] for unit in self.filled),
+            read=frozenset(self._reads),
+            left=frozenset(self._held.keys() & (self._reads.keys() | filled)),
+            gone=frozenset(filled.union(*(sharing[unit] for unit in filled)) - self._held.keys()),
+        )
 
     def after_launch(self) -> None:
         """Tell the engine what is in the ring now, and queue the fills that are due."""
-        end = self._engine.after_graph(self._reads.keys(), self.filled, self._held.keys())
-        for unit in self.due:
-            if unit not in self._engine.held():
-                last = self._last_reader(unit)  # of an edge nothing outside can wait: then the end of the graph
-                self._engine.fill(unit, after=end if last is None else self._external.get(last, end))
+        end = self._engine.after_graph(self._outcome)
+        for unit, read in self._behind:
+            if not self._engine.is_in_ring(unit):
+                self._engine.fill(unit, after=end if read is None else read)
+
+    def _missing(self) -> list[int]:
+        """Units that belong in the ring now and are not there; those first whose bytes were read first."""
+        missing = [(self._last_reader(unit), unit) for unit in self._needed() if unit not in self._held]
+        places = {unit: place for place, unit in enumerate(self._reads)}
+        return [unit for _, unit in sorted(missing, key=lambda m: -1 if m[0] is None else places[m[0]])]
 
     def _needed(self) -> list[int]:
         """What the plan has in the ring at the cursor, but for bytes of units in use."""

@@ -76,21 +76,29 @@ class Slots:
 
         An id below 0 names none, and its slot is -1; so is that of a row for which no slot is free.
         """
-        if self._device is not None:
-            return self._device.resolve(ids)
-        slots, missed = self._table.resolve(self._clamped(ids))
-        self._copy(missed)
-        return torch.tensor(slots, dtype=torch.int64, device="cpu")
+        try:
+            if self._device is not None:
+                return self._device.resolve(ids)
+            slots, missed = self._table.resolve(self._clamped(ids))
+            self._copy(missed)
+            return torch.tensor(slots, dtype=torch.int64, device="cpu")
+        except BaseException:
+            self.forget()  # rows may have been given slots that they were not fetched into
+            raise
 
     def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
         """Fetch the first rows of these that have no slot, `most` at most: the next call may name them.
 
         As `resolve`, by who runs now; both are for one stream at a time.
         """
-        if self._device is not None:
-            self._device.fetch_ahead(ids, most)
-        else:
-            self._copy(self._table.guess(self._clamped(ids), most))
+        try:
+            if self._device is not None:
+                self._device.fetch_ahead(ids, most)
+            else:
+                self._copy(self._table.guess(self._clamped(ids), most))
+        except BaseException:
+            self.forget()  # as above
+            raise
 
     def forget(self) -> None:
         """The rows changed: none has a slot any more."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from weightstream.errors import OffloadError
 from weightstream.plan.lanes import Lane
@@ -33,7 +34,7 @@ from weightstream.runtime.learning import Learning
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stats import Stats, stats_of
-from weightstream.runtime.timeline import Kind, is_profiled, kind_of, profiled
+from weightstream.runtime.timeline import Kind, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
 from weightstream.trace import Trace
@@ -327,7 +328,7 @@ class Streamer:
                 forward = self._binding.picked(unit, (forward, args, kwargs), not fixed) or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
-            if torch.is_grad_enabled() or is_profiled() or _casts():
+            if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
                 with guards.refuse_backward(name), profiled(name), _uncached():
                     output = forward(*args, **kwargs)
@@ -367,7 +368,7 @@ class Streamer:
             if self._sees_other_code():
                 yield
             else:
-                with self._fixed_step():
+                with self._fixed():
                     yield
 
     def _sees_other_code(self) -> bool:
@@ -378,7 +379,7 @@ class Streamer:
         return True
 
     @contextmanager
-    def _fixed_step(self) -> Iterator[None]:
+    def _fixed(self) -> Iterator[None]:
         """The same for code that is compiled or captured."""
         with self._turn(), torch.no_grad():
             if self._gate.is_fixed:
@@ -470,7 +471,7 @@ class Streamer:
 
     def run_fixed(self, step: Callable[[], Any], kind: Kind) -> Any:
         """As `run`, at fixed addresses."""
-        with self._installed.timeline.step(kind), self._fixed_step():
+        with self._installed.timeline.step(kind), self._fixed():
             try:
                 self._gate.change(Mode.FORWARD)
                 output = step()
@@ -506,12 +507,12 @@ class Streamer:
         """
         with self._turn():
             self._sees_other_code()
-        with self._fixed_step(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
+        with self._fixed(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
             yield
 
     def replay(self, graph: Any) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
-        with self._fixed_step() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
+        with self._fixed() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
             self.graphs.replay(graph, graph.replay)
 
     def sync(self) -> None:

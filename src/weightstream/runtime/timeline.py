@@ -196,7 +196,7 @@ class Timeline:
         self._timed: TimedStep | None = None  # where the marks of units go now
         self._pending: deque[TimedStep] = deque()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()
         self._tracing: Tracing | None = None
 
     def bind(self, plan: Plan) -> None:
@@ -351,11 +351,6 @@ def _times(plan: Plan, unit: int, samples: list[Sample]) -> UnitTimes:
         wait_s=typical("wait"),
         compute_s=typical("unit"),
     )
-
-
-def is_profiled() -> bool:
-    """Whether torch's profiler looks on."""
-    return bool(profiler._is_profiler_enabled)
 
 
 def profiled(name: str, what: str = "") -> AbstractContextManager[Any]:

@@ -51,7 +51,7 @@ class Turn:
     def __init__(self) -> None:
         self.threads: set[int] = set()
         self._lock = threading.Lock()  # held for a whole step; any thread may release it
-        self._joining = threading.Lock()
+        self._joining = threading.RLock()
         self._owner = 0  # the thread that took it last
         self._waiting: set[int] = set()
 

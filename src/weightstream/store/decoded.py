@@ -28,7 +28,7 @@ class LazyMemory(Memory):
 
     def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[Extent]) -> None:
         self.name, self.path, self.nbytes, self.extents = name, path, nbytes, tuple(extents)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
 
     @classmethod

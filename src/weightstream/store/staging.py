@@ -183,7 +183,7 @@ class Staging:
         self._desk = _Desk(buffers)
         self._num_threads, self._node = num_threads, node
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._close = weakref.finalize(self, self._desk.close)
 
     def start(self, source: Source, begin: int, end: int) -> Reading:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -42,6 +42,9 @@ class Wrapper:
 
     def capturing(self) -> bool:
         return self.backend.capturing()
+
+    def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
+        self.backend.prepare_graph(copies)
 
     def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
         return self.backend.capture(graph, **options)

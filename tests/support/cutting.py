@@ -1,0 +1,95 @@
+"""An error at one line of the library's own code, or a signal at any moment."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import weightstream
+
+_SOURCE = weightstream.__path__[0]
+
+
+class Cut(BaseException):
+    """What is raised at a line; not caught as an error of a forward or a library would be."""
+
+
+class Lines:
+    """Counts the lines of the library that the calling thread comes to, and raises at the `at`-th; 0: at none."""
+
+    def __init__(self, at: int = 0, error: type[BaseException] = Cut) -> None:
+        self.num, self.where = 0, ""
+        self._at, self._error = at, error
+
+    def __enter__(self) -> Lines:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(_SOURCE) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.num += 1
+            if self.num == self._at:
+                self.where = f"{frame.f_code.co_filename.removeprefix(_SOURCE)}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise self._error(self.where)
+        return self._line
+
+
+@contextmanager
+def interrupted(after_s: float) -> Iterator[None]:
+    """KeyboardInterrupt in the main thread, by a real signal, so many seconds after the block began, if it lasts."""
+    done, main = threading.Event(), threading.main_thread().ident
+
+    def interrupt(*_: object) -> None:
+        if not done.is_set():
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        time.sleep(after_s)
+        if not done.is_set():
+            signal.pthread_kill(main, signal.SIGUSR1)  # type: ignore[arg-type]
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    sender = threading.Thread(target=send)
+    try:
+        sender.start()
+        yield
+    finally:
+        done.set()
+        sender.join()
+        time.sleep(0)  # a signal that is pending comes here, and does nothing
+        signal.signal(signal.SIGUSR1, before)
+
+
+def is_free(lock: Any) -> bool:
+    """Whether another thread can take a lock, or a turn."""
+    found: list[bool] = []
+
+    def take() -> None:
+        if got := lock.acquire(timeout=2.0):
+            lock.release()
+        found.append(got)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def num_lines(act: Callable[[], object]) -> int:
+    """Lines of the library that `act` runs on this thread."""
+    with Lines() as lines:
+        act()
+    return lines.num
