@@ -445,4 +445,7 @@ def refuse_twice(model: nn.Module) -> None:
         apply = module.__dict__.get("_apply")
         if isinstance(apply, RefuseApply) and any(True for _ in module.parameters()):
             where = name or apply.path or type(module).__name__
-            raise OffloadError(f"{where} is already offloaded by weightstream: call its streamer's remove() first")
+            raise OffloadError(
+                f"{where} is already offloaded by weightstream: call its streamer's remove() first. It streams "
+                "wherever it is called; pass modules that are used with it to weightstream.offload() by themselves"
+            )
