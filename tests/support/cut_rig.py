@@ -126,7 +126,8 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
 
     def capture() -> None:
         with streamer.capture(graph := new_graph(device)):
-            graphs[:] = [graph, model(x)]
+            y = model(x)
+        graphs[:] = graph, y  # the one before is freed, which no capture may be under way for
 
     def replay() -> None:
         if not graphs or graphs[0] not in streamer.graphs.recordings:
