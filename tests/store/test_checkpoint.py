@@ -372,20 +372,15 @@ def test_hub_cache_links_are_followed_into_its_own_blobs_only(component: str, tm
 
 
 def test_bad_indexes_are_refused(tmp_path: Path) -> None:
-    one, two = torch.zeros(1), torch.ones(1)
-    x, y = "x.safetensors", "y.safetensors"
+    one, two, x = torch.zeros(1), torch.ones(1), "x.safetensors"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"a": x, "b": "z.safetensors"}, r"'z\.safetensors' is missing"),
-        ({"a": x, "c": y}, r"lists 'c' in 'y\.safetensors', and that shard does not hold it"),
-        ({"a": x, "b": x}, r"lists 'b' in 'x\.safetensors'"),
         ({"a": 5}, "'a' maps to 5"),
         ({}, "'weight_map' is absent or empty"),
     ]
     for number, (weight_map, message) in enumerate(cases):
         with pytest.raises(CheckpointError, match=message):
             Checkpoint.open(shards(tmp_path / str(number), weight_map, x={"a": one}, y={"b": two}))
-    with pytest.raises(CheckpointError, match="'a' is in two shards"):
-        Checkpoint.open(shards(tmp_path / "two", {"a": x, "b": y}, x={"a": one}, y={"b": two, "a": torch.zeros(1)}))
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}')
     with pytest.raises(CheckpointError, match="'a' occurs twice"):
         Checkpoint.open(tmp_path)

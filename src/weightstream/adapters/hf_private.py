@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -364,6 +366,112 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
             part.dtype = dtype
     with ContextManagers(cls.get_init_context(dtype, False, False, None)):
         return cls(config)
+
+
+def loaded_dtype(
+    dtype: str | torch.dtype, config: Any, index: Mapping[str, Any] | None, first: Mapping[str, torch.dtype]
+) -> torch.dtype:
+    """The dtype that `from_pretrained` loads: `index` is the metadata of an index, if there is one, and `first` has the
+    dtypes of the first file, in the order in which it is read."""
+    from transformers.modeling_utils import _get_dtype
+
+    tensors = {name: torch.empty(0, dtype=kind, device="meta") for name, kind in first.items()}
+    found: torch.dtype = _get_dtype(dtype, None, copy.deepcopy(config), index, tensors, True)[1]
+    return found
+
+
+def class_behind(auto: Any, config: Any, folder: Any, remote_code: bool) -> Any:
+    """The class that an Auto class loads for a config, with `remote_code` that of the code in the folder."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto import auto_factory
+
+    is_known = type(config) in auto._model_mapping
+    own = auto_factory._get_model_class(config, auto._model_mapping) if is_known else None
+    reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+    if reference and remote_code and (own is None or own.__module__.startswith("transformers.")):
+        cls = get_class_from_dynamic_module(reference, str(folder))
+        if own is None:
+            auto.register(type(config), cls, exist_ok=True)
+        cls.register_for_auto_class(auto_class=auto)
+        return auto_factory.add_generation_mixin_to_remote_model(cls)
+    if own is not None:
+        return own
+    with torch.device("meta"):  # says what it does not know, or that it is not trusted
+        return type(auto.from_config(config, trust_remote_code=remote_code))
+
+
+class Reading:
+    """One load of transformers by this thread, in which `tensors` stand in for the files of a checkpoint.
+
+    transformers looks for the files of `name`, in `subfolder`, or of the file there that the config names: it gets
+    `files`, and with them `index`, the metadata of their index. `info` tells of the load once it is done; it is None
+    where a class reads its files itself. `is_elsewhere` while it loads other files, such as those of an adapter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        subfolder: str,
+        named: str | None,
+        files: list[str],
+        index: Mapping[str, Any] | None,
+        tensors: dict[str, Any],
+    ) -> None:
+        self.info: Any = None
+        self.is_elsewhere = False
+        self._place, self._files, self._index, self._tensors = (name, subfolder, named), files, index, tensors
+        self._model: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, transformers loads so."""
+        from transformers import modeling_utils
+
+        thread, kind = threading.get_ident(), modeling_utils.PreTrainedModel
+        find, load, finish = (
+            modeling_utils._get_resolved_checkpoint_files,
+            kind._load_pretrained_model,
+            kind._finalize_model_loading,
+        )
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            place = (
+                str(kwargs.get("pretrained_model_name_or_path")),
+                (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
+                kwargs.get("transformers_explicit_filename"),
+            )
+            is_ours = threading.get_ident() == thread and place == self._place
+            return (self._files, self._index) if is_ours else find(*args, **kwargs)
+
+        def loaded(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+            if checkpoint_files is self._files:
+                self._model = model
+                return load(model, self._tensors, checkpoint_files, _reporting(load_config), **kwargs)
+            before, self.is_elsewhere = self.is_elsewhere, True
+            try:
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+            finally:
+                self.is_elsewhere = before
+
+        def finished(model: Any, load_config: Any, loading_info: Any) -> Any:
+            if model is not self._model:
+                return finish(model, load_config, loading_info)
+            self.info = finish(model, _reporting(load_config), loading_info)
+            return self.info
+
+        with (
+            set_inside(modeling_utils, "_get_resolved_checkpoint_files", found),
+            set_inside(kind, "_load_pretrained_model", staticmethod(loaded)),
+            set_inside(kind, "_finalize_model_loading", staticmethod(finished)),
+        ):
+            yield
+
+
+def _reporting(load_config: Any) -> Any:
+    """Shapes that differ are reported, not raised: an error of ours names all of them."""
+    return dataclasses.replace(load_config, ignore_mismatched_sizes=True)
 
 
 def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:

@@ -1,0 +1,62 @@
+"""Weights of a checkpoint that its model has no place for, or the other way round: what is meant by their names.
+
+It knows names alone: what transformers reports are unexpected keys of the files and missing ones of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+_LAYER = re.compile(r"(.*?\.)?(\d+)\.")  # what is before the first number, and the number
+_ADAPTERS = ("lora_", ".base_layer.", "modules_to_save", "ia3_", "vera_", "oft_", "hada_", "lokr_")
+
+
+def layers(names: Iterable[str], unexpected: Collection[str]) -> str | None:
+    """Says which numbered layers of a checkpoint the model has not, where it has others of the same list."""
+    found: dict[str, dict[int, bool]] = {}
+    for name in names:
+        if match := _LAYER.match(name):
+            numbers = found.setdefault(match[1] or "", {})
+            numbers[int(match[2])] = numbers.get(int(match[2]), False) or name not in unexpected
+    told = []
+    for prefix, numbers in sorted(found.items()):
+        left = sorted(number for number, is_used in numbers.items() if not is_used)
+        if left and len(left) < len(numbers):
+            told.append(f"{prefix}{left[0]}" + f" to {prefix}{left[-1]}" * (len(left) > 1))
+    return f"layers that the config does not have are left out: {', '.join(told)}" if told else None
+
+
+def remedy(missing: Sequence[str], unexpected: Sequence[str], base_prefix: str) -> str:
+    """What to do about weights that a model misses, while the files have those that are `unexpected`."""
+    if any(part in name for name in unexpected for part in _ADAPTERS):
+        return (
+            "the file is of a model with an adapter of peft in it: load that with peft, merge_and_unload() and "
+            "save_pretrained() it, or load the model that the adapter is for, then model.load_adapter(folder)"
+        )
+    if (mapping := _prefix(missing, unexpected)) is not None:
+        return f"their names differ by a prefix: pass key_mapping={mapping!r}"
+    random = "pass allow_missing=True to give them random values"
+    if base_prefix and not any(name.startswith(f"{base_prefix}.") for name in missing):
+        return f"pass model_class=transformers.AutoModel for the model without its head, or {random}, as to train them"
+    return random
+
+
+def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str] | None:
+    """The `key_mapping` that gives most of the missing weights their names in the file, if one prefix does."""
+    wanted, held = set(missing), set(unexpected)
+    more = (name.removesuffix(end) for name in unexpected for end in _ends(name) if end in wanted)
+    less = (name.removesuffix(end) for name in missing for end in _ends(name) if end in held)
+    candidates = [*((f"^{re.escape(prefix)}", "") for prefix in more), *(("^", prefix) for prefix in less)]
+    for pattern, prefix in dict.fromkeys(candidates):
+        named = {re.sub(pattern, prefix, name, count=1) for name in unexpected}
+        if 2 * len(wanted & named) > len(wanted):
+            return {pattern: prefix}
+    return None
+
+
+def _ends(name: str) -> Iterable[str]:
+    """What is left of a name without one part of it, without two, and so on."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
