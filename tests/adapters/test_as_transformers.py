@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -150,7 +149,7 @@ def other_weights(name: str) -> Callable[[Path], None]:
     """config.json names the file, and the usual one has another model's weights."""
 
     def build(folder: Path) -> None:
-        model = llama(folder)
+        llama(folder)
         (folder / name).parent.mkdir(exist_ok=True)
         if name.endswith(".index.json"):
             for number, (key, tensor) in enumerate(load_file(folder / FILE).items()):
@@ -275,7 +274,7 @@ def overlaid(name: str) -> Callable[[Path], None]:
     """The index says that a tensor is in a file of its own, and an old one is left in its shard."""
 
     def build(folder: Path) -> None:
-        model = llama(folder, max_shard_size="20KB")
+        model = llama(folder, max_shard_size="40KB")
         tensor = model.lm_head.weight.detach() * 2
         save_file({"lm_head.weight": tensor}, folder / name, metadata={"format": "pt"})
         index = json.loads((folder / INDEX).read_text())
@@ -286,7 +285,7 @@ def overlaid(name: str) -> Callable[[Path], None]:
 
 def stale(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path], None]:
     def build(folder: Path) -> None:
-        llama(folder, max_shard_size="20KB")
+        llama(folder, max_shard_size="40KB")
         index = json.loads((folder / INDEX).read_text())
         edit(folder / INDEX, weight_map=change(index["weight_map"]))
 
@@ -444,14 +443,14 @@ CASES = {
     # index
     "sharded": Case(build=lambda folder: llama(folder, max_shard_size="20KB") and None),
     "overlaid, the last one": Case(
-        build=overlaid("model-overlay.safetensors"), says=r"1 tensors are in several files.*not of model-00001"
+        build=overlaid("model-overlay.safetensors"), says=r"1 tensors are in several files.*not of model-0000"
     ),
     "overlaid, the first one": Case(build=overlaid("a.safetensors"), says="though the index lists it in a.safetensors"),
     "stale": Case(
         build=stale(lambda names: names | {"old.inv_freq": names["lm_head.weight"]}), says="stale: 1 tensors .* no file"
     ),
     "another shard": Case(
-        build=stale(lambda names: names | {"lm_head.weight": sorted(names.values())[-1]}), says="stale.* it is in model"
+        build=stale(lambda names: names | {"lm_head.weight": min(names.values())}), says="stale.* it is in model"
     ),
     # class and names
     "unknown architecture": Case(build=unknown, refused=r"the architecture 'LlamaForCausalLMEagle3', and transformers"),
@@ -540,6 +539,8 @@ def test_as_transformers(
     torch.manual_seed(7)
     kind = getattr(transformers, case.auto)
     reference = kind.from_pretrained(where, **options)
+    for parameter in reference.parameters():  # where a matrix begins changes bits: MKL goes by its address
+        parameter.data = parameter.data.clone()
     nbytes = sum(tensor.nbytes for tensor in reference.parameters())
     if case.refused is not None:
         with pytest.raises(CheckpointError, match=case.refused):
