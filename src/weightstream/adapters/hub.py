@@ -62,10 +62,17 @@ def local_path(
     Raises `CheckpointError`. Of `files` only those whose names are like one of these are got. Without a network the
     snapshot in the hub's cache is taken, if there is one.
     """
+    path, _ = _got(name, remote_code, files, subfolder, hub)
+    return path, path if path.is_dir() else path.parent
+
+
+def _got(
+    name: str | Path, remote_code: bool, files: Collection[str], subfolder: str, hub: Mapping[str, Any]
+) -> tuple[Path, bool]:
+    """The path of `local_path`, and whether it is in the hub's cache while the hub is out of reach."""
     path = Path(name).expanduser()
     if path.exists():
-        path = _inside(path, subfolder)
-        return path, path if path.is_dir() else path.parent
+        return _inside(path, subfolder), False
     if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
     wanted = [*files, *(["*.py"] if remote_code else [])]
@@ -73,19 +80,18 @@ def local_path(
     if subfolder:
         about = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
     try:
-        found = huggingface_hub.snapshot_download(name, **about, **hub)
+        return _inside(Path(huggingface_hub.snapshot_download(name, **about, **hub)), subfolder), False
     except _HUB_ERRORS as error:
         if (cached := _cached(name, subfolder, error, hub)) is None:
             raise CheckpointError(
-                f"{name!r} is no local folder, and getting it from the hub failed: {' '.join(str(error).split())}; "
-                "check the name, the network and `hf auth login`, or pass a folder"
+                f"{name!r} is no local folder, and getting it from the hub failed: "
+                f"{' '.join(str(error).split()).rstrip('.')}; check the name, the network and `hf auth login`, or pass "
+                "a folder"
             ) from error
-        found = cached
-    path = _inside(Path(found), subfolder)
-    return path, path
+    return _inside(cached, subfolder), True
 
 
-def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> str | None:
+def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> Path | None:
     """The snapshot in the cache, where an error is that the hub is out of reach. It may lack files, as those were got
     that somebody needed."""
     if isinstance(error, huggingface_hub.errors.HfHubHTTPError | ValueError):  # the hub has answered, or is not asked
@@ -95,7 +101,7 @@ def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any])
         inside = f"{subfolder}/{file}" if subfolder else file
         found = huggingface_hub.try_to_load_from_cache(name, inside, **place)
         if isinstance(found, str):
-            return found.removesuffix(f"/{inside}")
+            return Path(found.removesuffix(f"/{inside}"))
     return None
 
 
@@ -131,12 +137,16 @@ def find(
 
     Arguments as of `local_path`. Raises `CheckpointError`.
     """
-    path, folder = local_path(name, remote_code, files=files, subfolder=subfolder, **hub)
-    given = Path(name).expanduser()
+    path, is_cached = _got(name, remote_code, files, subfolder, hub)
+    folder, given = path if path.is_dir() else path.parent, Path(name).expanduser()
     passed = {} if given.exists() else {key: hub[key] for key in hub if key != "force_download"}  # that has been done
     passed |= {"subfolder": subfolder} if subfolder else {}
-    name = str(given.parent if given.is_file() else given if given.is_dir() else name)
-    found = Source(name=name, base=name, hub=passed, path=path, folder=folder, adapter=None)
+    passed |= {"local_files_only": True} if is_cached else {}
+    if given.is_file():
+        name = given.parent
+    elif given.is_dir() and not os.path.isdir(name):  # it begins with ~
+        name = given
+    found = Source(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
     if path.is_file() or not (folder / ADAPTER).is_file():
         return found
     is_alone = not (folder / "config.json").exists()
@@ -210,16 +220,22 @@ def config_and_class(
     is called where that is not its folder. Raises as `load_pretrained`.
     """
     config = _checked(folder, _read_config(folder, remote_code) if given is None else copy.deepcopy(given))
-    _override(config, {} if options is None else options)
     cls = _class_of(config, model_class, remote_code, folder)
+    kind: Any = cls.config_class or object
+    if given is None and not isinstance(config, kind) and not isinstance(config.get_text_config(), kind):
+        if model_class is None:
+            raise CheckpointError(
+                f"{folder}: config.json is of model_type {config.model_type!r}, and its architecture {cls.__name__} is "
+                f"of {kind.model_type!r}; pass model_class=transformers.AutoModelForCausalLM, or whichever class it is"
+            )
+        config = _checked(folder, kind.from_pretrained(folder))
+    _override(config, {} if options is None else options)
+    if not isinstance(config, kind):
+        whole, config = config, config.get_text_config()
+        if (quantization := getattr(whole, "quantization_config", None)) is not None:
+            config.quantization_config = quantization  # as transformers' Auto classes hand it on
     config.name_or_path = name or str(folder)  # a class may look there for files, as it is made
-    if isinstance(config, cls.config_class or object):
-        return config, cls
-    text = config.get_text_config()
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        text.quantization_config = quantization  # as transformers' Auto classes hand it on
-    text.name_or_path = config.name_or_path
-    return text, cls
+    return config, cls
 
 
 def is_pipeline(path_or_repo_id: str | Path) -> bool:
