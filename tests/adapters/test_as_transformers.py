@@ -22,7 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 import weightstream  # noqa: E402
 from models import EXPERTS, GQA, START_ID, T5, TEXT, TOKEN_IDS, TWO_STACKS, VISION, randomise  # noqa: E402
-from weightstream.errors import CheckpointError, PlanError  # noqa: E402
+from weightstream.adapters import packing  # noqa: E402
+from weightstream.errors import CheckpointError, PlanError, UnsupportedError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_loading_bars", "few_plans")
 
@@ -70,6 +71,7 @@ class Case:
     says: str | None = None
     refused: str | None = None
     also: Callable[[Any], Any] = lambda model: None
+    loads_whole: bool = True  # nothing that is missing has to be allowed
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -462,6 +464,7 @@ CASES = {
         build=a_head_is_missing,
         auto="LlamaForSequenceClassification",
         ours={"allow_missing": True},
+        loads_whole=False,
         run=forward,
         says="random values",
     ),
@@ -561,6 +564,37 @@ def test_as_transformers(
     assert_equal_weights(model, reference)
     model.weightstream.remove()
     assert_equal_weights(model, reference)
+
+
+@pytest.mark.few(6)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refused is None])
+def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    place = tmp_path / "model"
+    place.mkdir()
+    built = case.build(place)
+    if not case.loads_whole or isinstance(built, str) or "subfolder" in case.options or case.options.get("key_mapping"):
+        return  # nothing is packed that cannot be loaded by its path alone
+    where = built if isinstance(built, Path) else place
+    trusted = bool(case.options.get("trust_remote_code"))
+    if name.startswith("adapter"):
+        with pytest.raises(UnsupportedError, match=r"adapter_config\.json is of an adapter, .*merge_and_unload"):
+            packing.pack(str(where), tmp_path / "pack", trust_remote_code=trusted)
+        assert not (tmp_path / "pack").exists()
+        return
+    packing.pack(str(where), tmp_path / "pack", trust_remote_code=trusted)
+    kind = getattr(transformers, case.auto)
+    found, expected = (kind.from_pretrained(path, **case.options) for path in (tmp_path / "pack", where))
+    assert_equal_weights(found, expected)
+    was, told = described(found), described(expected)
+    for facts in (was, told):
+        for key in ("transformers_weights", "_name_or_path"):
+            facts["config"].pop(key, None)
+        facts["name"] = None
+        facts["class"] = facts["class"].rpartition(".")[2]  # the module of code in a folder is called after that
+    assert was == told
+    assert case.also(found) == case.also(expected)
 
 
 def test_of_the_table_few_are_refused() -> None:
