@@ -6,24 +6,28 @@ It knows names alone: what transformers reports are unexpected keys of the files
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 _LAYER = re.compile(r"(.*?\.)?(\d+)\.")  # what is before the first number, and the number
 _ADAPTERS = ("lora_", ".base_layer.", "modules_to_save", "ia3_", "vera_", "oft_", "hada_", "lokr_")
 
 
-def layers(names: Iterable[str], unexpected: Collection[str]) -> str | None:
-    """Says which numbered layers of a checkpoint the model has not, where it has others of the same list."""
-    found: dict[str, dict[int, bool]] = {}
-    for name in names:
+def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
+    """Says which numbered layers the files have that the model, with weights of these names, does not have."""
+    numbered = {(match[1] or "", int(match[2])) for name in names if (match := _LAYER.match(name))}
+    lists = {prefix for prefix, _ in numbered}
+    found: dict[str, set[int]] = {}
+    for name in unexpected:
         if match := _LAYER.match(name):
-            numbers = found.setdefault(match[1] or "", {})
-            numbers[int(match[2])] = numbers.get(int(match[2]), False) or name not in unexpected
-    told = []
-    for prefix, numbers in sorted(found.items()):
-        left = sorted(number for number, is_used in numbers.items() if not is_used)
-        if left and len(left) < len(numbers):
-            told.append(f"{prefix}{left[0]}" + f" to {prefix}{left[-1]}" * (len(left) > 1))
+            end, number = match[1] or "", int(match[2])
+            # a file may have the names of the base model, without its prefix
+            prefix = next((prefix for prefix in lists if prefix == end or prefix.endswith(f".{end}")), None)
+            if prefix is not None and (prefix, number) not in numbered:
+                found.setdefault(prefix, set()).add(number)
+    told = [
+        f"{prefix}{min(numbers)}" + f" to {prefix}{max(numbers)}" * (len(numbers) > 1)
+        for prefix, numbers in sorted(found.items())
+    ]
     return f"layers that the config does not have are left out: {', '.join(told)}" if told else None
 
 

@@ -377,7 +377,7 @@ class _Load:
                 f"{self._where}: {len(shapes)} shapes differ: {'; '.join(shapes[:8])}; "
                 "the config is of another model, or pass ignore_mismatched_sizes=True"
             )
-        if layers := surplus.layers(self._checkpoint.entries, info.unexpected_keys):
+        if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
             _LOGGER.warning("%s: %s", self._where, layers)
         if missing := sorted(info.missing_keys):
             names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
