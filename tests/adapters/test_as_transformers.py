@@ -9,7 +9,8 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_loading_bars", "few_plans")
 SMALL = TEXT | {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 96, "num_key_value_heads": 2}
 IDS = torch.tensor([[3, 17, 40, 5, 99, 23]])
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMMIT = "0123456789" * 4
 
 
 def generated(model: Any) -> list[torch.Tensor]:
@@ -227,7 +229,7 @@ OWN_LOAD = """@classmethod
         model.facts = read(path)
         return model
 """
-TRUSTED = {"trust_remote_code": True}
+TRUSTED, CACHED = {"trust_remote_code": True}, {"local_files_only": True}
 
 
 def code(init: str = "pass", more: str = "") -> Callable[[Path], None]:
@@ -294,31 +296,35 @@ def stale(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path]
     return build
 
 
-def cached(folder: Path, blobs: str) -> Path:
+def cached(folder: Path, blobs: str, save_model: Callable[[Path], Any] = llama) -> Path:
     """A repository in the cache of the hub, whose blobs, or each of them, or its snapshots are on another disk."""
     repo, other = folder / "models--o--m", folder / "other"
-    for inside in ("refs", "snapshots/abc"):
+    for inside in ("refs", f"snapshots/{COMMIT}"):
         (repo / inside).mkdir(parents=True)
     other.mkdir()
-    (repo / "refs" / "main").write_text("abc")
+    (repo / "refs" / "main").write_text(COMMIT)
     if blobs == "is a link":
         (repo / "blobs").symlink_to(other)
     else:
         (repo / "blobs").mkdir()
-    llama(folder / "saved")
+    (folder / "saved").mkdir()
+    save_model(folder / "saved")
     for file in (folder / "saved").iterdir():
         shutil.move(file, other / f"{file.name}-")
         if blobs == "are links":
             (repo / "blobs" / f"{file.name}-").symlink_to(other / f"{file.name}-")
         elif blobs == "are there":
             shutil.move(other / f"{file.name}-", repo / "blobs")
-        (repo / "snapshots" / "abc" / file.name).symlink_to(f"../../blobs/{file.name}-")
-    return repo / "snapshots" / "abc"
+        (repo / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/{file.name}-")
+    return repo / "snapshots" / COMMIT
 
 
-def by_name(folder: Path) -> str:
-    cached(folder, "is a link")
-    return "o/m"
+def by_name(save_model: Callable[[Path], Any]) -> Callable[[Path], str]:
+    def build(folder: Path) -> str:
+        cached(folder, "is a link", save_model)
+        return "o/m"
+
+    return build
 
 
 def links(folder: Path) -> Path:
@@ -440,7 +446,10 @@ CASES = {
     "in a subfolder": Case(build=in_a_subfolder, options={"subfolder": "text/model"}),
     "blobs is a link": Case(build=lambda folder: cached(folder, "is a link")),
     "blobs are links": Case(build=lambda folder: cached(folder, "are links")),
-    "by its name": Case(build=by_name, options={"local_files_only": True}),
+    "by its name": Case(build=by_name(llama), options=CACHED),
+    "by its name, with code": Case(
+        build=by_name(code("self.facts = config._name_or_path")), options=TRUSTED | CACHED, also=facts
+    ),
     "links that leave the folder": Case(build=links, refused=r"outside the model folder; refused.*cp -L"),
     # index
     "sharded": Case(build=lambda folder: llama(folder, max_shard_size="20KB") and None),
@@ -527,12 +536,19 @@ def assert_equal_weights(model: Any, reference: Any) -> None:
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.few(12)
+@pytest.fixture(scope="module", autouse=True)
+def _modules_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """transformers copies code of checkpoints to a place that it imports it from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.mark.few(30)
 @pytest.mark.filterwarnings("ignore")  # of transformers, about settings
 @pytest.mark.parametrize("name", CASES)
-def test_as_transformers(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
     place = tmp_path / "model"
     place.mkdir()

@@ -380,16 +380,17 @@ def loaded_dtype(
     return found
 
 
-def class_behind(auto: Any, config: Any, folder: Any, remote_code: bool) -> Any:
-    """The class that an Auto class loads for a config, with `remote_code` that of the code in the folder."""
+def class_behind(auto: Any, config: Any, code: tuple[str, Mapping[str, Any]] | None) -> Any:
+    """The class that an Auto class loads for a config. `code`: the folder or repository whose code is trusted, and
+    keywords that go with it; None: none is."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import auto_factory
 
     is_known = type(config) in auto._model_mapping
     own = auto_factory._get_model_class(config, auto._model_mapping) if is_known else None
     reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
-    if reference and remote_code and (own is None or own.__module__.startswith("transformers.")):
-        cls = get_class_from_dynamic_module(reference, str(folder))
+    if reference and code is not None and (own is None or own.__module__.startswith("transformers.")):
+        cls = get_class_from_dynamic_module(reference, code[0], **code[1])
         if own is None:
             auto.register(type(config), cls, exist_ok=True)
         cls.register_for_auto_class(auto_class=auto)
@@ -397,7 +398,7 @@ def class_behind(auto: Any, config: Any, folder: Any, remote_code: bool) -> Any:
     if own is not None:
         return own
     with torch.device("meta"):  # says what it does not know, or that it is not trusted
-        return type(auto.from_config(config, trust_remote_code=remote_code))
+        return type(auto.from_config(config, trust_remote_code=code is not None))
 
 
 class Reading:

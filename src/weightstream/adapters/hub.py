@@ -121,6 +121,12 @@ class Source:
         """That of the repository or folder which all of it is in."""
         return str(self.hub.get("subfolder") or "")
 
+    @property
+    def place_of_code(self) -> tuple[str, Mapping[str, Any]]:
+        """The name by which transformers finds code that comes with the model, and keywords that go with it: classes
+        are in modules that are called after it."""
+        return self.base, self.hub
+
     def checkpoint(self, config: Any) -> Checkpoint:
         """The files of the weights that transformers takes; says what they have that an index does not say."""
         extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
@@ -207,20 +213,16 @@ def _inside(folder: Path, subfolder: str) -> Path:
 
 
 def config_and_class(
-    folder: Path,
-    model_class: Any,
-    remote_code: bool,
-    given: Any = None,
-    options: dict[str, Any] | None = None,
-    name: str | None = None,
+    source: Source, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:
-    """The config of a folder, or the one `given`, and the class of the model that it describes.
+    """The config of a model, or the one `given`, and the class of the model that it describes.
 
-    What the config has of `options` is taken out of these and set there, as transformers does. `name`: what the model
-    is called where that is not its folder. Raises as `load_pretrained`.
+    What the config has of `options` is taken out of these and set there, as transformers does. Raises as
+    `load_pretrained`.
     """
-    config = _checked(folder, _read_config(folder, remote_code) if given is None else copy.deepcopy(given))
-    cls = _class_of(config, model_class, remote_code, folder)
+    folder = source.folder
+    config = _checked(folder, _read_config(source, remote_code) if given is None else copy.deepcopy(given))
+    cls = _class_of(config, model_class, remote_code, source)
     kind: Any = cls.config_class or object
     if given is None and not isinstance(config, kind) and not isinstance(config.get_text_config(), kind):
         if model_class is None:
@@ -234,7 +236,7 @@ def config_and_class(
         whole, config = config, config.get_text_config()
         if (quantization := getattr(whole, "quantization_config", None)) is not None:
             config.quantization_config = quantization  # as transformers' Auto classes hand it on
-    config.name_or_path = name or str(folder)  # a class may look there for files, as it is made
+    config.name_or_path = source.base  # a class may look there for files, as it is made
     return config, cls
 
 
@@ -266,10 +268,12 @@ def _override(config: Any, options: dict[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def _read_config(folder: Path, remote_code: bool) -> Any:
+def _read_config(source: Source, remote_code: bool) -> Any:
+    name, about = source.place_of_code if remote_code else (str(source.folder), {})
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote_code, **about)
     except (OSError, ValueError, KeyError) as error:
+        folder = source.folder
         raise CheckpointError(f"{folder}: {_elsewhere(folder) or f'cannot read config.json: {error}'}") from error
 
 
@@ -313,12 +317,12 @@ def refuse_quantised(what: object, quantization: Any, supported: Collection[str]
         raise UnsupportedError(f"{what}: quantised with {method}: pip install {' '.join(missing)}")
 
 
-def _class_of(config: Any, model_class: Any, remote_code: bool, folder: Path) -> Any:
+def _class_of(config: Any, model_class: Any, remote_code: bool, source: Source) -> Any:
     if model_class is None:
-        model_class = _named_class(config, remote_code, folder)
+        model_class = _named_class(config, remote_code, source.folder)
     if hasattr(model_class, "config_class"):
         return model_class
-    return hf_private.class_behind(model_class, config, folder, remote_code)
+    return hf_private.class_behind(model_class, config, source.place_of_code if remote_code else None)
 
 
 def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:
@@ -377,8 +381,7 @@ def skeleton(
     if source.adapter is not None:
         _LOGGER.warning("%s: the plan is of the model without the adapter that is loaded with it", source.adapter)
     with refused_as_checkpoint(path_or_repo_id, "build"):
-        about = model_config, None, source.base
-        config, cls = config_and_class(source.folder, model_class, trust_remote_code, *about)
+        config, cls = config_and_class(source, model_class, trust_remote_code, model_config)
         checkpoint = source.checkpoint(config) if is_whole(source.path, config) else None
         loaded = dtype_of(dtype, config, checkpoint, source.path)
         model = build(cls, config, loaded, distributed_config)

@@ -115,7 +115,7 @@ def load_pretrained(
         refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     source = find(path_or_repo_id, trust_remote_code, **hub)
-    path, folder = source.path, source.folder
+    path = source.path
     if path.is_dir() and is_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
     checkpoint = source.checkpoint(model_config)
@@ -123,8 +123,7 @@ def load_pretrained(
         checkpoint.verify()
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        about = model_config, kwargs, source.base
-        config, cls = config_and_class(folder, model_class, trust_remote_code, *about)
+        config, cls = config_and_class(source, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
         if getattr(type(config), "extra_files", ()):
             checkpoint = source.checkpoint(config)

@@ -180,7 +180,7 @@ class Session:
             source.path, weights_named(source.path, None)
         )  # headers alone; what is wrong with the weights is not to be told of the tokenizer
         with refused_as_checkpoint(name, "load"):
-            config_and_class(source.folder, None, trust_remote_code)
+            config_and_class(source, None, trust_remote_code)
         folder = source.folder
         if source.adapter is not None and (source.adapter / "tokenizer_config.json").is_file():
             folder = source.adapter
