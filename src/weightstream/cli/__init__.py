@@ -30,7 +30,7 @@ __all__ = ["app"]
 # `name=value`, or a name of several words that is to be given
 _KEYWORD = re.compile(
     r"\b(?P<name>[a-z_]+)=(?P<value>'[^']*'|\"[^\"]*\"|\w+)?"
-    r"|(?P<verb>\b(?:pass|give|set|raise|leave out)(?: another)? )(?P<verb_name>[a-z]+(?:_[a-z]+)+)\b"
+    r"|(?P<verb>\b(?:pass|give|set|raise|leave out)(?: another)? )(?P<verb_name>[a-z]+(?:_[a-z]+)+)\b(?!=)"
 )
 _PYTHON = re.compile(r"\bpass [a-z_]+=")
 _QUOTES, _BARE = "'\"", (None, "True")
