@@ -79,8 +79,9 @@ def _got(
     about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
     if subfolder:
         about = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
+    is_cached = False
     try:
-        return _inside(Path(huggingface_hub.snapshot_download(name, **about, **hub)), subfolder), False
+        found = Path(huggingface_hub.snapshot_download(name, **about, **hub))
     except _HUB_ERRORS as error:
         if (cached := _cached(name, subfolder, error, hub)) is None:
             raise CheckpointError(
@@ -88,7 +89,8 @@ def _got(
                 f"{' '.join(str(error).split()).rstrip('.')}; check the name, the network and `hf auth login`, or pass "
                 "a folder"
             ) from error
-    return _inside(cached, subfolder), True
+        found, is_cached = cached, True
+    return _inside(found, subfolder), is_cached
 
 
 def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> Path | None:
@@ -127,10 +129,15 @@ class Source:
         are in modules that are called after it."""
         return self.base, self.hub
 
+    def files_of(self, config: Any) -> tuple[str | None, tuple[str, ...]]:
+        """What a config, or config.json for None, says of the files of weights: that one has another name, and more of
+        them."""
+        extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
+        return weights_named(self.path, config), tuple(extra)
+
     def checkpoint(self, config: Any) -> Checkpoint:
         """The files of the weights that transformers takes; says what they have that an index does not say."""
-        extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
-        found = Checkpoint.open(self.path, weights_named(self.path, config), extra)
+        found = Checkpoint.open(self.path, *self.files_of(config))
         for note in found.notes:
             _LOGGER.warning("%s", note)
         return found

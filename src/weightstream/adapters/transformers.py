@@ -118,15 +118,15 @@ def load_pretrained(
     path = source.path
     if path.is_dir() and is_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
-    checkpoint = source.checkpoint(model_config)
-    if verify_checksums:
-        checkpoint.verify()
+    checkpoint = source.checkpoint(model_config)  # what is wrong with it is told before anything of the config
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
         config, cls = config_and_class(source, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
-        if getattr(type(config), "extra_files", ()):
+        if source.files_of(config) != source.files_of(model_config):
             checkpoint = source.checkpoint(config)
+        if verify_checksums:
+            checkpoint.verify()
         options = {"config": config, "dtype": dtype_of(dtype, config, checkpoint, path), **kwargs, **source.hub}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         options |= {"trust_remote_code": True} if trust_remote_code else {}
