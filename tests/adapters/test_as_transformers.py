@@ -506,6 +506,7 @@ CASES = {
     "GPT-2": Case(build=gpt2),
     "LLaVA": Case(build=llava, auto="AutoModelForImageTextToText", run=seen),
 }
+SLOW = ("Mamba",)  # to import
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -562,7 +563,7 @@ def _modules_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.mark.few(30)
 @pytest.mark.filterwarnings("ignore")  # of transformers, about settings
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in CASES])
 def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
     if not hasattr(transformers, case.auto):

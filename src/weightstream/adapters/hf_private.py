@@ -401,6 +401,21 @@ def class_behind(auto: Any, config: Any, code: tuple[str, Mapping[str, Any]] | N
         return type(auto.from_config(config, trust_remote_code=code is not None))
 
 
+def add_adapter(model: Any, folder: Any, dtype: torch.dtype) -> None:
+    """Give a model on meta the modules that an adapter in a folder adds as it is loaded, in this dtype."""
+    from peft import PeftConfig, inject_adapter_in_model
+
+    before = {id(param) for param in model.parameters()}
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    inject_adapter_in_model(config, model, "default", low_cpu_mem_usage=True)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in before:
+                made = torch.empty(param.shape, dtype=dtype, device="meta")
+                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+
+
 class Reading:
     """One load of transformers by this thread, in which `tensors` stand in for the files of a checkpoint.
 

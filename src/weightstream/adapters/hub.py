@@ -385,8 +385,6 @@ def skeleton(
     """
     check_dtype(dtype)
     source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
-    if source.adapter is not None:
-        _LOGGER.warning("%s: the plan is of the model without the adapter that is loaded with it", source.adapter)
     with refused_as_checkpoint(path_or_repo_id, "build"):
         config, cls = config_and_class(source, model_class, trust_remote_code, model_config)
         checkpoint = source.checkpoint(config) if is_whole(source.path, config) else None
@@ -394,6 +392,8 @@ def skeleton(
         model = build(cls, config, loaded, distributed_config)
         if checkpoint is not None:
             _compare(source.folder, model, checkpoint)
+        if source.adapter is not None:
+            hf_private.add_adapter(model, source.adapter, loaded)
     return model.eval(), checkpoint if distributed_config is None else None
 
 
