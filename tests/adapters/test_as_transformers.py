@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 import weightstream  # noqa: E402
 from models import EXPERTS, GQA, START_ID, T5, TEXT, TOKEN_IDS, TWO_STACKS, VISION, randomise  # noqa: E402
-from weightstream.adapters import packing  # noqa: E402
+from weightstream.adapters import hub, packing  # noqa: E402
 from weightstream.errors import CheckpointError, PlanError, UnsupportedError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_loading_bars", "few_plans")
@@ -73,7 +73,6 @@ class Case:
     says: str | None = None
     refused: str | None = None
     also: Callable[[Any], Any] = lambda model: None
-    loads_whole: bool = True  # nothing that is missing has to be allowed
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -488,7 +487,6 @@ CASES = {
         build=a_head_is_missing,
         auto="LlamaForSequenceClassification",
         ours={"allow_missing": True},
-        loads_whole=False,
         run=forward,
         says="random values",
     ),
@@ -561,21 +559,24 @@ def _modules_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield
 
 
+def built(case: Case, folder: Path) -> Path | str:
+    """What is to be loaded."""
+    if not hasattr(transformers, case.auto):
+        pytest.skip(f"transformers {transformers.__version__} has no {case.auto}")
+    folder.mkdir()
+    found = case.build(folder)
+    return found if isinstance(found, str | Path) else folder
+
+
 @pytest.mark.few(30)
 @pytest.mark.filterwarnings("ignore")  # of transformers, about settings
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in CASES])
 def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
-    if not hasattr(transformers, case.auto):
-        pytest.skip(f"transformers {transformers.__version__} has no {case.auto}")
-    place = tmp_path / "model"
-    place.mkdir()
-    built = case.build(place)
-    where = built if isinstance(built, str | Path) else place
-    options = dict(case.options) | ({"cache_dir": str(place)} if isinstance(where, str) else {})
+    where = built(case, tmp_path / "model")
+    options = dict(case.options) | ({"cache_dir": str(tmp_path / "model")} if isinstance(where, str) else {})
     torch.manual_seed(7)
-    kind = getattr(transformers, case.auto)
-    reference = kind.from_pretrained(where, **options)
+    reference = getattr(transformers, case.auto).from_pretrained(where, **options)
     for parameter in reference.parameters():  # where a matrix begins changes bits: MKL goes by its address
         parameter.data = parameter.data.clone()
     nbytes = sum(tensor.nbytes for tensor in reference.parameters())
@@ -600,28 +601,27 @@ def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert_equal_weights(model, reference)
 
 
+def test_of_the_table_few_are_refused() -> None:
+    assert len(CASES) >= 30
+    assert sum(case.refused is not None for case in CASES.values()) <= 4
+
+
+# -- packs and plans, which take a path and no keywords of a load ------------------------------------------------------
+
+BY_PATH = [name for name, case in CASES.items() if not case.options.keys() & {"subfolder", "local_files_only"}]
+ADAPTERS = [name for name in BY_PATH if name.startswith("adapter")]
+WHOLE = [name for name in BY_PATH if not CASES[name].ours and not CASES[name].options.keys() & {"key_mapping"}]
+
+
 @pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refused is None])
+@pytest.mark.parametrize("name", [n for n in WHOLE if n not in ADAPTERS and CASES[n].refused is None])
 def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    if not hasattr(transformers, case.auto):
-        pytest.skip(f"transformers {transformers.__version__} has no {case.auto}")
-    place = tmp_path / "model"
-    place.mkdir()
-    built = case.build(place)
-    if not case.loads_whole or isinstance(built, str) or "subfolder" in case.options or case.options.get("key_mapping"):
-        return  # nothing is packed that cannot be loaded by its path alone
-    where = built if isinstance(built, Path) else place
-    trusted = bool(case.options.get("trust_remote_code"))
-    if name.startswith("adapter"):
-        with pytest.raises(UnsupportedError, match=r"adapter_config\.json is of an adapter, .*merge_and_unload"):
-            packing.pack(str(where), tmp_path / "pack", trust_remote_code=trusted)
-        assert not (tmp_path / "pack").exists()
-        return
-    packing.pack(str(where), tmp_path / "pack", trust_remote_code=trusted)
-    kind = getattr(transformers, case.auto)
-    found, expected = (kind.from_pretrained(path, **case.options) for path in (tmp_path / "pack", where))
+    where = built(case, tmp_path / "model")
+    packing.pack(str(where), tmp_path / "pack", trust_remote_code="trust_remote_code" in case.options)
+    load = getattr(transformers, case.auto).from_pretrained
+    found, expected = (load(path, **case.options) for path in (tmp_path / "pack", where))
     assert_equal_weights(found, expected)
     was, told = described(found), described(expected)
     for facts in (was, told):
@@ -633,6 +633,29 @@ def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> N
     assert case.also(found) == case.also(expected)
 
 
-def test_of_the_table_few_are_refused() -> None:
-    assert len(CASES) >= 30
-    assert sum(case.refused is not None for case in CASES.values()) <= 4
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_not_packed(name: str, tmp_path: Path) -> None:
+    where = built(CASES[name], tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"adapter_config\.json is of an adapter, .*merge_and_unload"):
+        packing.pack(str(where), tmp_path / "pack")
+    assert not (tmp_path / "pack").exists()
+
+
+@pytest.mark.few(8)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BY_PATH)
+def test_a_plan_is_of_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    where = built(case, tmp_path / "model")
+    trusted = "trust_remote_code" in case.options
+    if case.refused is not None:
+        with pytest.raises(CheckpointError, match=case.refused):
+            hub.skeleton(where, trust_remote_code=trusted)
+        return
+    planned, _ = hub.skeleton(where, trust_remote_code=trusted)
+    loaded = getattr(transformers, case.auto).from_pretrained(where, **case.options)
+    found, expected = ({n: (t.shape, t.dtype) for n, t in m.state_dict().items()} for m in (planned, loaded))
+    assert found == expected
+    for key in ("class", "name", "tied", "dtype"):
+        assert described(planned)[key] == described(loaded)[key]

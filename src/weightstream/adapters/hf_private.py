@@ -323,6 +323,12 @@ def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     return [name for name, (place, _) in places(model, names)[0].items() if place is None]
 
 
+def unexpected_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of them that transformers reports as unexpected: a class knows of some that it leaves out."""
+    known = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return [name for name in unused_names(model, names) if not any(pattern.search(name) for pattern in known)]
+
+
 def convert_into(
     model: Any, tensors: Mapping[str, Any], dtype: torch.dtype, mapping: Mapping[str, str] | None = None
 ) -> None:
@@ -435,7 +441,7 @@ class Reading:
     ) -> None:
         self.info: Any = None
         self.is_elsewhere = False
-        self._place, self._files, self._index, self._tensors = (name, subfolder, named), files, index, tensors
+        self._place, self._files, self._index, self._tensors = (_folder(name, subfolder), named), files, index, tensors
         self._model: Any = None
 
     @contextlib.contextmanager
@@ -451,11 +457,11 @@ class Reading:
         )
 
         def found(*args: Any, **kwargs: Any) -> Any:
-            place = (
+            folder = _folder(
                 str(kwargs.get("pretrained_model_name_or_path")),
                 (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
-                kwargs.get("transformers_explicit_filename"),
             )
+            place = folder, kwargs.get("transformers_explicit_filename")
             is_ours = threading.get_ident() == thread and place == self._place
             return (self._files, self._index) if is_ours else find(*args, **kwargs)
 
@@ -483,6 +489,12 @@ class Reading:
             set_inside(kind, "_finalize_model_loading", staticmethod(finished)),
         ):
             yield
+
+
+def _folder(name: str, subfolder: str) -> str:
+    """A folder, however it is spelled, or a repository's name."""
+    path = os.path.join(name, subfolder)
+    return os.path.realpath(path) if os.path.isdir(path) else path
 
 
 def _reporting(load_config: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch import nn
 
-from weightstream.adapters import hf_private, hf_sharded
+from weightstream.adapters import hf_private, hf_sharded, surplus
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError, WeightstreamError
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 from weightstream.store.header import read_header, torch_dtype
@@ -344,7 +344,8 @@ def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:
             return getattr(transformers, brought[name])
     for name in names:
         kind = getattr(transformers, name, None)
-        if isinstance(kind, type) and (hasattr(kind, "config_class") or hasattr(kind, "_model_mapping")):
+        is_of_a_kind = getattr(kind, "config_class", None) is not None  # the base of all classes is not
+        if isinstance(kind, type) and (is_of_a_kind or hasattr(kind, "_model_mapping")):
             return kind
     if remote_code and len(brought) == 1:  # under another name than the config's
         return getattr(transformers, *brought.values())
@@ -471,6 +472,8 @@ def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
     held = sum(sizes.values())
     if held != wanted:
         held -= sum(sizes[name] for name in hf_private.unused_names(model, sizes))
+        if layers := surplus.layers(model.state_dict(), hf_private.unexpected_names(model, sizes)):
+            _LOGGER.warning("%s: %s", folder, layers)
     if held != wanted:
         _LOGGER.warning(
             "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",
