@@ -21,7 +21,7 @@ def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
         if match := _LAYER.match(name):
             end, number = match[1] or "", int(match[2])
             # a file may have the names of the base model, without its prefix
-            prefix = next((prefix for prefix in lists if prefix == end or prefix.endswith(f".{end}")), None)
+            prefix = next((prefix for prefix in sorted(lists) if prefix == end or prefix.endswith(f".{end}")), None)
             if prefix is not None and (prefix, number) not in numbered:
                 found.setdefault(prefix, set()).add(number)
     told = [
@@ -40,10 +40,15 @@ def remedy(missing: Sequence[str], unexpected: Sequence[str], base_prefix: str) 
         )
     if (mapping := _prefix(missing, unexpected)) is not None:
         return f"their names differ by a prefix: pass key_mapping={mapping!r}"
-    random = "pass allow_missing=True to give them random values"
+    random = "allow_missing=True to give them random values"
     if base_prefix and not any(name.startswith(f"{base_prefix}.") for name in missing):
         return f"pass model_class=transformers.AutoModel for the model without its head, or {random}, as to train them"
-    return random
+    if unexpected:
+        return (
+            f"the files have {len(unexpected)} weights that it does not have, such as {unexpected[0]}: pass "
+            f"key_mapping= if these are the same under other names, else {random}"
+        )
+    return f"pass {random}"
 
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str] | None:
