@@ -207,7 +207,7 @@ def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
     tensors["lm_head.weight"] = torch.zeros(3, 3)
     names = "_get_resolved_checkpoint_files", "_load_pretrained_model", "_finalize_model_loading"
     with needs(", ".join(names)):
-        reading = hf_private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, tensors)
+        reading = hf_private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
         with reading():
             model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert reading.info is not None, lost("_finalize_model_loading")
@@ -217,6 +217,7 @@ def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
             [key for key, *_ in reading.info.mismatched_keys],
         )
     assert found == ({"model.norm.weight"}, {"more"}, ["lm_head.weight"]), lost("loading_info")
+    assert not given
     layer = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(model.state_dict()[layer], tensors[layer]), lost("_load_pretrained_model")
     with pytest.raises(OSError, match="no file named"):

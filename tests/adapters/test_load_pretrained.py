@@ -677,6 +677,25 @@ def test_what_a_class_changes_as_it_loads_stays_changed(llama: Path) -> None:
     assert (llama / "model.safetensors").read_bytes() == before
 
 
+def test_an_exception_that_is_kept_keeps_no_weights(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As gptqmodel keeps that of an import: it has the frames of the load."""
+    kept: list[Exception] = []
+
+    class Keeping(transformers.LlamaForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                raise ValueError
+            except ValueError as error:
+                kept.append(error)
+            return super().from_pretrained(path, *args, **kwargs)
+
+    options = {"device": "cpu", "device_budget": "300KiB", "progress": False}
+    with weightstream.from_pretrained(llama, model_class=Keeping, **options).weightstream:
+        assert "are also shown by" not in caplog.text
+    assert kept
+
+
 def test_a_class_that_spells_the_path_otherwise(llama: Path) -> None:
     class Spelled(transformers.LlamaForCausalLM):
         @classmethod

@@ -488,7 +488,13 @@ class Reading:
             set_inside(kind, "_load_pretrained_model", staticmethod(loaded)),
             set_inside(kind, "_finalize_model_loading", staticmethod(finished)),
         ):
-            yield
+            try:
+                yield
+            finally:
+                # An exception that a library keeps, such as one of an import that failed, keeps the frames that lead to
+                # it, and what they know.
+                self._tensors.clear()
+                self._model = None
 
 
 def _folder(name: str, subfolder: str) -> str:

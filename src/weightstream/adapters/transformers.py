@@ -228,7 +228,9 @@ class _Load:
         sources = {name: self._tensor(name, decode) for name in checkpoint.entries if name not in used}
         try:
             with register_module_parameter_registration_hook(self._on_parameter):
-                model = self._build(sources | stacks)
+                sources |= stacks
+                stacks.clear()
+                model = self._build(sources)
         finally:
             heap.trim()
         if used:
@@ -287,7 +289,8 @@ class _Load:
             hf_private.quantising_on(device, then),
             hf_private.kernels_for(device, then),
         ):
-            model = self._build(sources | {name: tensor[...] for name, tensor in gathered.items()})
+            sources |= {name: tensor[...] for name, tensor in gathered.items()}
+            model = self._build(sources)
         if used:
             hf_private.remember_conversions(model, conversions)
         if num := self._homing.num_written:
@@ -343,8 +346,8 @@ class _Load:
                     memory = self._checkpoint.lazy[name]
                     memory.populate(0, memory.nbytes)
 
-    def _build(self, tensors: Mapping[str, Any]) -> Any:
-        """Has transformers make the model of these."""
+    def _build(self, tensors: dict[str, Any]) -> Any:
+        """Has transformers make the model of these; the dict is empty then."""
         allowed = self._options.get("ignore_mismatched_sizes", False)
         index: Any = self._checkpoint.index
         self._reading = hf_private.Reading(
@@ -353,7 +356,7 @@ class _Load:
             getattr(self._options["config"], "transformers_weights", None),
             [str(mapping.path) for mapping in self._checkpoint.mappings],
             index and {**(index.get("metadata") or {}), "weight_map": dict(index["weight_map"])},
-            dict(tensors),
+            tensors,
         )
         with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report, self._reading():
             try:
