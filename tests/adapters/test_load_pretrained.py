@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import weightstream
 from models import TEXT
+from weightstream.adapters import packing
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
 from weightstream.plan.amounts import human
@@ -547,10 +548,11 @@ def test_what_to_do_without_a_head(untied: Path) -> None:
 with_adapters = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
 
 
-def adapter_of(base: Path, folder: Path) -> Any:
+def adapter_of(base: Path, folder: Path, **more: Any) -> Any:
     peft = pytest.importorskip("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    about = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **more)
+    model = peft.get_peft_model(model, about)
     model.save_pretrained(folder)
     return model
 
@@ -613,6 +615,25 @@ def test_an_adapter_is_in_memory_and_its_model_in_the_files(untied: Path, caplog
     assert {home for name, home in found.items() if "lora" not in name} == {"checkpoint"}
     assert loaded.folder is None
     assert not caplog.text
+
+
+@with_adapters
+def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
+    """One of DoRA computes with them as it is put in."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | sizes)), tmp_path / "base"
+    model.bfloat16().save_pretrained(folder)
+    packing.pack(str(folder), tmp_path / "pack", codec="dense")
+    adapter_of(folder, folder, use_dora=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, tmp_path / "pack")
+    torch.manual_seed(1)  # transformers leaves a part of it as it is drawn
+    reference = transformers.LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    loaded = load_pretrained(tmp_path / "pack")
+    assert "folder" in homes(loaded).values()
+    assert_same(loaded, reference)
 
 
 @pytest.mark.parametrize(

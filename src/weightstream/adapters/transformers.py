@@ -214,7 +214,8 @@ class _Load:
             return self._quantised(device)
         if is_sharded:
             return self._sharded()
-        decode = bool(self._coded) and wants_plain()
+        has_adapter = self._source.adapter is not None  # which may read weights as it is put in
+        decode = bool(self._coded) and (has_adapter or wants_plain())
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
@@ -326,11 +327,14 @@ class _Load:
     def _tell_of_decoding(self) -> None:
         _LOGGER.warning(
             "%s: %d coded tensors are decoded into %s for this process only: %s on disk and on every way from "
-            "there in place of %s, since they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, "
-            "or on the CPU codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
+            "there in place of %s, since %s",
             *(self._where, len(self._coded), self._folder.path),
             human(sum(layout.raw_nbytes for layout in self._coded.values())),
             human(sum(layout.nbytes for layout in self._coded.values())),
+            "an adapter is loaded with them"
+            if self._source.adapter is not None
+            else "they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
+            "codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
         )
 
     def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, hf_private.Place]) -> None:
