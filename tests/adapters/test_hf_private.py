@@ -174,6 +174,56 @@ def test_dtypes_that_are_kept() -> None:
     assert strict("model.norm.weight") is None, lost("build_glob_alternation")
 
 
+def test_the_dtype_of_a_load() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+    config.dtype = None
+    first = {"a": torch.int64, "b": torch.float8_e4m3fn, "c": torch.float16, "d": torch.float32}
+    with needs("_get_dtype"):
+        assert hf_private.loaded_dtype("bfloat16", config, None, first) is torch.bfloat16
+        assert hf_private.loaded_dtype("auto", config, None, first) is torch.float16, lost("get_state_dict_dtype")
+        assert hf_private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.float64, lost("_get_dtype")
+        assert hf_private.loaded_dtype("auto", config, {}, {}) is torch.float32
+    assert config.dtype is None, "that of the caller stays as it is"
+    config.dtype = torch.bfloat16
+    assert hf_private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.bfloat16, lost("_get_dtype")
+
+
+def test_the_class_that_an_auto_class_stands_for() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+    with needs("_get_model_class, _model_mapping"):
+        for auto, kind in (("AutoModel", "LlamaModel"), ("AutoModelForCausalLM", "LlamaForCausalLM")):
+            found = hf_private.class_behind(getattr(transformers, auto), config, None)
+            assert found is getattr(transformers, kind), lost("_get_model_class")
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            hf_private.class_behind(transformers.AutoModelForSeq2SeqLM, config, None)
+
+
+def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
+    """Also where there are no files: what transformers would read is never looked for."""
+    tensors = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    del tensors["model.norm.weight"]
+    tensors["more"] = torch.zeros(1)
+    tensors["lm_head.weight"] = torch.zeros(3, 3)
+    names = "_get_resolved_checkpoint_files", "_load_pretrained_model", "_finalize_model_loading"
+    with needs(", ".join(names)):
+        reading = hf_private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
+        with reading():
+            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert reading.info is not None, lost("_finalize_model_loading")
+        found = (
+            reading.info.missing_keys,
+            reading.info.unexpected_keys,
+            [key for key, *_ in reading.info.mismatched_keys],
+        )
+    assert found == ({"model.norm.weight"}, {"more"}, ["lm_head.weight"]), lost("loading_info")
+    assert not given
+    layer = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.state_dict()[layer], tensors[layer]), lost("_load_pretrained_model")
+    with pytest.raises(OSError, match="no file named"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
 def test_warnings_are_collected_and_silence_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("transformers")
     before = logger.level, list(logger.handlers)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import weightstream
 from models import TEXT
+from weightstream.adapters import packing
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
 from weightstream.plan.amounts import human
@@ -225,7 +230,8 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
     missing = "model.layers.1.mlp.up_proj.weight"
     tensors["surplus.weight"] = tensors.pop(missing)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of LlamaForCausalLM: {missing}; pass allow_missing"):
+    told = "the files have 1 weights that it does not .*surplus.weight: pass key_mapping= .* else allow_missing"
+    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of LlamaForCausalLM: {missing}; {told}"):
         load_pretrained(llama)
     loaded = load_pretrained(llama, allow_missing=True)
     assert homes(loaded).pop(missing) is None
@@ -433,6 +439,354 @@ def test_a_repository_in_the_cache_loads(llama: Path, tmp_path: Path) -> None:
     assert set(homes(loaded).values()) == {"checkpoint"}
 
 
+OUT_OF_REACH = {
+    "no connection": huggingface_hub.errors.HfHubHTTPError.__bases__[0]("Connection refused"),  # of the HTTP library
+    "offline": huggingface_hub.errors.LocalEntryNotFoundError("cannot find\nthe files"),
+    "timeout": TimeoutError("timed out"),
+}
+
+
+@pytest.fixture(params=OUT_OF_REACH)
+def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OUT_OF_REACH[request.param]
+
+    for name in ("snapshot_download", "file_exists"):
+        monkeypatch.setattr(huggingface_hub, name, fails)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_the_cached_snapshot_is_taken(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has no more than what transformers got."""
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "cache" / "models--o--m" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(commit)
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        shutil.copy(llama / name, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    loaded = load_pretrained("o/m", cache_dir=tmp_path / "cache")
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama))
+    assert loaded.model.name_or_path == "o/m"
+    assert weightstream.plan_model("o/m", device="cpu", device_budget="300KiB").host_nbytes > 0
+    with pytest.raises(CheckpointError, match="'o/m' is no local folder"):
+        load_pretrained("o/m", cache_dir=tmp_path / "cache", revision="other")
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_a_name_is_one_line() -> None:
+    for use in (weightstream.from_pretrained, weightstream.plan_model):
+        with pytest.raises(CheckpointError, match=r"'o/m' is no local folder.*; check the name, the network") as error:
+            use("o/m", device="cpu", device_budget="1MiB")
+        assert len(str(error.value).splitlines()) == 1
+    from weightstream.cli import app
+
+    for command in ("plan", "run"):
+        result = CliRunner().invoke(app, [command, "o/m", "--device-budget", "1MiB", "--device", "cpu"])
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stderr.startswith("error: 'o/m' is no local folder")
+
+
+def rename(folder: Path, change: Any) -> None:
+    tensors = {change(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def untied(tmp_path: Path) -> Path:
+    return saved(tmp_path / "untied", transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "a.b.c."])
+def test_a_prefix_is_told_as_the_key_mapping_that_takes_it_away(prefix: str, untied: Path) -> None:
+    expected = transformers.LlamaForCausalLM.from_pretrained(untied)
+    rename(untied, lambda name: prefix + name)
+    with pytest.raises(CheckpointError, match="their names differ by a prefix: pass key_mapping=") as error:
+        load_pretrained(untied)
+    assert "allow_missing" not in str(error.value)
+    mapping = ast.literal_eval(str(error.value).rpartition("key_mapping=")[2])
+    assert_same(load_pretrained(untied, key_mapping=mapping), expected)
+
+
+def test_a_prefix_that_the_file_has_not(tmp_path: Path) -> None:
+    """One that the model's own base has not either."""
+
+    class Wrapped(transformers.LlamaPreTrainedModel):
+        base_model_prefix = "text"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.inner = transformers.LlamaModel(config)
+            self.post_init()
+
+        def forward(self, ids: Any) -> Any:
+            return self.inner(ids)
+
+    folder = saved(tmp_path / "base", transformers.LlamaModel, transformers.LlamaConfig(**SMALL))
+    with pytest.raises(CheckpointError, match=r"pass key_mapping=\{'\^': 'inner\.'\}"):
+        load_pretrained(folder, model_class=Wrapped)
+    loaded = load_pretrained(folder, model_class=Wrapped, key_mapping={"^": "inner."})
+    expected = transformers.LlamaModel.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded.model.inner.state_dict()[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_to_do_without_a_head(untied: Path) -> None:
+    tensors = load_file(untied / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, untied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"pass model_class=transformers\.AutoModel for .* without its head"):
+        load_pretrained(untied)
+    assert_same(
+        load_pretrained(untied, model_class=transformers.AutoModel), transformers.AutoModel.from_pretrained(untied)
+    )
+
+
+with_adapters = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
+
+
+def adapter_of(base: Path, folder: Path, **more: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    about = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **more)
+    model = peft.get_peft_model(model, about)
+    model.save_pretrained(folder)
+    return model
+
+
+@with_adapters
+def test_weights_of_a_model_with_an_adapter_in_it(untied: Path, tmp_path: Path) -> None:
+    model = adapter_of(untied, tmp_path / "adapter")
+    save_file(dict(model.state_dict()), untied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"with an adapter of peft in it: .*merge_and_unload") as error:
+        load_pretrained(untied)
+    assert "allow_missing" not in str(error.value)
+
+
+@with_adapters
+def test_a_folder_with_an_adapter_and_a_config_alone(untied: Path, tmp_path: Path) -> None:
+    adapter_of(untied, tmp_path / "adapter")
+    shutil.copy(untied / "config.json", tmp_path / "adapter")
+    for use in (load_pretrained, weightstream.plan_model):
+        with pytest.raises(CheckpointError, match=rf"no weights.*: load the model that it belongs to, {untied}, then"):
+            use(
+                tmp_path / "adapter",
+                **({"device": "cpu", "device_budget": "1MiB"} if use is not load_pretrained else {}),
+            )
+
+
+@with_adapters
+def test_an_adapter_without_peft(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter_of(untied, tmp_path / "adapter")
+    adapter_of(untied, untied)
+    for place in ("transformers.utils", "transformers.integrations.peft"):
+        monkeypatch.setattr(f"{place}.is_peft_available", lambda: False)
+    assert_same(load_pretrained(untied), transformers.LlamaForCausalLM.from_pretrained(untied))
+    assert "the adapter in it is not loaded, nor is it by transformers: pip install peft" in caplog.text
+    with pytest.raises(CheckpointError, match=rf"is an adapter of {untied}: pip install peft"):
+        load_pretrained(tmp_path / "adapter")
+
+
+@with_adapters
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_plan_has_the_adapter(is_alone: bool, untied: Path, tmp_path: Path) -> None:
+    place = tmp_path / "adapter" if is_alone else untied
+    adapter_of(untied, place)
+    options = {"device": "cpu", "device_budget": "400KiB"}
+    model = weightstream.from_pretrained(place, progress=False, **options)
+    planned, found = weightstream.plan_model(place, **options), model.weightstream.plan
+    assert [unit.tensors for unit in planned.manifest.units] == [unit.tensors for unit in found.manifest.units]
+    assert sum("lora" in tensor.name for tensor in found.manifest.tensors()) == 4
+    assert planned.host_nbytes == found.host_nbytes > 0
+    model.weightstream.remove()
+
+
+@with_adapters
+def test_an_adapter_is_in_memory_and_its_model_in_the_files(untied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    adapter_of(untied, untied)
+    loaded = load_pretrained(untied)
+    found = homes(loaded)
+    assert {home for name, home in found.items() if "lora" in name} == {None}
+    assert {home for name, home in found.items() if "lora" not in name} == {"checkpoint"}
+    assert loaded.folder is None
+    assert not caplog.text
+
+
+@with_adapters
+def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
+    """One of DoRA computes with them as it is put in."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | sizes)), tmp_path / "base"
+    model.bfloat16().save_pretrained(folder)
+    packing.pack(str(folder), tmp_path / "pack", codec="dense")
+    adapter_of(folder, folder, use_dora=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, tmp_path / "pack")
+    torch.manual_seed(1)  # transformers leaves a part of it as it is drawn
+    reference = transformers.LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    loaded = load_pretrained(tmp_path / "pack")
+    assert "folder" in homes(loaded).values()
+    assert_same(loaded, reference)
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"architectures": ["LLaMAForCausalLM"]}, r"architecture 'LLaMAForCausalLM', and transformers .* no class of"),
+        ({"architectures": ["A", "B"]}, "architecture 'A', 'B', and"),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            "'llama', and its architecture MistralForCausalLM is of 'mistral'",
+        ),
+        (
+            {"architectures": ["X"], "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
+            "pass trust_remote_code=True to run the code with it that has X, or model_class=",
+        ),
+    ],
+)
+def test_an_architecture_that_is_none(facts: dict[str, Any], text: str, llama: Path) -> None:
+    edit_config(llama, **facts)
+    with pytest.raises(CheckpointError, match=text):
+        load_pretrained(llama)
+    with pytest.raises(CheckpointError, match=text):
+        weightstream.plan_model(llama, device="cpu", device_budget="1MiB")
+    model = load_pretrained(llama, model_class=transformers.AutoModelForCausalLM)
+    assert_same(model, transformers.AutoModelForCausalLM.from_pretrained(llama))
+
+
+def test_the_first_architecture_that_is_known_is_taken(llama: Path) -> None:
+    edit_config(llama, architectures=["LlamaForCausalLMEagle3", "LlamaForCausalLM"])
+    assert type(load_pretrained(llama).model) is transformers.LlamaForCausalLM
+
+
+def test_a_config_of_another_kind_is_read_as_its_class_does(llama: Path) -> None:
+    edit_config(llama, model_type="mistral", architectures=["MistralForCausalLM"])
+    loaded = load_pretrained(llama, model_class=transformers.LlamaForCausalLM)
+    assert type(loaded.model.config) is transformers.LlamaConfig
+    assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama))
+
+
+def test_what_a_class_changes_as_it_loads_stays_changed(llama: Path) -> None:
+    class Louder(transformers.LlamaForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+            assert not info["missing_keys"]
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight *= 2
+                model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 3)
+            model.extra = torch.nn.Parameter(torch.ones(3))
+            return model
+
+    before = (llama / "model.safetensors").read_bytes()
+    reference = Louder.from_pretrained(llama).eval()
+    model = weightstream.from_pretrained(
+        llama, device="cpu", device_budget="300KiB", model_class=Louder, progress=False
+    )
+    assert model.weightstream.plan.host_nbytes > 0
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(ids).logits, reference(ids).logits)
+    assert (llama / "model.safetensors").read_bytes() == before
+
+
+def test_an_exception_that_is_kept_keeps_no_weights(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As gptqmodel keeps that of an import: it has the frames of the load."""
+    kept: list[Exception] = []
+
+    class Keeping(transformers.LlamaForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                raise ValueError
+            except ValueError as error:
+                kept.append(error)
+            return super().from_pretrained(path, *args, **kwargs)
+
+    options = {"device": "cpu", "device_budget": "300KiB", "progress": False}
+    with weightstream.from_pretrained(llama, model_class=Keeping, **options).weightstream:
+        assert "are also shown by" not in caplog.text
+    assert kept
+
+
+def test_a_class_that_spells_the_path_otherwise(llama: Path) -> None:
+    class Spelled(transformers.LlamaForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().from_pretrained(Path(path).parent / "." / "x" / ".." / Path(path).name, *args, **kwargs)
+
+    (llama.parent / "x").mkdir()
+    loaded = load_pretrained(llama, model_class=Spelled)
+    assert_same(loaded, Spelled.from_pretrained(llama))
+    assert set(homes(loaded).values()) == {"checkpoint"}
+
+
+def test_a_class_that_reads_its_files_itself(llama: Path) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            model = cls(kwargs["config"])
+            model.load_state_dict(load_file(Path(path) / "model.safetensors"), strict=False)
+            model.tie_weights()
+            return model
+
+    assert_same(
+        load_pretrained(llama, model_class=Own),
+        Own.from_pretrained(llama, config=transformers.AutoConfig.from_pretrained(llama)).eval(),
+    )
+
+
+def test_another_model_that_is_loaded_meanwhile_is_no_part_of_it(llama: Path, untied: Path, tmp_path: Path) -> None:
+    """By the same thread, as a part of it, and by another one, of the same files."""
+    found: list[Any] = []
+
+    class Outer(transformers.LlamaForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            model = super().from_pretrained(path, *args, **kwargs)
+            model.__dict__["draft"] = transformers.LlamaForCausalLM.from_pretrained(untied)
+            load = transformers.LlamaForCausalLM.from_pretrained
+            thread = threading.Thread(target=lambda: found.append(load(path)))
+            thread.start()
+            thread.join()
+            return model
+
+    loaded = load_pretrained(llama, model_class=Outer, offload_folder=tmp_path / "offload")
+    assert loaded.folder is None
+    assert_same(loaded, Outer.from_pretrained(llama))
+    draft = transformers.LlamaForCausalLM.from_pretrained(untied)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.draft.parameters(), draft.parameters(), strict=True))
+    addresses = {parameter.data_ptr() for parameter in loaded.model.parameters()}
+    assert not addresses & {parameter.data_ptr() for parameter in found[0].parameters()}
+
+
+@pytest.mark.parametrize("given", ["relative", "./relative", "relative/", Path("relative")])
+def test_a_name_stays_as_it_is_given(given: Any, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama.rename(llama.parent / "relative")
+    monkeypatch.chdir(llama.parent)
+    reference = transformers.LlamaForCausalLM.from_pretrained(given)
+    loaded = load_pretrained(given)
+    assert loaded.model.name_or_path == reference.name_or_path
+    assert loaded.model.config._name_or_path == reference.config._name_or_path
+
+
+def test_layers_that_the_config_has_not_are_named(mixtral: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_config(mixtral, num_hidden_layers=1)
+    load_pretrained(mixtral)
+    weightstream.plan_model(mixtral, device="cpu", device_budget="1MiB")
+    told = "layers that the config does not have are left out: model.layers.1"
+    records = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
+    assert [message.endswith(told) for message in records] == [True, True]
+
+
 def test_a_full_disk_stops_the_load_cleanly(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5})())
     with pytest.raises(StoreError, match="5 are free"):
@@ -444,6 +798,7 @@ def test_a_full_disk_stops_the_load_cleanly(llama: Path, monkeypatch: pytest.Mon
 
 MEMORY = """
 import sys
+import threading
 from pathlib import Path
 import torch, transformers
 import transformers.models.{kind}.modeling_{kind}

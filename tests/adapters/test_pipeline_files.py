@@ -149,6 +149,23 @@ def test_modules_that_stay_in_float32(saved: Callable[[str], Path]) -> None:
     assert {name: param.dtype for name, param in sketch.transformer.named_parameters()} == wanted
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "z.safetensors"])
+def test_an_overlaid_index_is_read_as_diffusers_reads_it(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = pipelines.build("flux").transformer
+    given.save_pretrained(tmp_path / "transformer", max_shard_size="200KB")
+    save_file({"proj_out.weight": given.proj_out.weight.detach() * 2}, tmp_path / "transformer" / name)
+    (path,) = (tmp_path / "transformer").glob("*.index.json")
+    facts = json.loads(path.read_text())
+    facts["weight_map"]["proj_out.weight"] = name
+    path.write_text(json.dumps(facts))
+    expected = type(given).from_pretrained(tmp_path / "transformer").state_dict()
+    loaded = pipeline_files.load_component(type(given), tmp_path / "transformer", tmp_path)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.model.state_dict().items())
+    assert "1 tensors are in several files" in caplog.text
+
+
 @pytest.mark.stress
 def test_variants(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Files of a variant where a component has them, else its plain ones; shards of it too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import queue
 import random
 import sys
 import threading
@@ -101,7 +102,25 @@ class State(threading.local):
         self.table: Any = None
 
 
+class Meta(type):
+    pass
+
+
+class Descriptor:
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+
+    def __get__(self, owner: Any, kind: Any = None) -> Descriptor:
+        return self
+
+
+class Described(metaclass=Meta):
+    table = Descriptor()
+
+
 GLOBAL: Any = None
+QUEUE: queue.Queue[Any] = queue.Queue()
+TENSOR = torch.zeros(1)
 LABEL: Any = None
 DICT: dict[Any, Any] = {"kept": 1}
 NESTED: dict[str, Any] = {"rope": {"by": {}}, "list": [1, [2, None]]}
@@ -222,6 +241,10 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a default": (lambda value: with_default("x", value), lambda: dict(with_default())),
     "a partial": (lambda value: PARTIAL().update(x=value), lambda: dict(PARTIAL())),
     "cells": (FILL, FILLED),
+    "a queue": (lambda value: QUEUE.put(value), lambda: list(QUEUE.queue)),
+    "a metaclass": (lambda value: setattr(Meta, "table", value), lambda: hasattr(Meta, "table")),
+    "a tensor": (lambda value: setattr(TENSOR, "table", value), lambda: hasattr(TENSOR, "table")),
+    "a descriptor": (lambda value: Described.table.held.update(x=value), lambda: dict(Described.table.held)),
     "a module": (lambda value: setattr(MODULE, "table", value), lambda: hasattr(MODULE, "table")),
     "a parameter": (lambda value: setattr(MODULE, "bias", nn.Parameter(value)), lambda: id(MODULE.bias)),
 }

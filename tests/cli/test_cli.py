@@ -278,6 +278,27 @@ def test_a_broken_config_is_not_blamed_on_the_tokenizer(folder: Path, tmp_path: 
     assert "config.json" in refused(run(tmp_path, "--device-budget", BUDGET))
 
 
+def edit(path: Path, **facts: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def test_errors_name_flags(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command has no flag for is said to be of Python."""
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    edit(model / "config.json", architectures=["X"], auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    for command in ("run", "plan"):
+        message = refused(CliRunner().invoke(app, [command, str(model), "--device-budget", BUDGET, "--device", "cpu"]))
+        assert "pass --trust-remote-code to run the code with it that has X" in message
+        assert "trust_remote_code" not in message
+    edit(model / "config.json", architectures=["LlamaForSequenceClassification"])
+    message = refused(run(model, "--device-budget", BUDGET))
+    assert "pass model_class=transformers.AutoModel for the model without its head" in message
+    assert message.endswith("(of weightstream.from_pretrained, in Python)\n")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5})())
+    message = refused(run(folder, "--device-budget", BUDGET, "--dtype", "float16"))
+    assert message.endswith("free some space or pass another --offload-folder\n")
+
+
 def test_chat_without_a_template(folder: Path, tmp_path: Path) -> None:
     copy_weights(folder, tmp_path)
     tokenizer(None).save_pretrained(tmp_path)

@@ -169,7 +169,7 @@ def test_what_the_pipeline_itself_refuses(video: Path, tmp_path: Path) -> None:
     flags = ("--device-budget", "300KiB", "--height", 33, "--out", tmp_path / "x.gif")
     result = weightstream("run", video, *flags)
     assert result.exit_code == 2
-    assert "WanPipeline cannot run with height=33" in result.stderr
+    assert "WanPipeline cannot run with --height 33" in result.stderr
 
 
 @pytest.mark.few(1)

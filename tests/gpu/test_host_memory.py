@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -334,6 +335,27 @@ def test_generation_from_disk_runs_eager_and_says_why(checkpoint: Path, plain: A
         assert told[0].replays == 0
         assert "read from disk" in told[0].reason
         assert_equal(model, plain)
+
+
+def test_a_model_is_captured_once_nothing_unpinned_streams(checkpoint: Path, plain: Any) -> None:
+    with streamed(checkpoint) as model, torch.no_grad():
+        streamer = model.weightstream
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(1)  # the file does not hold it any more, for all that is known
+        assert_equal(model, plain)
+        with pytest.raises(OffloadError, match="a captured graph cannot"), streamer.capture(torch.cuda.CUDAGraph()):
+            model(tokens(), use_cache=False)
+        assert_equal(model, plain)
+        streamer.rebudget(2 * size(checkpoint))
+        assert_equal(model, plain)
+        assert "weightstream-feed" not in [thread.name for thread in threading.enumerate()]
+        graph, ids = torch.cuda.CUDAGraph(), tokens()
+        with streamer.capture(graph):
+            logits = model(ids, use_cache=False).logits
+        for seed in range(STEPS):
+            ids.copy_(tokens(seed))
+            streamer.replay(graph)
+            assert torch.equal(logits, plain(ids, use_cache=False).logits)
 
 
 def test_fixed_addresses_from_disk(checkpoint: Path, plain: Any) -> None:

@@ -99,8 +99,15 @@ def test_two_threads_over_one_streamer() -> None:
                 assert all(torch.equal(got, model.want[num % 4]) for num, got in enumerate(done.result()))
 
 
-def fail(*_: Any) -> None:
-    raise ZeroDivisionError
+class Fault:
+    """A hook that fails once it is `due`: a capture asks for a step that was watched with it."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.is_due:
+            raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("settings", [ALL, {"share": 0.3}], ids=["all", "share"])
@@ -115,7 +122,9 @@ def test_a_step_that_fails_midway(mode: str, settings: dict[str, Any]) -> None:
         earlier = model.captured()
         for inside in (nullcontext, model.streamer.step):
             with unharmed(model):
-                hook = model.stack.blocks[3].up.register_forward_pre_hook(fail)
+                hook = model.stack.blocks[3].up.register_forward_pre_hook(fault := Fault())
+                model.stack(model.inputs[0])
+                fault.is_due = True
                 with inside():
                     with pytest.raises(ZeroDivisionError), entering[mode](model):
                         model.stack(model.inputs[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, per_second, rate
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec, Workload
-from weightstream.plan.plan import Plan
+from weightstream.plan.plan import ACTS, Plan
 
 MIB = 1 << 20
 
@@ -267,3 +267,44 @@ def test_another_order_keeps_what_is_on_disk() -> None:
     assert text["disk"] == ["blocks.1.1", "blocks.2.1", "blocks.3.1"]
     del text["disk"]
     assert Plan.from_json(json.dumps(text)) == replace(plan, disk=frozenset()), "a plan written before there was one"
+
+
+PREDICTED = (  # and what was asked for
+    *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "found_share", "fetched_nbytes"),
+    *("workload", "activation_nbytes", "cache_nbytes", "machine", "budget", "slot_nbytes", "by_ends"),
+)
+
+
+def another(value: Any) -> Any:
+    """A value that is not the same."""
+    if isinstance(value, frozenset):
+        return value ^ {"1"}
+    return value[:-1] if isinstance(value, tuple) else "other" if isinstance(value, str) else (value or 0) + 1
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_plans_that_differ_in_what_a_step_does_act_differently(name: str) -> None:
+    plan = equal_plan(5, 2)
+    other = replace(plan, **{name: another(getattr(plan, name))})
+    assert other != plan
+    assert not plan.acts_as(other)
+    assert not other.acts_as(plan)
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_plans_that_differ_in_what_is_predicted_act_alike(name: str) -> None:
+    plan = equal_plan(5, 2)
+    other = replace(plan, **{name: another(getattr(plan, name))})
+    assert other != plan
+    assert plan.acts_as(other)
+
+
+def test_each_field_of_a_plan_acts_or_is_predicted() -> None:
+    assert sorted((*ACTS, *PREDICTED, "manifest")) == sorted(field.name for field in fields(Plan))
+
+
+def test_another_order_acts_differently_where_anything_opens() -> None:
+    plan, turned = equal_plan(4, 2), (0, 2, 1, 3)
+    assert not plan.acts_as(replace(plan, manifest=replace(plan.manifest, order=turned)))
+    resident = Plan.build(plan.manifest, frozenset(plan.manifest.aliases), 0)
+    assert resident.acts_as(replace(resident, manifest=replace(plan.manifest, order=turned)))

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 import weightstream.runtime.devices
 from models import TEXT
-from weightstream.errors import OffloadError, PlanError, StoreError, UnsupportedError
+from weightstream.errors import InvariantError, OffloadError, PlanError, StoreError, UnsupportedError
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.engine import State
 from wrapped import ClockBackend, Delay, Fault, Limit, Poison
 
 WIDTH = 64
@@ -155,6 +160,64 @@ def test_copies_that_always_fail_leave_a_model_that_can_be_removed(
     streamer.remove()
     assert_untouched(net, before)
     assert_works(net, plain)
+
+
+def test_a_copy_that_failed_once_is_made_again_by_the_next_sync(net: Net) -> None:
+    """The life cycle of an engine: one read error ends one graph, and not the engine."""
+    streamer = offload(net)
+    for seed in range(3):
+        net(x(seed))
+    streamer.fix()
+    engine = streamer._binding.engine
+    unit = next(unit for unit in streamer.plan.first if streamer.plan.streams(unit))
+    copies, faults = engine.copies[unit], [StoreError("once"), StoreError("twice")]
+
+    def fail() -> None:
+        if faults:
+            raise faults.pop()
+
+    engine.copies[unit] = [replace(copy, prepare=fail) for copy in copies]  # type: ignore[index]
+    engine.forget([unit])
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            streamer.sync()
+    streamer.sync()
+    assert engine.fences[unit].state is State.READY
+    streamer.remove()
+
+
+def test_memory_that_weights_pass_through_is_never_taken_for_a_weight(net: Net, plain: Net) -> None:
+    streamer = offload(net)
+    for seed in range(3):
+        net(x(seed))
+    weight = net.blocks[2].linear.weight
+    ring = streamer._binding.memory[0]
+    weight.data = ring[: weight.nbytes].view(weight.dtype).view(weight.shape)
+    with pytest.raises(InvariantError, match=re.escape("blocks.2.linear.weight")):
+        net(x())
+    assert_works(net, plain)  # it has its own bytes again
+    streamer.remove()
+    assert_works(net, plain)
+
+
+def test_autocast_keeps_no_casts_of_weights_that_stream() -> None:
+    """They would stay until it ends, beside the budget: here 96 MiB."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(48)]).eval()
+    plain, y = copy.deepcopy(model), torch.randn(1, 1024)
+
+    def resident_nbytes() -> int:
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget="24MiB", codec="none"):
+        for _ in range(3):
+            model(y)
+        before = resident_nbytes()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = [model(y) for _ in range(2)]
+            assert resident_nbytes() - before < 40 << 20
+            assert torch.is_autocast_cache_enabled()
+            assert all(torch.equal(each, plain(y)) for each in got)
 
 
 def test_a_device_without_room_for_the_ring_leaves_the_model_as_it_was(

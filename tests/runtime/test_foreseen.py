@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -330,3 +331,18 @@ def test_a_switch_to_another_grain_that_fails_leads_back(monkeypatch: pytest.Mon
             streamer.switch(plan)
         assert streamer.plan.manifest.units == before.manifest.units
         assert_steps(model, plain, 2)
+
+
+@pytest.mark.parametrize("part", ["mapped", "disk", "ahead", "step_s"])
+def test_a_foreseen_plan_is_put_in_force_unless_it_is_but_predicted(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan says is what homes and copies do."""
+    switched: list[Any] = []
+    model, _ = models()
+    with weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer:
+        learning, plan = streamer._learning, streamer.plan
+        monkeypatch.setattr(learning, "_try_switch", lambda plan, **_: switched.append(plan))
+        alias = next(iter(plan.opened))
+        found = replace(plan, **{part: frozenset({alias}) if part in ("mapped", "disk") else 1})
+        learning._change(found)
+        assert (switched == [found]) is (part != "step_s")
+        assert (streamer.plan is found) is (part == "step_s")

@@ -230,12 +230,23 @@ def test_unused_tensors_are_kept_at_the_end(tmp_path: Path, out: Path) -> None:
 def test_files_beside_the_weights(llama: Path, out: Path) -> None:
     beside = {"tokenizer.json": "{}", "chat_template.jinja": "x", "code.py": "y", "vocab.txt": "z", "sp.model": "w"}
     beside |= {name: (llama / name).read_text() for name in ("config.json", "generation_config.json")}
-    weights = ("pytorch_model.bin", "a.pt", "b.gguf", "c.h5", "d.safetensors", "x.safetensors.index.json", ".hidden")
+    beside |= {"spk_dict.pt": "p", "folder/generate.py": "q"}
+    (llama / "folder").mkdir()
+    weights = (
+        "pytorch_model.bin",
+        "model.pt",
+        "folder/a.pt",
+        "b.gguf",
+        "c.h5",
+        "d.safetensors",
+        "x.safetensors.index.json",
+        ".hidden",
+    )
     for name, text in (beside | dict.fromkeys(weights, "no")).items():
         (llama / name).write_text(text)
-    (llama / "folder").mkdir()
     packed(llama, out)
-    assert set(os.listdir(out)) == {*beside, "model.safetensors"}
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert files == {*beside, "model.safetensors"}
     assert {name: (out / name).read_text() for name in beside} == beside
 
 

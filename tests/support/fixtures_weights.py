@@ -87,7 +87,7 @@ class StridedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter(torch.empty(WIDTH, 64).t())
-        self.stepped = nn.Parameter(torch.empty(WIDTH, 128)[:, ::2])
+        self.stepped = nn.Parameter(torch.zeros(WIDTH, 128)[:, ::2])  # what lies between is coded, too
         self.kernel = nn.Parameter(torch.empty(4, 4, 3, 3).to(memory_format=torch.channels_last))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,8 @@ def _unsuited(model: Any, options: dict[str, Any], ranks: Ranks | None) -> str |
     # what it leads to was not seen by the call that teaches a streamer the order
     if others := [name for name, v in options.items() if isinstance(v, torch.Tensor) and name not in _TEXT]:
         return f"{', '.join(others)}: only text is decoded from a graph"
+    if "generate" in vars(model):
+        return "generate() is code that came with the checkpoint"
     if (reason := static_cache.unsuited(model)) is not None:
         return reason
     if guards.ATTRIBUTE not in model.__dict__ and len({param.device for param in model.parameters()}) > 1:

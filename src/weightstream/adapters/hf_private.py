@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -321,6 +323,12 @@ def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     return [name for name, (place, _) in places(model, names)[0].items() if place is None]
 
 
+def unexpected_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of them that transformers reports as unexpected: a class knows of some that it leaves out."""
+    known = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return [name for name in unused_names(model, names) if not any(pattern.search(name) for pattern in known)]
+
+
 def convert_into(
     model: Any, tensors: Mapping[str, Any], dtype: torch.dtype, mapping: Mapping[str, str] | None = None
 ) -> None:
@@ -364,6 +372,140 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
             part.dtype = dtype
     with ContextManagers(cls.get_init_context(dtype, False, False, None)):
         return cls(config)
+
+
+def loaded_dtype(
+    dtype: str | torch.dtype, config: Any, index: Mapping[str, Any] | None, first: Mapping[str, torch.dtype]
+) -> torch.dtype:
+    """The dtype that `from_pretrained` loads: `index` is the metadata of an index, if there is one, and `first` has the
+    dtypes of the first file, in the order in which it is read."""
+    from transformers.modeling_utils import _get_dtype
+
+    tensors = {name: torch.empty(0, dtype=kind, device="meta") for name, kind in first.items()}
+    found: torch.dtype = _get_dtype(dtype, None, copy.deepcopy(config), index, tensors, True)[1]
+    return found
+
+
+def class_behind(auto: Any, config: Any, code: tuple[str, Mapping[str, Any]] | None) -> Any:
+    """The class that an Auto class loads for a config. `code`: the folder or repository whose code is trusted, and
+    keywords that go with it; None: none is."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto import auto_factory
+
+    is_known = type(config) in auto._model_mapping
+    own = auto_factory._get_model_class(config, auto._model_mapping) if is_known else None
+    reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+    if reference and code is not None and (own is None or own.__module__.startswith("transformers.")):
+        cls = get_class_from_dynamic_module(reference, code[0], **code[1])
+        if own is None:
+            auto.register(type(config), cls, exist_ok=True)
+        cls.register_for_auto_class(auto_class=auto)
+        return auto_factory.add_generation_mixin_to_remote_model(cls)
+    if own is not None:
+        return own
+    with torch.device("meta"):  # says what it does not know, or that it is not trusted
+        return type(auto.from_config(config, trust_remote_code=code is not None))
+
+
+def add_adapter(model: Any, folder: Any, dtype: torch.dtype) -> None:
+    """Give a model on meta the modules that an adapter in a folder adds as it is loaded, in this dtype."""
+    from peft import PeftConfig, inject_adapter_in_model
+
+    before = {id(param) for param in model.parameters()}
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    inject_adapter_in_model(config, model, "default", low_cpu_mem_usage=True)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in before:
+                made = torch.empty(param.shape, dtype=dtype, device="meta")
+                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+
+
+class Reading:
+    """One load of transformers by this thread, in which `tensors` stand in for the files of a checkpoint.
+
+    transformers looks for the files of `name`, in `subfolder`, or of the file there that the config names: it gets
+    `files`, and with them `index`, the metadata of their index. `info` tells of the load once it is done; it is None
+    where a class reads its files itself. `is_elsewhere` while it loads other files, such as those of an adapter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        subfolder: str,
+        named: str | None,
+        files: list[str],
+        index: Mapping[str, Any] | None,
+        tensors: dict[str, Any],
+    ) -> None:
+        self.info: Any = None
+        self.is_elsewhere = False
+        self._place, self._files, self._index, self._tensors = (_folder(name, subfolder), named), files, index, tensors
+        self._model: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, transformers loads so."""
+        from transformers import modeling_utils
+
+        thread, kind = threading.get_ident(), modeling_utils.PreTrainedModel
+        find, load, finish = (
+            modeling_utils._get_resolved_checkpoint_files,
+            kind._load_pretrained_model,
+            kind._finalize_model_loading,
+        )
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            folder = _folder(
+                str(kwargs.get("pretrained_model_name_or_path")),
+                (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
+            )
+            place = folder, kwargs.get("transformers_explicit_filename")
+            is_ours = threading.get_ident() == thread and place == self._place
+            return (self._files, self._index) if is_ours else find(*args, **kwargs)
+
+        def loaded(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+            if checkpoint_files is self._files:
+                self._model = model
+                return load(model, self._tensors, checkpoint_files, _reporting(load_config), **kwargs)
+            before, self.is_elsewhere = self.is_elsewhere, True
+            try:
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+            finally:
+                self.is_elsewhere = before
+
+        def finished(model: Any, load_config: Any, loading_info: Any) -> Any:
+            if model is not self._model:
+                return finish(model, load_config, loading_info)
+            self.info = finish(model, _reporting(load_config), loading_info)
+            return self.info
+
+        with (
+            set_inside(modeling_utils, "_get_resolved_checkpoint_files", found),
+            set_inside(kind, "_load_pretrained_model", staticmethod(loaded)),
+            set_inside(kind, "_finalize_model_loading", staticmethod(finished)),
+        ):
+            try:
+                yield
+            finally:
+                # An exception that a library keeps, such as one of an import that failed, keeps the frames that lead to
+                # it, and what they know.
+                self._tensors.clear()
+                self._model = None
+
+
+def _folder(name: str, subfolder: str) -> str:
+    """A folder, however it is spelled, or a repository's name."""
+    path = os.path.join(name, subfolder)
+    return os.path.realpath(path) if os.path.isdir(path) else path
+
+
+def _reporting(load_config: Any) -> Any:
+    """Shapes that differ are reported, not raised: an error of ours names all of them."""
+    return dataclasses.replace(load_config, ignore_mismatched_sizes=True)
 
 
 def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:

@@ -13,7 +13,8 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -24,13 +25,17 @@ import torch
 import transformers
 from torch import nn
 
-from weightstream.adapters import hf_private, hf_sharded
+from weightstream.adapters import hf_private, hf_sharded, surplus
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError, WeightstreamError
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
+from weightstream.store.header import read_header, torch_dtype
 
 _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
 PIPELINE = "model_index.json"
+ADAPTER = "adapter_config.json"
+# what it says, and what the library below it says where there is no network, which is no OSError
+_HUB_ERRORS: tuple[type[Exception], ...] = (*huggingface_hub.errors.HfHubHTTPError.__bases__, OSError, ValueError)
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 DESCRIBING = ("*.json",)
 # methods whose weights stream as they are
@@ -54,27 +59,156 @@ def local_path(
 ) -> tuple[Path, Path]:
     """The folder or file of a checkpoint, got from the hub where it is no path, and its folder.
 
-    Raises `CheckpointError`. Of `files` only those whose names are like one of these are got.
+    Raises `CheckpointError`. Of `files` only those whose names are like one of these are got. Without a network the
+    snapshot in the hub's cache is taken, if there is one.
     """
+    path, _ = _got(name, remote_code, files, subfolder, hub)
+    return path, path if path.is_dir() else path.parent
+
+
+def _got(
+    name: str | Path, remote_code: bool, files: Collection[str], subfolder: str, hub: Mapping[str, Any]
+) -> tuple[Path, bool]:
+    """The path of `local_path`, and whether it is in the hub's cache while the hub is out of reach."""
     path = Path(name).expanduser()
     if path.exists():
-        path = _inside(path, subfolder)
-        return path, path if path.is_dir() else path.parent
+        return _inside(path, subfolder), False
     if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
         raise CheckpointError(f"{path}: no such file or folder")
     wanted = [*files, *(["*.py"] if remote_code else [])]
     about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
     if subfolder:
         about = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
+    is_cached = False
     try:
-        found = huggingface_hub.snapshot_download(name, **about, **hub)
-    except (OSError, ValueError) as error:  # the hub's errors are of these kinds
+        found = Path(huggingface_hub.snapshot_download(name, **about, **hub))
+    except _HUB_ERRORS as error:
+        if (cached := _cached(name, subfolder, error, hub)) is None:
+            raise CheckpointError(
+                f"{name!r} is no local folder, and getting it from the hub failed: "
+                f"{' '.join(str(error).split()).rstrip('.')}; check the name, the network and `hf auth login`, or pass "
+                "a folder"
+            ) from error
+        found, is_cached = cached, True
+    return _inside(found, subfolder), is_cached
+
+
+def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> Path | None:
+    """The snapshot in the cache, where an error is that the hub is out of reach. It may lack files, as those were got
+    that somebody needed."""
+    if isinstance(error, huggingface_hub.errors.HfHubHTTPError | ValueError):  # the hub has answered, or is not asked
+        return None
+    place = {key: hub.get(key) for key in ("cache_dir", "revision")}
+    for file in ("config.json", ADAPTER, PIPELINE):
+        inside = f"{subfolder}/{file}" if subfolder else file
+        found = huggingface_hub.try_to_load_from_cache(name, inside, **place)
+        if isinstance(found, str):
+            return Path(found.removesuffix(f"/{inside}"))
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model is: what transformers is told, and what is on this machine."""
+
+    name: str  # a folder, or a repository on the hub
+    hub: Mapping[str, Any]  # keywords of `from_pretrained` that go with it
+    base: str  # the same name, or that of the model that an adapter in a folder of its own belongs to
+    path: Path  # the folder or file of the weights
+    folder: Path  # of config.json
+    adapter: Path | None  # the folder of an adapter that is loaded with the model
+
+    @property
+    def subfolder(self) -> str:
+        """That of the repository or folder which all of it is in."""
+        return str(self.hub.get("subfolder") or "")
+
+    @property
+    def place_of_code(self) -> tuple[str, Mapping[str, Any]]:
+        """The name by which transformers finds code that comes with the model, and keywords that go with it: classes
+        are in modules that are called after it."""
+        return self.base, self.hub
+
+    def files_of(self, config: Any) -> tuple[str | None, tuple[str, ...]]:
+        """What a config, or config.json for None, says of the files of weights: that one has another name, and more of
+        them."""
+        extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
+        return weights_named(self.path, config), tuple(extra)
+
+    def checkpoint(self, config: Any) -> Checkpoint:
+        """The files of the weights that transformers takes; says what they have that an index does not say."""
+        found = Checkpoint.open(self.path, *self.files_of(config))
+        for note in found.notes:
+            _LOGGER.warning("%s", note)
+        return found
+
+
+def find(
+    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
+) -> Source:
+    """A model, and the adapter in its folder, or whose folder it is, if transformers would load that.
+
+    Arguments as of `local_path`. Raises `CheckpointError`.
+    """
+    path, is_cached = _got(name, remote_code, files, subfolder, hub)
+    folder, given = path if path.is_dir() else path.parent, Path(name).expanduser()
+    passed = {} if given.exists() else {key: hub[key] for key in hub if key != "force_download"}  # that has been done
+    passed |= {"subfolder": subfolder} if subfolder else {}
+    passed |= {"local_files_only": True} if is_cached else {}
+    if given.is_file():
+        name = given.parent
+    elif given.is_dir() and not os.path.isdir(name):  # it begins with ~
+        name = given
+    found = Source(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
+    if path.is_file() or not (folder / ADAPTER).is_file():
+        return found
+    is_alone = not (folder / "config.json").exists()
+    base = _base_of(folder)
+    if not is_alone and not any(_is_of_model(file) for file in os.listdir(folder)) and not weights_named(folder, None):
         raise CheckpointError(
-            f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
-            "check the name, the network and `hf auth login`, or pass a folder"
-        ) from error
-    path = _inside(Path(found), subfolder)
-    return path, path
+            f"{folder} has an adapter and a config.json, and no weights of a model: load the model that it belongs to"
+            f", {base or 'which adapter_config.json does not name'}, then model.load_adapter({str(folder)!r})"
+        )
+    if not transformers.utils.is_peft_available():
+        if is_alone:
+            raise CheckpointError(f"{folder} is an adapter of {base}: pip install peft loads that model with it")
+        _LOGGER.warning("%s: the adapter in it is not loaded, nor is it by transformers: pip install peft", folder)
+        return found
+    if not is_alone:
+        return replace(found, adapter=folder)
+    if not base:
+        raise CheckpointError(f"{folder} is an adapter, and adapter_config.json does not name the model of it")
+    path, inner = local_path(base, remote_code, files=files, subfolder=subfolder, **hub)
+    return replace(found, base=base, path=path, folder=inner, adapter=folder)
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that the adapter in a folder belongs to."""
+    base = _facts(folder / ADAPTER).get("base_model_name_or_path")
+    return base if isinstance(base, str) else None
+
+
+def _is_of_model(file: str) -> bool:
+    """Whether a file, by its name, is of the weights of a model, and not of an adapter."""
+    return file.endswith(SUFFIXES) and not file.startswith("adapter_model.")
+
+
+def weights_named(path: Path, config: Any) -> str | None:
+    """The file of weights that the config of a folder names, if it names one; that of config.json for None.
+
+    Raises `CheckpointError`.
+    """
+    if not path.is_dir():
+        return None
+    facts = _facts(path / "config.json") if config is None else vars(config)
+    name = facts.get("transformers_weights")
+    if name is None:
+        return None
+    if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise CheckpointError(
+            f"{path}: transformers_weights = {name!r} in config.json is neither a .safetensors file nor an index"
+        )
+    return name
 
 
 def _inside(folder: Path, subfolder: str) -> Path:
@@ -86,22 +220,31 @@ def _inside(folder: Path, subfolder: str) -> Path:
 
 
 def config_and_class(
-    folder: Path, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
+    source: Source, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:
-    """The config of a folder, or the one `given`, and the class of the model that it describes.
+    """The config of a model, or the one `given`, and the class of the model that it describes.
 
     What the config has of `options` is taken out of these and set there, as transformers does. Raises as
     `load_pretrained`.
     """
-    config = _checked(folder, _read_config(folder, remote_code) if given is None else copy.deepcopy(given))
+    folder = source.folder
+    config = _checked(folder, _read_config(source, remote_code) if given is None else copy.deepcopy(given))
+    cls = _class_of(config, model_class, remote_code, source)
+    kind: Any = cls.config_class or object
+    if given is None and not isinstance(config, kind) and not isinstance(config.get_text_config(), kind):
+        if model_class is None:
+            raise CheckpointError(
+                f"{folder}: config.json is of model_type {config.model_type!r}, and its architecture {cls.__name__} is "
+                f"of {kind.model_type!r}; pass model_class=transformers.AutoModelForCausalLM, or whichever class it is"
+            )
+        config = _checked(folder, kind.from_pretrained(folder))
     _override(config, {} if options is None else options)
-    cls = _class_of(config, model_class, remote_code)
-    if isinstance(config, cls.config_class or object):
-        return config, cls
-    text = config.get_text_config()
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        text.quantization_config = quantization  # as transformers' Auto classes hand it on
-    return text, cls
+    if not isinstance(config, kind):
+        whole, config = config, config.get_text_config()
+        if (quantization := getattr(whole, "quantization_config", None)) is not None:
+            config.quantization_config = quantization  # as transformers' Auto classes hand it on
+    config.name_or_path = source.base  # a class may look there for files, as it is made
+    return config, cls
 
 
 def is_pipeline(path_or_repo_id: str | Path) -> bool:
@@ -113,16 +256,14 @@ def is_pipeline(path_or_repo_id: str | Path) -> bool:
         if isinstance(huggingface_hub.try_to_load_from_cache(str(path_or_repo_id), PIPELINE), str):
             return True
         return huggingface_hub.file_exists(str(path_or_repo_id), PIPELINE)
-    except (OSError, ValueError):  # who gets its files next says what is wrong
+    except _HUB_ERRORS:  # who gets its files next says what is wrong
         return False
 
 
 def is_quantised(folder: Path) -> bool:
     """Whether config.json says so."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # who reads it next says what is wrong
-        facts = json.loads((folder / "config.json").read_bytes())
-        return bool(facts.get("quantization_config") or facts.get("compression_config"))
-    return False
+    facts = _facts(folder / "config.json")
+    return bool(facts.get("quantization_config") or facts.get("compression_config"))
 
 
 def _override(config: Any, options: dict[str, Any]) -> None:
@@ -134,10 +275,12 @@ def _override(config: Any, options: dict[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def _read_config(folder: Path, remote_code: bool) -> Any:
+def _read_config(source: Source, remote_code: bool) -> Any:
+    name, about = source.place_of_code if remote_code else (str(source.folder), {})
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote_code, **about)
     except (OSError, ValueError, KeyError) as error:
+        folder = source.folder
         raise CheckpointError(f"{folder}: {_elsewhere(folder) or f'cannot read config.json: {error}'}") from error
 
 
@@ -181,19 +324,38 @@ def refuse_quantised(what: object, quantization: Any, supported: Collection[str]
         raise UnsupportedError(f"{what}: quantised with {method}: pip install {' '.join(missing)}")
 
 
-def _class_of(config: Any, model_class: Any, remote_code: bool) -> Any:
-    names = config.architectures or []
-    if model_class is None and not names:
-        raise CheckpointError(f"{config.name_or_path}: config.json names no architectures; pass model_class=")
-    if model_class is None and not (remote_code and getattr(config, "auto_map", None)):
-        model_class = getattr(transformers, names[0], transformers.AutoModel)
+def _class_of(config: Any, model_class: Any, remote_code: bool, source: Source) -> Any:
     if model_class is None:
-        ours = (auto for auto, reference in config.auto_map.items() if str(reference).endswith(f".{names[0]}"))
-        model_class = getattr(transformers, next(ours, "AutoModel"))
+        model_class = _named_class(config, remote_code, source.folder)
     if hasattr(model_class, "config_class"):
         return model_class
-    with torch.device("meta"):  # an Auto class: a model without weights tells which class it stands for
-        return type(model_class.from_config(config, trust_remote_code=remote_code))
+    return hf_private.class_behind(model_class, config, source.place_of_code if remote_code else None)
+
+
+def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:
+    """The class, or the Auto class that stands for it, of the first architecture that is known."""
+    names = config.architectures or []
+    if not names:
+        raise CheckpointError(f"{folder}: config.json names no architectures; pass model_class=")
+    code = {auto: str(ref) for auto, ref in (getattr(config, "auto_map", None) or {}).items() if "AutoModel" in auto}
+    brought = {ref.rpartition(".")[2]: auto for auto, ref in reversed(code.items())}
+    for name in names if remote_code else ():
+        if name in brought:
+            return getattr(transformers, brought[name])
+    for name in names:
+        kind = getattr(transformers, name, None)
+        is_of_a_kind = getattr(kind, "config_class", None) is not None  # the base of all classes is not
+        if isinstance(kind, type) and (is_of_a_kind or hasattr(kind, "_model_mapping")):
+            return kind
+    if remote_code and len(brought) == 1:  # under another name than the config's
+        return getattr(transformers, *brought.values())
+    remedy = "pass model_class=transformers.AutoModelForCausalLM, or whichever class it is"
+    if code and not remote_code:
+        remedy = f"pass trust_remote_code=True to run the code with it that has {', '.join(brought)}, or model_class="
+    raise CheckpointError(
+        f"{folder}: config.json names the architecture {', '.join(map(repr, names))}, and transformers "
+        f"{transformers.__version__} has no class of this name; {remedy}"
+    )
 
 
 @contextlib.contextmanager
@@ -223,47 +385,58 @@ def skeleton(
     which are in no file as they are. Raises `CheckpointError`, `UnsupportedError`, `ConfigError`.
     """
     check_dtype(dtype)
-    path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
-    checkpoint = weights_in(path)
+    source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     with refused_as_checkpoint(path_or_repo_id, "build"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code, model_config)
-        model = build(cls, config, dtype, checkpoint, distributed_config)
+        config, cls = config_and_class(source, model_class, trust_remote_code, model_config)
+        checkpoint = source.checkpoint(config) if is_whole(source.path, config) else None
+        loaded = dtype_of(dtype, config, checkpoint, source.path)
+        model = build(cls, config, loaded, distributed_config)
         if checkpoint is not None:
-            _compare(folder, model, checkpoint)
-    model.name_or_path = model.config.name_or_path = str(path_or_repo_id)
+            _compare(source.folder, model, checkpoint)
+        if source.adapter is not None:
+            hf_private.add_adapter(model, source.adapter, loaded)
     return model.eval(), checkpoint if distributed_config is None else None
 
 
-def weights_in(path: Path) -> Checkpoint | None:
-    """The checkpoint of a folder or file; None where its weights are not all there."""
-    names = os.listdir(path) if path.is_dir() else [path.name]
-    if path.is_dir() and _INDEX in names and "model.safetensors" not in names:
+def is_whole(path: Path, config: Any = None) -> bool:
+    """Whether the weights of a folder or file are all there; those that its config.json names for None."""
+    names, name = os.listdir(path) if path.is_dir() else [path.name], weights_named(path, config)
+    index = name or _INDEX
+    if name is not None and not (path / name).is_file():
+        return False
+    if path.is_dir() and index.endswith(".json") and index in names and (name or "model.safetensors" not in names):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong
-            if not set(json.loads((path / _INDEX).read_bytes())["weight_map"].values()) <= set(names):
-                return None
-    elif path.is_dir() and not any(name.endswith(SUFFIXES) for name in names):
-        return None
-    return Checkpoint.open(path)
+            return set(json.loads((path / index).read_bytes())["weight_map"].values()) <= set(names)
+    return name is not None or not path.is_dir() or any(_is_of_model(file) for file in names)
 
 
-def _dtype(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None) -> torch.dtype:
-    """The dtype that transformers would load: "auto" is the config's, or that of the first floats in the file."""
-    if dtype == "auto":
-        entries = checkpoint.entries.values() if checkpoint is not None else ()
-        kinds = (entry.dtype for entry in entries if entry.dtype in ("float16", "bfloat16", "float32", "float64"))
-        dtype = config.dtype or next(kinds, "float32")
-    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return found
+def dtype_of(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None, path: Path) -> torch.dtype:
+    """The dtype that transformers would load: of "auto" the config's, else that which an index tells, else that of the
+    first floats in the first file, by their names."""
+    first: dict[str, torch.dtype] = {}
+    if checkpoint is not None:
+        index: Any = checkpoint.index
+        entries = read_header(checkpoint.mappings[0])[0]  # also those that another file has again
+        first = {name: torch_dtype(entries[name].dtype) for name in sorted(entries)}
+    else:  # the index may be here without the files
+        index = _facts(path / _INDEX)
+    metadata = (index or {}).get("metadata")
+    return hf_private.loaded_dtype(dtype, config, metadata if isinstance(metadata, dict) else None, first)
 
 
-def build(
-    cls: Any, config: Any, dtype: str | torch.dtype, checkpoint: Checkpoint | None, distributed_config: Any = None
-) -> Any:
-    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded; with a
+def _facts(path: Path) -> dict[str, Any]:
+    """A JSON file, or nothing where it cannot be read: who needs it next says what is wrong."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def build(cls: Any, config: Any, dtype: torch.dtype, distributed_config: Any = None) -> Any:
+    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded in `dtype`; with a
     `distributed_config` its shards."""
-    loaded = _dtype(dtype, config, checkpoint)
-    model = hf_private.build_on_meta(cls, config, loaded)
-    kept = hf_private.kept_dtype(model, loaded)
+    model = hf_private.build_on_meta(cls, config, dtype)
+    kept = hf_private.kept_dtype(model, dtype)
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
@@ -299,6 +472,8 @@ def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
     held = sum(sizes.values())
     if held != wanted:
         held -= sum(sizes[name] for name in hf_private.unused_names(model, sizes))
+        if layers := surplus.layers(model.state_dict(), hf_private.unexpected_names(model, sizes)):
+            _LOGGER.warning("%s: %s", folder, layers)
     if held != wanted:
         _LOGGER.warning(
             "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",

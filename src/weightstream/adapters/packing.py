@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.adapters import hf_private
-from weightstream.adapters.hub import is_pipeline, is_quantised, local_path
+from weightstream.adapters.hub import ADAPTER, find, is_pipeline, is_quantised
 from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
@@ -51,7 +52,13 @@ def pack(
             return list(_pipeline(folder, pipeline_folder.specs_of(folder), grown, how, variant))
     if variant is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant")
-    source, folder = local_path(path_or_repo_id, trust_remote_code)
+    found = find(path_or_repo_id, trust_remote_code)
+    source, folder = found.path, found.folder
+    if (adapter := found.adapter or (folder if (folder / ADAPTER).is_file() else None)) is not None:
+        raise UnsupportedError(
+            f"{adapter}: {ADAPTER} is of an adapter, which a pack cannot have: pack the model without it and load it "
+            "with model.load_adapter(folder), or merge it: peft's merge_and_unload(), save_pretrained(), then pack that"
+        )
     may_write = how.may_write(folder)
     with store.growing(_place(out.expanduser(), folder)) as grown:
         loaded = load_pretrained(
@@ -62,8 +69,20 @@ def pack(
             may_write=may_write,
         )
         shards = _packed(loaded, grown, how)
-        store.copy_beside(folder, grown)
+        store.copy_beside(folder, grown, deep=True)
+        _describe(grown / "config.json", loaded.model.config)
     return shards
+
+
+def _describe(path: Path, config: Any) -> None:
+    """Have a pack's config.json describe the pack's own files: it names no other file of weights, and it has the dtype,
+    which transformers would otherwise take from the first tensor of the first file."""
+    facts = json.loads(path.read_bytes())
+    told = {key: value for key, value in facts.items() if key != "transformers_weights"}
+    if told.get("dtype", told.get("torch_dtype")) is None and config.dtype is not None:
+        told["dtype"] = str(config.dtype).removeprefix("torch.")
+    if told != facts:
+        path.write_text(json.dumps(told, indent=2))
 
 
 class _How(NamedTuple):

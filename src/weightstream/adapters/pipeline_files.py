@@ -8,6 +8,7 @@ plan and no device.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -48,6 +49,7 @@ from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
+_LOGGER = logging.getLogger("weightstream")
 _LOADING = threading.Lock()  # what diffusers is told for a load is of the process
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _AS_IT_IS = ("low_cpu_mem_usage", "use_safetensors")
@@ -261,6 +263,8 @@ class _Load:
     def __init__(self, file: Path, options: _Options, kind: Any) -> None:
         self._options, self._kind, self._file = options, kind, file
         self.checkpoint = diffusers_private.GgufFile(file) if file.suffix == ".gguf" else Checkpoint.open(file)
+        for note in self.checkpoint.notes:
+            _LOGGER.warning("%s", note)
         if options.verify:
             self.checkpoint.verify()
         self._folder = OffloadFolder(options.offload_folder) if options.may_write else None

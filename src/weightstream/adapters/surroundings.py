@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import SequenceMatcher
+from queue import Queue
 from types import (
     CellType,
     FunctionType,
@@ -45,7 +46,7 @@ _ROUNDS = 100  # over a list that other threads change
 _MISSING: Any = object()
 _ROWS = (list, tuple, set, frozenset, deque)
 _HOLDERS = (  # classes of the standard library whose objects are looked into
-    *(SimpleNamespace, threading.local, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary),
+    *(SimpleNamespace, threading.local, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary, Queue),
 )
 _HOOKS = frozenset(vars(nn.Module())) - {"_modules", "_buffers", "_parameters"}
 
@@ -210,7 +211,7 @@ _nothing = _Kind().inside
 def _kind(kind: type) -> _Kind:
     """It is told by the type alone: to ask an object would run code of its class."""
     if issubclass(kind, type):
-        return _Kind((_Class,), lambda value: value.__mro__)
+        return _Kind((_Class,), lambda value: (type(value), *value.__mro__))
     if kind in _KINDS:
         return _KINDS[kind]
     places: list[Callable[[Any], _Place]] = []
@@ -225,7 +226,7 @@ def _kind(kind: type) -> _Kind:
         inside = _row
     if issubclass(kind, threading.local):
         places.append(lambda value: _Keyed(threading.local.__getattribute__(value, "__dict__")))
-    elif kind.__dictoffset__ and (issubclass(kind, (nn.Module, *_HOLDERS)) or not _is_foreign(kind)):
+    elif kind.__dictoffset__ and (issubclass(kind, (nn.Module, torch.Tensor, *_HOLDERS)) or not _is_foreign(kind)):
         places.append(_Attributes)
     if not _is_foreign(kind) and (slots := _slots_of(kind)):
         places.append(lambda value: _Slots(value, slots))

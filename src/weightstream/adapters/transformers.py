@@ -1,10 +1,12 @@
 """LoadedModel: a transformers model whose parameters view mapped files. It knows transformers, not plans or devices.
 
-transformers builds the model on meta and fills it from a state dict of mapped tensors. Those it keeps as they are stay
-views of the checkpoint. Those it would stack or join from whole parts of files (experts fused) it gets ready: as memory
-that holds nothing until it is read, of which it is known where in the files its bytes are. Those it makes all the same
-(projections transposed, another dtype) are caught one by one, as it registers them: each is written to the offload
-folder and replaced by a view of that file, one at a time in memory.
+transformers loads the model by its own `from_pretrained`, with the name that the caller gave; mapped tensors stand in
+for those that it would read from files. So everything else that it does with a folder is done: generation settings,
+adapters, a class's own `from_pretrained`. Tensors that it keeps as they are stay views of the checkpoint. Those it
+would stack or join from whole parts of files (experts fused) are made ready for it: as memory that holds nothing until
+it is read, and whose bytes have a known place in the files. Those it makes all the same (projections transposed,
+another dtype) are caught one by one, as it registers them: each is written to the offload folder and replaced by a view
+of that file, one at a time in memory.
 """
 
 from __future__ import annotations
@@ -15,29 +17,29 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from weightstream.adapters import hf_private, hf_sharded
+from weightstream.adapters import hf_private, hf_sharded, surplus
 from weightstream.adapters.homing import Homing
 from weightstream.adapters.hub import (
     DESCRIBING,
+    Source,
     build,
     check_dtype,
     config_and_class,
+    dtype_of,
+    find,
     is_pipeline,
     is_quantised,
-    local_path,
+    is_whole,
     refuse_quantised,
     refused_as_checkpoint,
     skeleton,
-    weights_in,
 )
 from weightstream.adapters.ranges import Decoded, Gathered, as_they_are, gather
 from weightstream.adapters.unpacking import unpack_late
@@ -112,21 +114,25 @@ def load_pretrained(
     if (given := kwargs.get("quantization_config")) is not None:
         refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-    path, folder = local_path(path_or_repo_id, trust_remote_code, **hub)
+    source = find(path_or_repo_id, trust_remote_code, **hub)
+    path = source.path
     if path.is_dir() and is_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
-    checkpoint = Checkpoint.open(path)
-    if verify_checksums:
-        checkpoint.verify()
+    checkpoint = source.checkpoint(model_config)  # what is wrong with it is told before anything of the config
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        config, cls = config_and_class(folder, model_class, trust_remote_code, model_config, kwargs)
+        config, cls = config_and_class(source, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
-        options = {"config": config, "dtype": dtype, **kwargs}
+        if source.files_of(config) != source.files_of(model_config):
+            checkpoint = source.checkpoint(config)
+        if verify_checksums:
+            checkpoint.verify()
+        options = {"config": config, "dtype": dtype_of(dtype, config, checkpoint, path), **kwargs, **source.hub}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
+        options |= {"trust_remote_code": True} if trust_remote_code else {}
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
-        _finish(model, folder, str(path_or_repo_id), kwargs)
+            model = _Load(source, checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
+        model.eval()
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
     if kept is None:
@@ -147,16 +153,16 @@ def described(
 
     Raises what both of them do, and `UnsupportedError` where a quantised one is not on this machine.
     """
-    path, folder = local_path(path_or_repo_id, trust_remote_code, files=DESCRIBING)
-    if not is_quantised(folder):
+    source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
+    if not is_quantised(source.folder):
         about: dict[str, Any] = {"trust_remote_code": trust_remote_code, "model_config": model_config}
         return skeleton(path_or_repo_id, dtype=dtype, distributed_config=distributed_config, **about)
     _refuse_shards(path_or_repo_id, distributed_config is not None)
-    if weights_in(path) is None:
+    if not is_whole(source.path):
         raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "progress": False}
     options["model_config"] = model_config
-    model = load_pretrained(path, **options, verify_checksums=False, may_write=False).model
+    model = load_pretrained(source.path, **options, verify_checksums=False, may_write=False).model
     unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
     return model, None
 
@@ -186,6 +192,7 @@ class _Load:
 
     def __init__(
         self,
+        source: Source,
         checkpoint: Checkpoint,
         folder: OffloadFolder,
         cls: Any,
@@ -193,7 +200,8 @@ class _Load:
         may_write: bool,
         allow_missing: bool,
     ) -> None:
-        self._allow_missing = allow_missing
+        self._source, self._allow_missing = source, allow_missing
+        self._reading: hf_private.Reading | None = None
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
@@ -206,9 +214,10 @@ class _Load:
             return self._quantised(device)
         if is_sharded:
             return self._sharded()
-        decode = bool(self._coded) and wants_plain()
+        has_adapter = self._source.adapter is not None  # which may read weights as it is put in
+        decode = bool(self._coded) and (has_adapter or wants_plain())
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
-        skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
+        skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
         places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
         gathered, used = gather(skeleton, checkpoint, places, mapping)
@@ -217,10 +226,12 @@ class _Load:
             self._tell_of_decoding()
         elif self._coded:
             self._populate_what_is_read(skeleton, places)
-        sources = {name: self._source(name, decode) for name in checkpoint.entries if name not in used}
+        sources = {name: self._tensor(name, decode) for name in checkpoint.entries if name not in used}
         try:
             with register_module_parameter_registration_hook(self._on_parameter):
-                model = self._build(sources | stacks)
+                sources |= stacks
+                stacks.clear()
+                model = self._build(sources)
         finally:
             heap.trim()
         if used:
@@ -239,8 +250,7 @@ class _Load:
         """The model with one rank's shards: rows and columns stay in the file, also those that are joined of several
         tensors; what was coded, or is another computation, is written to the folder, one by one."""
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
-        skeleton = build(self._cls, config, self._options["dtype"], checkpoint)
-        self._options["dtype"] = config.dtype  # which transformers would look for in tensors
+        skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
         places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
         gathered, used = gather(skeleton, checkpoint, places, mapping)
@@ -272,8 +282,7 @@ class _Load:
             raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
         gathered, used, conversions = self._gathered_fp8()
-        # by name, as transformers goes through them: without a dtype in the config the first one's is taken
-        sources = {name: self._source(name, False) for name in sorted(self._checkpoint.entries.keys() - used)}
+        sources = {name: self._tensor(name, False) for name in sorted(self._checkpoint.entries.keys() - used)}
         then = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
@@ -281,7 +290,8 @@ class _Load:
             hf_private.quantising_on(device, then),
             hf_private.kernels_for(device, then),
         ):
-            model = self._build(sources | {name: tensor[...] for name, tensor in gathered.items()})
+            sources |= {name: tensor[...] for name, tensor in gathered.items()}
+            model = self._build(sources)
         if used:
             hf_private.remember_conversions(model, conversions)
         if num := self._homing.num_written:
@@ -299,14 +309,14 @@ class _Load:
         given = self._options.get("quantization_config")
         if given or (quantizer := hf_private.fp8_quantizer(config.quantization_config)) is None:
             return {}, set(), []
-        skeleton = build(self._cls, config, self._options["dtype"], self._checkpoint)
+        skeleton = build(self._cls, config, self._options["dtype"])
         with hf_private.keeping_quantised(self._checkpoint.metadata):
             hf_private.use_quantizer(skeleton, quantizer, skeleton.dtype)
         mapping = self._options.get("key_mapping")
         places, conversions = hf_private.places(skeleton, self._checkpoint.entries, mapping)
         return *gather(skeleton, self._checkpoint, places, mapping), conversions
 
-    def _source(self, name: str, decode: bool) -> torch.Tensor:
+    def _tensor(self, name: str, decode: bool) -> torch.Tensor:
         """What transformers is given as a tensor of the checkpoint."""
         tensor = self._checkpoint.tensor(name)
         if decode and name in self._coded:
@@ -317,11 +327,14 @@ class _Load:
     def _tell_of_decoding(self) -> None:
         _LOGGER.warning(
             "%s: %d coded tensors are decoded into %s for this process only: %s on disk and on every way from "
-            "there in place of %s, since they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, "
-            "or on the CPU codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
+            "there in place of %s, since %s",
             *(self._where, len(self._coded), self._folder.path),
             human(sum(layout.raw_nbytes for layout in self._coded.values())),
             human(sum(layout.nbytes for layout in self._coded.values())),
+            "an adapter is loaded with them"
+            if self._source.adapter is not None
+            else "they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
+            "codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
         )
 
     def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, hf_private.Place]) -> None:
@@ -337,38 +350,53 @@ class _Load:
                     memory = self._checkpoint.lazy[name]
                     memory.populate(0, memory.nbytes)
 
-    def _build(self, tensors: Mapping[str, Any]) -> Any:
-        """Has transformers make the model of these."""
+    def _build(self, tensors: dict[str, Any]) -> Any:
+        """Has transformers make the model of these; the dict is empty then."""
         allowed = self._options.get("ignore_mismatched_sizes", False)
-        options = {**self._options, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report:
+        index: Any = self._checkpoint.index
+        self._reading = hf_private.Reading(
+            self._source.base,
+            self._source.subfolder,
+            getattr(self._options["config"], "transformers_weights", None),
+            [str(mapping.path) for mapping in self._checkpoint.mappings],
+            index and {**(index.get("metadata") or {}), "weight_map": dict(index["weight_map"])},
+            tensors,
+        )
+        with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report, self._reading():
             try:
-                model, info = self._cls.from_pretrained(None, state_dict=dict(tensors), **options)
+                model = self._cls.from_pretrained(self._source.name, **self._options)
             except UnsupportedError:
                 raise
             except RuntimeError as error:
                 if self._homing.refused is not None:
                     raise self._homing.refused from error
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
-        if info["mismatched_keys"] and not allowed:
-            shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info["mismatched_keys"])]
+        named = [*model.named_parameters(), *model.named_buffers()]
+        if left := [name for name, tensor in named if tensor.is_meta]:
+            raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        info = self._reading.info
+        if info is None:  # the class reads its files itself
+            return model
+        if info.mismatched_keys and not allowed:
+            shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info.mismatched_keys)]
             raise CheckpointError(
                 f"{self._where}: {len(shapes)} shapes differ: {'; '.join(shapes[:8])}; "
                 "the config is of another model, or pass ignore_mismatched_sizes=True"
             )
-        named = [*model.named_parameters(), *model.named_buffers()]
-        if left := [name for name, tensor in named if tensor.is_meta]:
-            raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
-        if missing := sorted(info["missing_keys"]):
+        if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
+            _LOGGER.warning("%s: %s", self._where, layers)
+        if missing := sorted(info.missing_keys):
             names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
             if not self._allow_missing:
-                raise CheckpointError(f"{text}; pass allow_missing=True to give them random values")
+                prefix = self._cls.base_model_prefix
+                raise CheckpointError(f"{text}; {surplus.remedy(missing, sorted(info.unexpected_keys), prefix)}")
             _LOGGER.warning("%s: they have random values", text)
         return model
 
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and hf_private.is_loaded(param):
+        is_elsewhere = self._reading is None or self._reading.is_elsewhere
+        if param is not None and not is_elsewhere and not param.is_meta and hf_private.is_loaded(param):
             self._homing.take(name, param)
 
     def _memories(self) -> tuple[Memory, ...]:
@@ -377,11 +405,3 @@ class _Load:
     @property
     def _where(self) -> Path:
         return self._checkpoint.mappings[0].path.parent
-
-
-def _finish(model: Any, folder: Path, name: str, kwargs: dict[str, Any]) -> None:
-    model.name_or_path = model.config.name_or_path = name
-    model.eval()
-    if model.can_generate() and kwargs.get("generation_config") is None:
-        with suppress(OSError):  # without the file, the one made of the model's config stays
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

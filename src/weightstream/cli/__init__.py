@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import shlex
 import signal
 import sys
 import warnings
@@ -25,6 +27,13 @@ from weightstream.errors import WeightstreamError
 
 __all__ = ["app"]
 
+# `name=value`, or a name of several words that is to be given
+_KEYWORD = re.compile(
+    r"\b(?P<name>[a-z_]+)=(?P<value>'[^']*'|\"[^\"]*\"|\w+)?"
+    r"|(?P<verb>\b(?:pass|give|set|raise|leave out)(?: another)? )(?P<verb_name>[a-z]+(?:_[a-z]+)+)\b(?!=)"
+)
+_PYTHON = re.compile(r"\bpass [a-z_]+=")
+_QUOTES, _BARE = "'\"", (None, "True")
 _TALKATIVE = ("torchao", "torch.utils._pytree")  # of kernels that they do not find, while transformers imports them
 
 
@@ -45,8 +54,23 @@ class Commands(TyperGroup):
             try:
                 return super().invoke(ctx)
             except WeightstreamError as error:
-                tell(f"error: {error}")
+                tell(f"error: {self._in_flags(str(error), ctx)}")
                 raise typer.Exit(2) from None
+
+    def _in_flags(self, text: str, ctx: Any) -> str:
+        """What an error says of keywords, in flags of the command, and that the others are of Python."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        flags = {param.name: param.opts[0] for param in command.params if param.opts} if command else {}
+
+        def flag(match: re.Match[str]) -> str:
+            name, value = match["name"] or match["verb_name"], match["value"]
+            if name not in flags:
+                return match[0]
+            given = f" {shlex.quote(value.strip(_QUOTES))}" if value not in _BARE else ""
+            return f"{match['verb'] or ''}{flags[name]}{given}"
+
+        text = _KEYWORD.sub(flag, text)
+        return f"{text} (of weightstream.from_pretrained, in Python)" if _PYTHON.search(text) else text
 
 
 def _print_version(wanted: bool) -> None:

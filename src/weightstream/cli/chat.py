@@ -35,7 +35,7 @@ def converse(answer: Callable[[Messages, Callable[[], bool]], str | None]) -> No
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; once ends no program: a step that is cut in two leaves copies under way."""
+    """Whether Ctrl-C was pressed: once stops the answer after its token, which is kept; twice raises."""
     pressed: list[int] = []
 
     def note(number: int, _: object) -> None:

@@ -172,13 +172,18 @@ class Session:
 
     def __init__(self, name: str, trust_remote_code: bool) -> None:
         transformers = require("transformers", "transformers", "weightstream run")
-        from weightstream.adapters.hub import config_and_class, local_path, refused_as_checkpoint
+        from weightstream.adapters.hub import config_and_class, find, refused_as_checkpoint, weights_named
         from weightstream.store.checkpoint import Checkpoint
 
-        path, folder = local_path(name, trust_remote_code)
-        Checkpoint.open(path)  # headers alone; what is wrong with the weights is not to be told of the tokenizer
+        source = find(name, trust_remote_code)
+        Checkpoint.open(
+            source.path, weights_named(source.path, None)
+        )  # headers alone; what is wrong with the weights is not to be told of the tokenizer
         with refused_as_checkpoint(name, "load"):
-            config_and_class(folder, None, trust_remote_code)
+            config_and_class(source, None, trust_remote_code)
+        folder = source.folder
+        if source.adapter is not None and (source.adapter / "tokenizer_config.json").is_file():
+            folder = source.adapter
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever transformers makes of the files

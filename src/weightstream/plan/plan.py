@@ -25,6 +25,13 @@ _NUMBERS = (
 )
 
 
+# Fields that say what a step does; the others predict what that takes, or say what was asked for.
+ACTS = (
+    *("resident", "mapped", "disk", "ring_nbytes", "extents", "first", "after"),
+    *("cached", "num_slots", "slots_nbytes", "ahead"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The schedule of a step.
@@ -96,6 +103,13 @@ class Plan:
         sizes = streamed_nbytes(self.manifest, self.placed)
         extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes, by_ends=self.by_ends)
         return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
+
+    def acts_as(self, other: Plan) -> bool:
+        """Whether both place every weight alike and schedule alike: all else is predicted."""
+        mine, theirs = self.manifest, other.manifest
+        if mine.units != theirs.units or any(getattr(self, name) != getattr(other, name) for name in ACTS):
+            return False
+        return mine.order == theirs.order or not self.opened
 
     @cached_property
     def placed(self) -> frozenset[str]:

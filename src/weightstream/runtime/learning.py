@@ -173,11 +173,8 @@ class Learning:
 
     def _change(self, plan: Plan) -> None:
         """Put a plan in force that is better for a call."""
-        now, binding = self._installed.plan, self._installed.binding
-        parts = ("extents", "after", "resident", "cached", "num_slots")
-        is_same = all(getattr(plan, part) == getattr(now, part) for part in parts)
-        if is_same and plan.manifest.units == now.manifest.units:
-            binding.plan = plan  # but for what is predicted it is the one in force
+        if plan.acts_as(self._installed.plan):
+            self._installed.binding.plan = plan
         else:
             self._try_switch(plan, any_error=True)
 

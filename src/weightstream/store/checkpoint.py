@@ -2,6 +2,9 @@
 
 Everything in a header or an index may lie: each number is checked before it is used, and an index can name files of
 its own folder only. A coded tensor has memory of its own, which it is decoded into when it is first read.
+
+Of an index transformers takes the names of the shards alone: it reads all of them in the order of their names, and a
+tensor that two of them hold is the last one's. So does this; `notes` says where the index has it otherwise.
 """
 
 from __future__ import annotations
@@ -51,34 +54,45 @@ class Checkpoint:
     """Mapped safetensors files; `Checkpoint.open(path)` makes one, and reads headers only."""
 
     def __init__(
-        self, mappings: Sequence[FileMapping], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+        self,
+        mappings: Sequence[FileMapping],
+        entries: Mapping[str, TensorEntry],
+        metadata: Mapping[str, str],
+        *,
+        index: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.mappings, self.entries, self.metadata = tuple(mappings), entries, metadata
+        self.index, self.notes = index, tuple(notes)
         self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, what was gathered
 
     @classmethod
     @_refusing()
-    def open(cls, path: Path | str) -> Checkpoint:
-        """Maps a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`."""
+    def open(cls, path: Path | str, name: str | None = None, extra: Iterable[str] = ()) -> Checkpoint:
+        """Maps a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`.
+
+        `name`: the file or index of a folder that is not to be found by its usual name. `extra`: more files of the
+        folder, where they exist, whose tensors replace others of the same name.
+        """
         path = Path(path)
         if os.path.isdir(path):  # Path.is_dir raises where a name is too long
-            path = within(path, _weights_of(path))
+            path = within(path, name or _weights_of(path))
         _refuse_other_format(path, [path])
-        weight_map = _read_weight_map(path) if path.suffix == ".json" else {}
-        shards = {name: within(path.parent, name) for name in sorted(set(weight_map.values()))}
-        mappings = [FileMapping(shard) for shard in shards.values() or [path]]
+        index = _read_index(path) if path.suffix == ".json" else None
+        weight_map: dict[str, str] = index["weight_map"] if index else {}
+        shards = [within(path.parent, shard) for shard in sorted(set(weight_map.values()))] or [path]
+        shards += [within(path.parent, file) for file in extra if (path.parent / file).exists()]
+        mappings = [FileMapping(shard) for shard in dict.fromkeys(shards)]
         entries: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
+        overlaid: dict[str, TensorEntry] = {}
         for mapping in mappings:
             held, more = read_header(mapping)
             metadata |= more
-            for key in held.keys() & entries.keys():
-                raise CheckpointError(f"{path}: {key!r} is in two shards, {entries[key].path} and {mapping.path}")
+            overlaid |= {key: entries[key] for key in held.keys() & entries.keys()}
             entries |= held
-        for key, name in weight_map.items():
-            if key not in entries or entries[key].path != shards[name]:
-                raise CheckpointError(f"{path}: lists {key!r} in {name!r}, and that shard does not hold it")
-        return cls(mappings, entries, metadata)
+        notes = tuple(_notes(path, weight_map, entries, overlaid))
+        return cls(mappings, entries, metadata, index=index, notes=notes)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor that views the file; a copy where its offset is not a multiple of the item size.
@@ -143,16 +157,22 @@ def _weights_of(folder: Path) -> str:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed: {error}") from error
-    found = [name for name in names if name.endswith(".safetensors")]
     for name in ("model.safetensors", "model.safetensors.index.json"):
         if name in names:
             return name
+    adapters = [name for name in names if name.startswith("adapter_model.")]
+    found = [name for name in names if name.endswith(".safetensors") and name not in adapters]
     if len(found) == 1:
         return found[0]
     if found:
         raise CheckpointError(
             f"{folder}: {len(found)} safetensors files and no model.safetensors.index.json to join them: "
             f"{', '.join(found[:4])}, …; pass the path of one file"
+        )
+    if adapters:
+        raise CheckpointError(
+            f"{folder}: {adapters[0]} is an adapter, and there are no weights of a model with it: load the model that "
+            "adapter_config.json names, then model.load_adapter(folder)"
         )
     _refuse_other_format(folder, [Path(name) for name in names])
     raise CheckpointError(f"{folder}: no model.safetensors, no model.safetensors.index.json, no *.safetensors")
@@ -166,18 +186,31 @@ def _refuse_other_format(where: Path, files: list[Path]) -> None:
 
 def within(folder: Path, name: str) -> Path:
     """Returns the path of `name` in `folder`, which a link may leave only for its own hub cache's blobs."""
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-        raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files outside the folder are refused")
+    is_outside = not name or name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/"))
+    if is_outside or any(character in name for character in "\\\0"):
+        raise CheckpointError(f"{folder}: {name!r} is no file name inside of it; files outside the folder are refused")
+    path = folder / name
     try:
-        root, target = folder.resolve(), (folder / name).resolve(strict=True)
+        root, target = folder.resolve(), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: {name!r} is missing; download the model again ({error})") from error
+    if not target.is_relative_to(root) and not _is_blob(folder, path):
+        raise CheckpointError(
+            f"{folder}: {name!r} links to {target}, outside the model folder; refused unopened: pass {target.parent} "
+            f"if all of the model is there, or put a copy in place of the link: cp -L {name} {name}.copy && "
+            f"mv {name}.copy {name}"
+        )
+    return path
+
+
+def _is_blob(folder: Path, path: Path) -> bool:
+    """Whether it links to an entry of the blobs of its hub cache, which may themselves be links to another disk."""
+    if not path.is_symlink():
+        return False
+    entry = (path.parent / path.readlink()).parent.resolve()
     # a pipeline's snapshot holds its components in folders
-    snapshots = [path.parent for path in (root, root.parent) if path.parent.name == "snapshots"]
-    homes = [root, *(path.parent / "blobs" for path in snapshots)]
-    if not any(target.is_relative_to(home) for home in homes):
-        raise CheckpointError(f"{folder}: {name!r} links to {target}, outside the model folder; refused unopened")
-    return folder / name
+    places = {place for start in (folder.absolute(), folder.resolve()) for place in (start, *start.parents[:2])}
+    return any(entry == (p.parents[1] / "blobs").resolve() for p in places if p.parent.name == "snapshots")
 
 
 def _crc32(entry: TensorEntry) -> int:
@@ -189,12 +222,37 @@ def _crc32(entry: TensorEntry) -> int:
     return crc32
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, Any]:
     mapping = FileMapping(path)
-    weight_map = read_json(mapping, 0, mapping.nbytes).get("weight_map")
+    index = read_json(mapping, 0, mapping.nbytes)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: 'weight_map' is absent or empty; it must map tensor names to file names")
     for key, name in weight_map.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: {key!r} maps to {name!r}, not to a file name")
-    return weight_map
+    return index
+
+
+def _notes(
+    path: Path, weight_map: Mapping[str, str], entries: Mapping[str, TensorEntry], overlaid: Mapping[str, TensorEntry]
+) -> Iterator[str]:
+    """A line for the tensors that several files hold, and one for those that the index has elsewhere."""
+    if overlaid:
+        key = min(overlaid)
+        taken, other = entries[key].path.name, overlaid[key].path.name
+        listed = f", though the index lists it in {weight_map[key]}" if weight_map.get(key, taken) != taken else ""
+        yield (
+            f"{path}: {len(overlaid)} tensors are in several files. As in transformers the last one by the name of its "
+            f"file counts: {key!r} of {taken}, not of {other}{listed}"
+        )
+    elsewhere = {
+        key: name for key, name in weight_map.items() if key not in entries or entries[key].path != path.parent / name
+    }
+    if stale := sorted(elsewhere.keys() - overlaid.keys()):
+        key = stale[0]
+        found = f"it is in {entries[key].path.name}" if key in entries else "no file has it"
+        yield (
+            f"{path}: the index is stale: {len(stale)} tensors are not where it lists them, such as {key!r} in "
+            f"{elsewhere[key]}: {found}"
+        )

@@ -36,6 +36,9 @@ _CODES = MappingProxyType({"none": (), "auto": BITS, **{name: (bits,) for name, 
 _WORTH = MappingProxyType({"auto": 0.97, **dict.fromkeys(config.CODES, 1.0)})  # of the bytes: decoding has a price
 
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
+_PICKLE_NBYTES = 16 << 20
+_STEMS = ("pytorch_model", "diffusion_pytorch_model", "model", "consolidated", "adapter_model", "optimizer")
+_TEXTS = frozenset((".py", ".json", ".txt", ".jinja"))
 
 Advance = Callable[[int], None]  # told how many more bytes of tensors are done
 
@@ -232,9 +235,22 @@ def write(
         mapping.check()
 
 
-def copy_beside(source: Path, folder: Path) -> None:
-    """Copies what the folder `source` holds beside weights."""
+def copy_beside(source: Path, folder: Path, *, deep: bool = False) -> None:
+    """Copies what the folder `source` holds beside weights; with `deep` code and texts of folders in it, too."""
     for path in source.iterdir():
-        is_ours = path.name.endswith(SUFFIXES) or ".index." in path.name or path.name.startswith(".")
-        if not is_ours and path.is_file() and path.stat().st_size <= _BESIDE_NBYTES:
+        if path.name.startswith("."):
+            continue
+        if path.is_file() and not _is_of_weights(path) and path.stat().st_size <= _BESIDE_NBYTES:
             shutil.copyfile(path, folder / path.name)
+        elif deep and path.is_dir():
+            for text in (file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file()):
+                (folder / text.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(text, folder / text.relative_to(source))
+
+
+def _is_of_weights(path: Path) -> bool:
+    """Whether a file is of a model's weights. A small pickle with a name of its own is something else that the code of
+    a model reads, such as the voices of Qwen2.5-Omni."""
+    if path.suffix in (".pt", ".pth", ".bin") and path.stat().st_size <= _PICKLE_NBYTES:
+        return path.name.startswith(_STEMS)
+    return path.name.endswith(SUFFIXES) or ".index." in path.name

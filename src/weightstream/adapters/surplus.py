@@ -1,0 +1,71 @@
+"""Weights of a checkpoint that its model has no place for, or the other way round: what is meant by their names.
+
+It knows names alone: what transformers reports are unexpected keys of the files and missing ones of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_LAYER = re.compile(r"(.*?\.)?(\d+)\.")  # what is before the first number, and the number
+_ADAPTERS = ("lora_", ".base_layer.", "modules_to_save", "ia3_", "vera_", "oft_", "hada_", "lokr_")
+
+
+def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
+    """Says which numbered layers the files have that the model, with weights of these names, does not have."""
+    numbered = {(match[1] or "", int(match[2])) for name in names if (match := _LAYER.match(name))}
+    lists = {prefix for prefix, _ in numbered}
+    found: dict[str, set[int]] = {}
+    for name in unexpected:
+        if match := _LAYER.match(name):
+            end, number = match[1] or "", int(match[2])
+            # a file may have the names of the base model, without its prefix
+            prefix = next((prefix for prefix in sorted(lists) if prefix == end or prefix.endswith(f".{end}")), None)
+            if prefix is not None and (prefix, number) not in numbered:
+                found.setdefault(prefix, set()).add(number)
+    told = [
+        f"{prefix}{min(numbers)}" + f" to {prefix}{max(numbers)}" * (len(numbers) > 1)
+        for prefix, numbers in sorted(found.items())
+    ]
+    return f"layers that the config does not have are left out: {', '.join(told)}" if told else None
+
+
+def remedy(missing: Sequence[str], unexpected: Sequence[str], base_prefix: str) -> str:
+    """What to do about weights that a model misses, while the files have those that are `unexpected`."""
+    if any(part in name for name in unexpected for part in _ADAPTERS):
+        return (
+            "the file is of a model with an adapter of peft in it: load that with peft, merge_and_unload() and "
+            "save_pretrained() it, or load the model that the adapter is for, then model.load_adapter(folder)"
+        )
+    if (mapping := _prefix(missing, unexpected)) is not None:
+        return f"their names differ by a prefix: pass key_mapping={mapping!r}"
+    random = "allow_missing=True to give them random values"
+    if base_prefix and not any(name.startswith(f"{base_prefix}.") for name in missing):
+        return f"pass model_class=transformers.AutoModel for the model without its head, or {random}, as to train them"
+    if unexpected:
+        return (
+            f"the files have {len(unexpected)} weights that it does not have, such as {unexpected[0]}: pass "
+            f"key_mapping= if these are the same under other names, else {random}"
+        )
+    return f"pass {random}"
+
+
+def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str] | None:
+    """The `key_mapping` that gives most of the missing weights their names in the file, if one prefix does."""
+    wanted, held = set(missing), set(unexpected)
+    more = (name.removesuffix(end) for name in unexpected for end in _ends(name) if end in wanted)
+    less = (name.removesuffix(end) for name in missing for end in _ends(name) if end in held)
+    candidates = [*((f"^{re.escape(prefix)}", "") for prefix in more), *(("^", prefix) for prefix in less)]
+    for pattern, prefix in dict.fromkeys(candidates):
+        named = {re.sub(pattern, prefix, name, count=1) for name in unexpected}
+        if 2 * len(wanted & named) > len(wanted):
+            return {pattern: prefix}
+    return None
+
+
+def _ends(name: str) -> Iterable[str]:
+    """What is left of a name without one part of it, without two, and so on."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

@@ -1,0 +1,278 @@
+"""Models that are cut at lines of the library, on the CPU and on a GPU, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightstream
+import weightstream.runtime.devices
+from cutting import Cut, Lines, interrupted, is_free, num_lines
+from fake_cuda import Graph, Lane, Lanes
+from models import randomise
+from weightstream.runtime.engine import State
+from weightstream.runtime.mode import Mode
+
+WIDTH = 32
+SHARE = 0.45  # of the weights, on the device
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+@dataclass
+class Case:
+    """A model that streams, and what is cut: `act`. `output` is compared with that of the plain model."""
+
+    parts: list[tuple[nn.Module, nn.Module, Any]]  # offloaded, plain, and the streamer of each
+    act: Callable[[], object]
+    output: Callable[[bool], list[torch.Tensor]]  # of the plain model, or not
+    num_cuts: int = 24  # in a run of the tests
+
+    def check(self, where: str) -> None:
+        self._check_state(where)
+        with torch.no_grad():
+            wanted = self.output(True)
+            for _ in range(2):
+                assert all(map(torch.equal, self.output(False), wanted)), f"other outputs, cut at {where}"
+            before = self._unplanned()
+            assert all(map(torch.equal, self.output(False), wanted)), f"other outputs, cut at {where}"
+        assert self._unplanned() == before, f"units are filled on demand, cut at {where}"
+        self._check_state(where)
+
+    def _check_state(self, where: str) -> None:
+        for model, plain, streamer in self.parts:
+            own, wanted = model.state_dict(), plain.state_dict()
+            wrong = [name for name in wanted if not torch.equal(own[name].cpu(), wanted[name].cpu())]
+            assert not wrong, f"{wrong} are wrong, cut at {where}"
+            binding, gate = streamer._binding, streamer._gate
+            assert gate.mode is Mode.IDLE, f"{gate.mode}, cut at {where}"
+            assert not binding.open_units, f"units are open, cut at {where}"
+            left = [u.index for u in binding.units if u.opened or u.in_buffer or u.is_picked or u.borrowed]
+            assert not left, f"units {left} are open, cut at {where}"
+            assert not any(fence.state is State.IN_USE for fence in binding.engine.fences), f"in use, cut at {where}"
+            assert not any(binding._is_ours(face.tensor) for face in binding.faces), (
+                f"the ring is shown, cut at {where}"
+            )
+
+    def _unplanned(self) -> int:
+        return sum(streamer.stats().unplanned_fills for _, _, streamer in self.parts)
+
+    def locks(self) -> list[Any]:
+        return [lock for _, _, s in self.parts for lock in (s._gate.turn, s._gate.lock)]
+
+    def remove(self) -> None:
+        for _, _, streamer in self.parts:
+            streamer.remove()
+
+
+def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Any:
+    nbytes = sum(p.nbytes for p in model.parameters())
+    streamer = weightstream.offload(model, device=device, device_budget=int(SHARE * nbytes), **settings)
+    assert streamer.plan.host_nbytes > 0
+    return streamer
+
+
+def simple(
+    seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A model, the plain one to compare it with, and an input."""
+    model = randomise(nn.Sequential(*[Block() for _ in range(4)]).to(dtype), seed).eval()
+    x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return model, copy.deepcopy(model).to(device), x
+
+
+def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case:
+    """The path of that name; a capture on the CPU is of a graph that repeats operators."""
+    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    if name == "pipeline":
+        return pipeline()
+    if name == "experts":
+        return mixture(request, device)
+    if name == "generation":
+        return language_model(monkeypatch, device)
+    if name in ("capture", "replay"):
+        captures_on_the_cpu(monkeypatch)
+    model, plain, x = simple(3, torch.bfloat16 if name == "coded" else torch.float32, device)
+    streamer = offloaded(model, device, codec="small" if name == "coded" else "none")
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        return [(plain if is_plain else model)(x)]
+
+    def step() -> None:
+        with streamer.step():
+            model(x)
+            model(x)
+
+    def alone() -> None:
+        for block in model:
+            block(x)
+
+    graphs: list[Any] = []
+
+    def capture() -> None:
+        with streamer.capture(graph := new_graph(device)):
+            y = model(x)
+        graphs[:] = graph, y  # the one before is freed, which no capture may be under way for
+
+    def replay() -> None:
+        if not graphs or graphs[0] not in streamer.graphs.recordings:
+            capture()
+        streamer.replay(graphs[0])
+        assert torch.equal(graphs[1], plain(x))
+
+    def updates() -> None:
+        for index in (0, 3):
+            for own, other in zip(model[index].parameters(), plain[index].parameters(), strict=True):
+                new = other.detach() + 1
+                try:
+                    own.data = new.to(own.device, copy=True)  # which a step takes over at its entry
+                finally:
+                    with torch._C.DisableTorchFunctionSubclass():  # no line of the library looks on
+                        if torch.equal(own.cpu(), new.cpu()):  # else the error came before
+                            other.data = new
+        model(x)
+
+    act = {"step": step, "alone": alone, "capture": capture, "replay": replay, "updates": updates}
+    return Case([(model, plain, streamer)], act.get(name, lambda: model(x)), output)
+
+
+def captures_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes()
+    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda *_: Lane(lanes))
+
+
+def new_graph(device: str) -> Any:
+    return Graph() if device == "cpu" else torch.cuda.CUDAGraph()
+
+
+def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
+    """Captured generation: its prompt and the first tokens run eager, the others from a graph."""
+    import expert_rig
+    import generating
+    from weightstream.adapters.generation import Recorder, decode
+
+    captures_on_the_cpu(monkeypatch)
+    model, ids = generating.build(generating.MODELS["llama"]()), expert_rig.prompt().to(device)
+    plain = copy.deepcopy(model).to(device)
+    streamer = offloaded(model, device, codec="none")
+
+    def generate() -> int:
+        recorder = Recorder(new=lambda: new_graph(device), record=streamer.capture, replay=streamer.replay)
+        found, decoding = decode(model, ids, generating.options(6), recorder)
+        assert torch.equal(found, plain.generate(ids, **generating.options(6)))
+        return decoding.replays  # none after an error that may be the model's: it goes on without a graph
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        return [(plain if is_plain else model)(input_ids=ids, use_cache=False).logits]
+
+    assert generate()
+    return Case([(model, plain, streamer)], generate, output)
+
+
+def mixture(request: pytest.FixtureRequest, device: str) -> Case:
+    """Experts whose rows are cached in slots, and fetched ahead."""
+    import expert_rig
+
+    model, ids = expert_rig.built(), expert_rig.prompt().to(device)
+    plain = copy.deepcopy(model).to(device)
+    holding = expert_rig.held(model, "cached", 4, device, ahead=2)
+    streamer = holding.__enter__()
+    request.addfinalizer(lambda: holding.__exit__(None, None, None))
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        return [(plain if is_plain else model)(input_ids=ids[:, :1], use_cache=False).logits]
+
+    return Case([(model, plain, streamer)], lambda: output(False), output)
+
+
+def pipeline() -> Case:
+    """Two components that pass through one ring in turn, as in a denoising loop."""
+    import diffusers
+
+    class Pipe(diffusers.DiffusionPipeline):  # type: ignore[misc]
+        def __init__(self, encoder: nn.Module, net: nn.Module) -> None:
+            super().__init__()
+            self.register_modules(encoder=encoder, net=net)
+
+        def __call__(self, x: torch.Tensor, steps: int = 2) -> torch.Tensor:
+            x = self.encoder(x)
+            for _ in range(steps):
+                x = self.net(x)
+            return x
+
+    (encoder, plain_encoder, x), (net, plain_net, _) = simple(5), simple(6)
+    pipe, plain = Pipe(encoder, net), Pipe(plain_encoder, plain_net)
+    nbytes = sum(p.nbytes for part in (encoder, net) for p in part.parameters())
+    weightstream.offload_pipeline(
+        pipe, device="cpu", device_budget=int(0.4 * nbytes), codec="none", example_inputs={"x": x}
+    )
+    parts = [(pipe.components[n], plain.components[n], s) for n, s in pipe.weightstream.components.items()]
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        return [(plain if is_plain else pipe)(x)]
+
+    return Case(parts, lambda: output(False), output)
+
+
+def cut(path: Case, num_cuts: int, seed: int) -> None:
+    """Cut it at so many of its lines. Some steps have more of them than others, as they are timed or plan again."""
+    draw, num_reached = random.Random(seed), 0
+    with torch.no_grad():
+        num = sorted(num_lines(path.act) for _ in range(3))[1]
+        for _ in range(4 * num_cuts):
+            error = draw.choice((Cut, KeyboardInterrupt, RuntimeError))
+            try:
+                with Lines(draw.randint(1, num), error) as lines:
+                    path.act()
+            except error:
+                pass
+            num_reached += bool(lines.where)
+            path.check(f"{lines.where} by {error.__name__}, seed {seed}")
+            if num_reached == num_cuts:
+                return
+    raise AssertionError(f"{num_reached} of {num_cuts} lines were reached")
+
+
+def interrupt(num: int, seed: int, device: str = "cpu") -> None:
+    """So many interrupts by real signals, each at a random moment of some steps."""
+    model, plain, x = simple(4, device=device)
+    streamer = offloaded(model, device)
+    found = Case([(model, plain, streamer)], lambda: model(x), lambda is_plain: [(plain if is_plain else model)(x)])
+    draw = random.Random(seed)
+    with torch.no_grad():
+        for _ in range(6):
+            model(x)
+        begin_s = time.perf_counter()
+        for _ in range(20):
+            model(x)
+        step_s = (time.perf_counter() - begin_s) / 20
+        for index in range(num):
+            try:
+                with interrupted(draw.uniform(0.1, 3) * step_s):
+                    for _ in range(1000):
+                        if index % 2:
+                            model(x)
+                        else:
+                            with streamer.step():
+                                model(x)
+            except KeyboardInterrupt:
+                pass
+            found.check(f"interrupt {index}, seed {seed}")
+            assert all(map(is_free, found.locks()))
+    streamer.remove()
+    assert all(torch.equal(own.cpu(), p.cpu()) for own, p in zip(model.parameters(), plain.parameters(), strict=True))
