@@ -369,9 +369,9 @@ class PipelineStreamer:
                 if not isinstance(error, WeightstreamError):
                     raise
                 raise OffloadError(
-                    f"{name} is changed while the pipeline is offloaded, and has no room then: change it before, "
-                    "or give offload_pipeline() example_inputs= of a call that casts it, or a larger device_budget= "
-                    f"({error})"
+                    f"{name} is cast or resized while the pipeline is offloaded, and has no room then: do it "
+                    "before, or give offload_pipeline() example_inputs= of a call that casts it, or a larger "
+                    f"device_budget= ({error})"
                 ) from error
         self._past[name] = before
 

@@ -121,7 +121,7 @@ class Attachment:
             for leaf in added.values():
                 to = device or _beside(leaf.path, weights)
                 if to is not None and leaf.tensor.device != to:
-                    leaf.tensor.data = leaf.tensor.data.to(to)
+                    to_device(leaf, to)
         if self.adopted_nbytes != before:
             self.on_adopted()
 
@@ -175,6 +175,11 @@ class _Code:
         if hasattr(forwards[0], guards.OUTER):
             forwards[0] = forwards[0].__wrapped__
         return list(map(type, self.modules)), members, forwards, hooks
+
+
+def to_device(leaf: Leaf, device: torch.device) -> None:
+    """Move a tensor that is no weight of the plan."""
+    leaf.tensor.data = leaf.tensor.data.to(device)
 
 
 def _forgetting(module: nn.Module, run: Run) -> Run:
