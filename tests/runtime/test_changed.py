@@ -257,8 +257,8 @@ def _through(blocks: Any, x: torch.Tensor) -> torch.Tensor:
 class Way(NamedTuple):
     change: Callable[[Any], Undo]  # of one model
     of_class: bool = False  # it changes both models at once
-    fixed: bool = True  # steps at fixed addresses run with it, or are refused
     autocast: bool = False
+    compiles: bool = True
 
 
 WAYS = {
@@ -282,15 +282,16 @@ WAYS = {
     "deep copy of a block": Way(deep),
     "shared block": Way(shared),
     "parametrized weights": Way(lambda model: each(model.blocks, parametrized)),
-    "weight_norm": Way(normed(nn.utils.weight_norm, nn.utils.remove_weight_norm)),
-    "spectral_norm": Way(normed(nn.utils.spectral_norm, nn.utils.remove_spectral_norm)),
+    "weight_norm": Way(normed(nn.utils.weight_norm, nn.utils.remove_weight_norm), compiles=False),
+    "spectral_norm": Way(normed(nn.utils.spectral_norm, nn.utils.remove_spectral_norm), compiles=False),
     "pruned weights": Way(
-        normed(partial(prune.l1_unstructured, name="weight", amount=9), partial(prune.remove, name="weight"))
+        normed(partial(prune.l1_unstructured, name="weight", amount=9), partial(prune.remove, name="weight")),
+        compiles=False,
     ),
     "requires_grad": Way(trainable),
     "other values": Way(lambda model: each(model.blocks, rescaled)),
     "container": Way(in_dict),
-    "autocast": Way(lambda model: lambda: None, autocast=True),
+    "autocast": Way(lambda model: lambda: None, autocast=True, compiles=False),
 }
 MOMENTS = ("before", "while", "after")
 
@@ -318,6 +319,7 @@ def grain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+@pytest.mark.few(80)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_changed_model_computes_as_the_plain_one(name: str, moment: str, grain: str) -> None:
@@ -344,3 +346,39 @@ def test_a_changed_model_computes_as_the_plain_one(name: str, moment: str, grain
         assert vars(ours).keys() == vars(plain).keys()
     undo()
     assert_alike(pair, way)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.compiles])
+def test_a_compiled_model_that_is_changed(name: str, scope: Any) -> None:
+    """Compiled code notices a changed class in part alone."""
+    way, pair = WAYS[name], models()
+    torch._dynamo.reset()
+    try:
+        with offloaded(pair.streamed) as streamer:
+            streamer.compile(scope, backend="aot_eager")
+            assert_alike(pair, way)
+            undo = changed(way, pair)
+            assert_alike(pair, way, 4)
+            undo()
+            assert_alike(pair, way)
+        assert_alike(pair, way)
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("of", ["model", "block"])
+def test_a_shallow_copy_computes_with_its_own_attributes(of: str) -> None:
+    pair, x = models(), torch.randn(2, WIDTH)
+    with torch.no_grad():
+        with offloaded(pair.streamed):
+            assert torch.equal(pair.streamed(x), pair.plain(x))
+            ours, plain = ((copy.copy(m) if of == "model" else copy.copy(m.blocks[1])) for m in pair)
+            for each_copy in (ours, plain):
+                each_copy.gain, each_copy.scaled = 5.0, lambda x: 7 * x
+            assert torch.equal(ours(x), plain(x))
+            assert torch.equal(ours.forward(x), plain.forward(x))
+            assert torch.equal(pair.streamed(x), pair.plain(x))
+        assert torch.equal(ours(x), plain(x))
+        assert torch.equal(pair.streamed(x), pair.plain(x))

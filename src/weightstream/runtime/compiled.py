@@ -49,22 +49,32 @@ class Compiled:
         if self._options is None:
             return forward
         if self._entry is None:
-            self._entry = self._compile(forward, **self._options)
-        return self._entry
+            self._entry = self._compile(**self._options)
+        return forward if self._entry is _run else self._entry
 
-    def _compile(self, forward: Callable[..., Any], scope: str, **options: Any) -> Callable[..., Any]:
+    def _compile(self, scope: str, **options: Any) -> Callable[..., Any]:
         if scope == "model":
             return torch.compile(self._model.forward, **options)
         for block in self._blocks:
             self._undo.append(partial(_put_back, block, block.__dict__.get("_compiled_call_impl")))
             block.compile(**options)
-        return forward
+        return _run
+
+    def renew(self) -> None:
+        """The model's Python has changed, which compiled code notices in part: compile it again."""
+        if self._entry is not None:
+            self.drop()
+            torch._dynamo.reset()
 
     def drop(self) -> None:
         """Let go of what was compiled; the next step compiles again if that is still wanted."""
         self._entry = None
         while self._undo:
             self._undo.pop()()
+
+
+def _run(*args: Any, **kwargs: Any) -> None:
+    """In place of an entry, where blocks are compiled: the plain forward runs."""
 
 
 def _put_back(block: nn.Module, compiled: Any) -> None:

@@ -375,6 +375,7 @@ class Streamer:
         """Whether the next step is to be watched, as the model's Python has changed."""
         if self._gate.mode is not Mode.IDLE or self._backend.capturing() or not self._modules.has_other_code():
             return False
+        self._compiled.renew()
         self._learning.watching = True
         return True
 
