@@ -81,25 +81,42 @@ def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: 
     """
     guards.refuse_twice(model)
     guards.refuse_foreign(dict(model.named_modules()))
+    weights.refuse_unsupported(model)
     weights.leave_inference(model)
-    closing = Undo()
+    closing, by_alias, made = Undo(), dict[str, weights.Group](), list[Assembly]()
     try:
         closing.add(unpack_late(model, backend.device))
-        yield Assembly(model, backend, config, given, closing)
+        by_alias |= _weights(model, given.elsewhere)
+        made.append(Assembly(model, backend, config, given, closing, by_alias))
+        yield made[0]
     except BaseException:
         closing()
+        if guards.ATTRIBUTE not in vars(model):  # whoever handles the error holds its frames, and may offload it again
+            for assembly in made:
+                assembly.forget()
+            for group in by_alias.values():
+                group.home = torch.empty(0, dtype=torch.uint8, device="cpu")
+                group.members.clear()
         raise
 
 
 class Assembly:
     """The parts of one model; `prospect` is what is known of it. What `closing` holds goes once the model is plain."""
 
-    def __init__(self, model: nn.Module, backend: Backend, config: OffloadConfig, given: Given, closing: Undo) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        config: OffloadConfig,
+        given: Given,
+        closing: Undo,
+        by_alias: dict[str, weights.Group],
+    ) -> None:
         self.model = model
         self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
-        self._by_alias = _weights(model, given.elsewhere)
+        self._by_alias = by_alias
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.add(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
@@ -135,6 +152,11 @@ class Assembly:
     def close(self) -> None:
         """Let go of a model to which no plan is attached."""
         self._closing()
+
+    def forget(self) -> None:
+        """Keep no memory of the weights."""
+        for home in self._homes.homes.values():
+            home.forget()
 
     @property
     def elsewhere(self) -> frozenset[int]:
@@ -172,6 +194,14 @@ class Assembly:
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
         around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing
         streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
+        try:
+            self._finish(streamer, refinement, on_added)
+        except BaseException:
+            streamer.remove()
+            raise
+        return streamer
+
+    def _finish(self, streamer: Streamer, refinement: Refinement, on_added: Callable[[], None] | None) -> None:
         beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: refinement.prospect.planners[0].budget)
         streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
@@ -181,7 +211,6 @@ class Assembly:
         _report(streamer.plan, self._config)
         if self.prospect.whole and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.prospect.whole)
-        return streamer
 
     def _foresee(self, known: Prospect, entry: str, args: Any, kwargs: Any) -> Prospect | None:
         hosted = self._given.hosted

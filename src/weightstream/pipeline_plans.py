@@ -99,7 +99,10 @@ def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], tuple[str
     if not reason:
         return calls, ()
     if not any(call.component in _DENOISERS for call in calls):
-        raise OffloadError(f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}")
+        raise OffloadError(
+            f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}. Give the keywords of a call "
+            "as it will be, such as prompt=, image=, height= and width="
+        )
     return calls, (f"what comes after {calls[-1].component} cannot be told before it runs: {reason}",)
 
 

@@ -47,10 +47,11 @@ from weightstream.plan.amounts import human
 from weightstream.plan.choices import Share
 from weightstream.plan.turns import PipelinePlan
 from weightstream.prospects import can_decode
+from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
 from weightstream.runtime.devices import opened
-from weightstream.runtime.leaves import leaves_of
+from weightstream.runtime.leaves import leaves_of, storage_of
 from weightstream.runtime.preload import preloading
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
@@ -241,8 +242,16 @@ def _refuse(pipe: Any) -> None:
         raise ConfigError(f"{type(pipe).__name__} is neither a torch module nor a pipeline of diffusers")
     if isinstance(getattr(pipe, "weightstream", None), PipelineStreamer):
         raise OffloadError(f"{type(pipe).__name__} is offloaded already: call pipe.weightstream.remove() first")
-    if not diffusers.modules_of(pipe):
+    if not (parts := diffusers.modules_of(pipe)):
         raise ConfigError(f"{type(pipe).__name__} has no component with weights")
+    there = [name for name, module in parts.items() if getattr(module, guards.ATTRIBUTE, None) is not None]
+    if there:
+        others = [f"weightstream.offload(pipe.{name})" for name in parts if name not in there]
+        raise OffloadError(
+            f"{', '.join(there)} of this {type(pipe).__name__} are offloaded already, and stream in it as they are. "
+            + (f"Offload the others one by one: {', '.join(others)}; or " if others else "To plan all in one budget, ")
+            + "call remove() of what offloaded those first"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,11 +280,25 @@ def _with_past(stats: Stats, past: Stats | None) -> Stats:
     return replace(stats, **sums, step_s=stats.step_s or past.step_s, units=stats.units or past.units)
 
 
-def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
-    """Where every tensor of a model is held, under which name, the tensor, and its values."""
+def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, Callable[[], torch.Tensor]]]:
+    """Where every tensor of a model is held, under which name, the tensor, and what gives its values."""
     held = [named for module in model.modules() for named in (module._parameters, module._buffers)]
     every = [(named, key, tensor) for named in held for key, tensor in named.items() if tensor is not None]
-    return [(named, key, tensor, tensor.data) for named, key, tensor in every]
+    return [(named, key, tensor, _values_of(tensor)) for named, key, tensor in every]
+
+
+def _append(found: list[Any], change: Callable[[], Any]) -> None:
+    found.append(change())
+
+
+def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What gives the tensor's data as it is now. It holds no tensor, which the model would seem to be shown by."""
+    if (storage := storage_of(tensor)) is None:
+        data = tensor.data
+        return lambda: data
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    dtype, device = tensor.dtype, tensor.device
+    return lambda: torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
 
 
 class PipelineStreamer:
@@ -340,14 +363,15 @@ class PipelineStreamer:
                 cast()
                 self._stream_again(name, assembly, share)
             except BaseException as error:
-                for named, key, tensor, data in tensors:
-                    named[key], tensor.data = tensor, data
+                for named, key, tensor, values in tensors:
+                    named[key], tensor.data = tensor, values()
                 self._stream_again(name, assembly, share)
                 if not isinstance(error, WeightstreamError):
                     raise
                 raise OffloadError(
-                    f"{name} is cast while the pipeline runs, and has no room then: give offload_pipeline() "
-                    f"example_inputs= of such a call, or a larger device_budget= ({error})"
+                    f"{name} is changed while the pipeline is offloaded, and has no room then: change it before, "
+                    "or give offload_pipeline() example_inputs= of a call that casts it, or a larger device_budget= "
+                    f"({error})"
                 ) from error
         self._past[name] = before
 
@@ -376,7 +400,7 @@ class PipelineStreamer:
         calls, notes = told(self._pipe, call | {k: v for k, v in named.items() if v is not None})
         now, plain = diffusers.modules_of(self._pipe), self._assemblies()
         for name in dict.fromkeys(call.component for call in calls):
-            if name not in plain or now[name] is not plain[name].model:
+            if name not in plain or diffusers.plain_of(now[name]) is not diffusers.plain_of(plain[name].model):
                 calls = [call for call in calls if call.component != name]
                 notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
         plans = {name: streamer.plan for name, streamer in self.components.items()}
@@ -418,6 +442,16 @@ class PipelineStreamer:
         finally:
             for streamer in self.components.values():
                 streamer.place_added(self.device)
+
+    def resizing(self, change: Callable[[], Any]) -> Any:
+        """Runs what changes the tables of text encoders, which stream again with these."""
+        found: list[Any] = []
+        work: Callable[[], object] = partial(_append, found, change)
+        for name in self.components:
+            if name.startswith("text_encoder"):
+                work = partial(self._recast, name, work)
+        work()
+        return found[0]
 
     def remove(self) -> None:
         """Bring every weight back to where it was and set the pipeline free; may be called twice."""

@@ -117,7 +117,7 @@ ENCODERS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("masked", [None, 9, 16])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_pipelines_with_a_language_model_for_prompts_are_planned(name: str, masked: int | None) -> None:

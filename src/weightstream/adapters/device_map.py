@@ -10,6 +10,7 @@ They live in a class made for the instance, as a copy or a pickle of the model m
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from weightstream.runtime.undo import Undo
 logger = logging.getLogger("weightstream")
 
 _BASE = "_weightstream_base"
+_NESTED = 16  # changes of one member, at most, that are undone in turn
 _KEPT = frozenset(("__new__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", _BASE))
 
 
@@ -175,7 +177,7 @@ def derived(base: Any, members: Mapping[str, Any]) -> Any:
 
 def _meta_of(base: Any) -> Any:
     """The class of a class for one instance of `base`: to change the class of the instance changes `base`."""
-    before: dict[str, Any] = {}  # of what was set here, what `base` itself had
+    before: dict[str, deque[Any]] = {}  # of what was set here, what `base` itself had
     absent = object()
 
     def is_placed(cls: Any) -> bool:
@@ -185,14 +187,14 @@ def _meta_of(base: Any) -> Any:
         if not is_placed(cls) or (name.startswith("__") and name.endswith("__")):
             type.__setattr__(cls, name, value)
             return
-        before.setdefault(name, vars(base).get(name, absent))
+        before.setdefault(name, deque(maxlen=_NESTED)).append(vars(base).get(name, absent))
         setattr(base, name, value)
 
     def delete_member(cls: Any, name: str) -> None:
-        if not is_placed(cls) or name not in before:
+        if not is_placed(cls) or not before.get(name):
             type.__delattr__(cls, name)
             return
-        given = before.pop(name)  # who patches a class for a while finds nothing to put back in this one
+        given = before[name].pop()  # who patches a class for a while finds nothing to put back in this one
         if given is absent:
             delattr(base, name)
         else:

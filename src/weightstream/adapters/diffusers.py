@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from weightstream.runtime.leaves import leaves
 logger = logging.getLogger("weightstream")
 
 _ENTRY = re.compile(r"(en|de)code(_\w+)?|get_\w+_features")  # methods beside `forward` that compute
+_RESIZES = ("load_textual_inversion", "unload_textual_inversion")  # the tables of text encoders
 _OFFLOADERS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 
 
@@ -36,6 +39,33 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
         if any(True for module in found[name].modules() for _ in leaves(module)):
             unique.setdefault(id(found[name]), name)
     return {name: found[name] for name in unique.values()}
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, modular pipelines log no tracebacks of errors that this thread catches."""
+    thread, log = threading.get_ident(), logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
+def plain_of(module: nn.Module) -> nn.Module:
+    """The module behind one that `torch.compile` made."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def inputs_of(pipe: Any) -> set[str]:
+    """The keywords that a call of the pipeline takes, as far as it says; a modular one has those of its blocks."""
+    takes = inspect.signature(type(pipe).__call__).parameters
+    return {*takes, *(part.name for part in getattr(getattr(pipe, "blocks", None), "inputs", ()))}
 
 
 def entries_of(module: nn.Module) -> tuple[str, ...]:
@@ -82,12 +112,19 @@ def attach(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
 
         return adopt
 
+    def resizing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def resize(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return owner.resizing(lambda: method(self, *args, **kwargs))
+
+        return resize
+
     members: dict[str, Any] = {
         "to": to,
         "remove_all_hooks": left,
         "reset_device_map": left,
         **{name: refusing(name) for name in _OFFLOADERS if hasattr(kind, name)},
         **{name: adopting(getattr(kind, name)) for name in ("fuse_lora", "unfuse_lora") if hasattr(kind, name)},
+        **{name: resizing(getattr(kind, name)) for name in _RESIZES if hasattr(kind, name)},
     }
     undo = device_map.place(pipe, members)
     pipe.__dict__["weightstream"] = owner

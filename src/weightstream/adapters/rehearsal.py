@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters import device_map, meta, process_states
-from weightstream.adapters.diffusers import entries_of, is_pipeline, modules_of
+from weightstream.adapters.diffusers import entries_of, inputs_of, is_pipeline, modules_of, plain_of, unlogged
 from weightstream.adapters.known import is_small
 from weightstream.adapters.shapes import Footprint, follow
 from weightstream.errors import ConfigError, UnsupportedError
@@ -60,7 +60,7 @@ def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], str]:
     with warnings.catch_warnings(), process_states.kept(_CPU), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # of zeros divided by zeros
         try:
-            with process_states.OwnDraws():
+            with process_states.OwnDraws(), unlogged():
                 twin(**given)
         except Exception as error:
             return rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -72,8 +72,9 @@ def _arguments(pipe: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     takes = inspect.signature(type(pipe).__call__).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (unknown := sorted(given.keys() - takes.keys())):
         raise ConfigError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: it takes {', '.join(takes)}")
-    found = {"output_type": "pt"} if "output_type" in takes else {}
-    if "prompt" in takes and not any("prompt" in name for name in given):
+    named = inputs_of(pipe)
+    found = {"output_type": "pt"} if "output_type" in named else {}
+    if "prompt" in named and not any("prompt" in name for name in given):
         found["prompt"] = _PROMPT
     return found | {name: _of_our_own(value) for name, value in given.items() if not name.startswith("callback")}
 
@@ -105,7 +106,8 @@ class _Rehearsal:
 
     def twin(self, pipe: Any) -> Any:
         """The same pipeline with stand-ins for its components, on the CPU."""
-        return self._twin(pipe, {id(module): self._stand_in(name, module) for name, module in modules_of(pipe).items()})
+        found = modules_of(pipe).items()
+        return self._twin(pipe, {id(module): self._stand_in(name, plain_of(module)) for name, module in found})
 
     def _twin(self, pipe: Any, twins: dict[int, Any]) -> Any:
         """`twins`: of components, and of pipelines that others hold, by the id of what they stand for."""

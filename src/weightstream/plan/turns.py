@@ -32,12 +32,9 @@ def shares(prospects: Mapping[str, Prospect], times: Mapping[str, int], budget: 
     order = sorted(prospects, key=lambda name: -times.get(name, 1) * prospects[name].grains[0].nbytes)
     ring = 0
     for name in order:
-        ring = _ring_of(name, prospects[name], Share(least[name], ring), budget - total)
-    if total + ring > budget:
-        raise PlanError(
-            f"device budget {human(budget)} ({budget} bytes) < {human(total)} that must stay + ring {human(ring)} "
-            "of all components: raise the budget, or use a smaller dtype"
-        )
+        ring = _ring_of(prospects[name], Share(least[name], ring), budget - total)
+        if total + ring > budget:
+            raise _no_room(prospects, least, budget)
     first, others = order[0], total - least[order[0]]
     plan = prospects[first].within(budget - others).plan()[1]  # the ring that suits it best
     ring = max(ring, min(aligned(plan.ring_nbytes) + plan.buffer_nbytes, budget - total))
@@ -58,8 +55,8 @@ def _least_kept(prospect: Prospect) -> int:
     return min(nbytes_of(grain, always_resident(grain)) for grain in prospect.grains)
 
 
-def _ring_of(name: str, prospect: Prospect, share: Share, most: int) -> int:
-    """The least ring, from that of the share on, through which the component can stream. Raises `PlanError`."""
+def _ring_of(prospect: Prospect, share: Share, most: int) -> int:
+    """The least ring, from that of the share on, through which the component can stream; more than `most`: none."""
 
     def works(ring: int) -> bool:
         return prospect.sharing(Share(share.kept_nbytes, ring)).has_plan()
@@ -67,22 +64,27 @@ def _ring_of(name: str, prospect: Prospect, share: Share, most: int) -> int:
     low, high = share.ring_nbytes, most
     if low and works(low):
         return low
-    if not works(high):
-        raise PlanError(
-            f"{name}: {_left(most)} what all components must keep on the device, too little for a ring that holds "
-            "its largest unit: raise the budget, or use a smaller dtype"
-        )
+    if high <= low or not works(high):
+        return max(most, low) + 1
     for _ in range(_BISECTIONS):
         middle = (low + high) // 2
         low, high = (low, middle) if works(middle) else (middle, high)
     return aligned(high)
 
 
-def _left(nbytes: int) -> str:
-    """What of a budget is left, or is missing, beside something."""
-    if nbytes < 0:
-        return f"the device budget is {human(-nbytes)} ({-nbytes} bytes) less than"
-    return f"of the device budget {human(nbytes)} ({nbytes} bytes) are left beside"
+def _no_room(prospects: Mapping[str, Prospect], least: Mapping[str, int], budget: int) -> PlanError:
+    """With the budget that would do."""
+    total, rings = sum(least.values()), dict[str, int]()
+    for name, prospect in prospects.items():
+        most = aligned(2 * prospect.grains[0].nbytes)
+        rings[name] = _ring_of(prospect, Share(least[name], 0), most)
+    name = max(rings, key=rings.__getitem__)
+    ring = aligned(rings[name])
+    return PlanError(
+        f"device budget {human(budget)} ({budget} bytes) < {human(total)} that all components must keep on the device "
+        f"+ a ring of {human(ring)} for the largest unit of {name} = {human(total + ring)} ({total + ring} bytes): "
+        "raise the budget, or use a smaller dtype"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

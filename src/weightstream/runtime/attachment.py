@@ -57,9 +57,10 @@ class Attachment:
         opened = [index for index in range(len(self.units)) if plan.opens(index)]
         self.session.streams, self.session.traced = bool(opened), False
         for index in opened:
+            whole = self.units[index].picks is None  # else its forward, which is known, reads single rows
             for module in (self.units[index].module, *self.units[index].also):
                 run = _forgetting(module, partial(self._run_unit, index))
-                self._undo.add(guards.surround(module, run, self.session, index))
+                self._undo.add(guards.surround(module, run, self.session, index, opens_early=whole))
         self._undo.add(guards.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
@@ -83,11 +84,6 @@ class Attachment:
     def detach(self) -> None:
         """Give the modules back as they were; may be called twice."""
         self._undo()
-
-    def heal(self) -> None:
-        """This thread is in no forward of the model or its units, whatever was cut short."""
-        for module in (self.model, *(m for unit in self.units for m in (unit.module, *unit.also))):
-            guards.leave(module)
 
     def was_replaced(self) -> bool:
         """Whether tensors came since the last step began, perhaps in place of weights; the next one adopts them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -32,7 +31,7 @@ class Around:
     Not hooks: PyTorch's fused paths, and so the bits, change with hooks. The plain forward is looked up at each call:
     one that is changed on the class meanwhile, or by another `__class__`, is the one that runs. `_call_impl` sees what
     the other cannot. Where another forward was assigned to the instance, or ours was deleted, a new stand-in is put
-    around that. Where a unit has hooks, which may read its weights, it opens before they run.
+    around that. Where a unit has hooks, which may read its weights, it opens before they run, and again inside.
 
     In a session whose addresses are fixed a compiler traces the plain forward between two operators, which know the
     unit by the tensor `unit`.
@@ -45,8 +44,6 @@ class Around:
         self.opens_early = False  # a unit, whose hooks run inside; a step begins at the forward
         self.hidden = False  # from compilers
         self.run: Run = _run_plain
-        self.here = _Here()
-        self.is_traced_inside = False  # a compiler traces a call that has waited
         self.forward: Any = None  # the stand-in in force, bound to the module
         self._made: list[tuple[Any, Any]] = []  # all of them, and what each stands in for
         self._runs: list[Run] = []
@@ -73,17 +70,6 @@ class Around:
             self._made.append((made, given))
             given = module.__dict__["forward"] = made
         self.forward = given
-
-    def enter(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `plain`, and what is around it unless this thread is inside."""
-        here = self.here
-        if here.is_inside:
-            return plain(*args, **kwargs)
-        here.is_inside = True
-        try:
-            return self.run(plain, args, kwargs)
-        finally:
-            here.is_inside = False
 
     def add(self, run: Run) -> Callable[[], None]:
         """Run this, too, outermost; returns what undoes it."""
@@ -114,12 +100,6 @@ class Around:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.patched,)  # a class copied its attributes in its own way: the copy is plain
-
-
-class _Here(threading.local):
-    """For each thread: whether it is inside of the module's stand-in."""
-
-    is_inside = False
 
 
 def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -173,13 +153,6 @@ def hide(module: nn.Module) -> None:
     module.__dict__[_AROUND].hidden = True
 
 
-def leave(module: nn.Module) -> None:
-    """This thread is not inside of what stands in for the module's forward, whatever was cut short."""
-    around = module.__dict__.get(_AROUND)
-    if type(around) is Around:
-        around.here.is_inside = around.is_traced_inside = False
-
-
 def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[..., Any]:
     """A stand-in for the instance's own forward, `given`, else for that of its class at the time of the call.
 
@@ -198,9 +171,7 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
             if plain is None:
                 plain = type(self).forward
                 plain = types.MethodType(plain, self) if type(plain) is types.FunctionType else _forward_of(self)
-            return around.enter(plain, args, kwargs)
-        if around.is_traced_inside:
-            return type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
+            return around.run(plain, args, kwargs)
         if around.session.streams and not around.session.fixed:
             return _outside(_run_forward, around, self, given, args, kwargs)
         if around.hidden:
@@ -231,7 +202,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _run_forward(around: Around, module: nn.Module, given: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    return around.enter(_forward_of(module) if given is None else given, args, kwargs)
+    return around.run(_forward_of(module) if given is None else given, args, kwargs)
 
 
 def _call_for(around: Around) -> Callable[..., Any]:
@@ -243,16 +214,14 @@ def _call_for(around: Around) -> Callable[..., Any]:
             return type(self)._call_impl(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             return _run_call(around, self, opens, args, kwargs)
-        if around.is_traced_inside or around.unit is None or not around.opens_early:
+        if around.unit is None or not around.opens_early:
             return type(self)._call_impl(self, *args, **kwargs)
         if around.session.streams and not around.session.fixed:
             return _outside(_run_call, around, self, opens, args, kwargs)
         if around.hidden:
             return _hidden(_run_call, around, self, opens, args, kwargs)
         ops.wait(around.session, around.unit, (args, kwargs))
-        around.is_traced_inside = True
         output = type(self)._call_impl(self, *args, **kwargs)
-        around.is_traced_inside = False
         ops.release(around.session, around.unit, output)
         return output
 
@@ -264,12 +233,14 @@ def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any
     if module.forward is not around.forward:
         around.stand_in(module)
     plain = types.MethodType(type(module)._call_impl, module)
-    return around.enter(plain, args, kwargs) if opens else plain(*args, **kwargs)
+    return around.run(plain, args, kwargs) if opens else plain(*args, **kwargs)
 
 
-def surround(module: nn.Module, run: Run, session: ops.Session, unit: int | None = None) -> Callable[[], None]:
+def surround(
+    module: nn.Module, run: Run, session: ops.Session, unit: int | None = None, *, opens_early: bool = True
+) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` whenever the module's forward is called, as a step, or as that of a unit;
-    returns what undoes it."""
+    returns what undoes it. `opens_early`: hooks of the unit run inside, too."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
     around = module.__dict__.get(_AROUND)
@@ -281,7 +252,7 @@ def surround(module: nn.Module, run: Run, session: ops.Session, unit: int | None
                 del own["forward"]
         around = Around(module, session)
     around.session = session
-    around.opens_early = unit is not None
+    around.opens_early = unit is not None and opens_early
     if unit is None:
         return around.add(run)
     undo, around.unit = around.add(run), session.tensor_of(unit)
@@ -474,4 +445,7 @@ def refuse_twice(model: nn.Module) -> None:
         apply = module.__dict__.get("_apply")
         if isinstance(apply, RefuseApply) and any(True for _ in module.parameters()):
             where = name or apply.path or type(module).__name__
-            raise OffloadError(f"{where} is already offloaded by weightstream: call its streamer's remove() first")
+            raise OffloadError(
+                f"{where} is already offloaded by weightstream: call its streamer's remove() first. It streams "
+                "wherever it is called; pass modules that are used with it to weightstream.offload() by themselves"
+            )

@@ -285,7 +285,6 @@ class Streamer:
             self._modules.session.fixed = False
             lost = self._binding.heal(self._modules.trains)
             self._installed.timeline.heal()
-            self._modules.heal()
             self._gate.reset()
             if lost:
                 logger.warning("%s changed inside of step(), which failed: these updates are lost", ", ".join(lost))
@@ -314,7 +313,6 @@ class Streamer:
             except BaseException:
                 self._binding.abandon()
                 raise
-        guards.leave(self._modules.model)  # else this thread were in a step of the model
         args, kwargs = moved((args, kwargs), self.device)
         self._modules.learn_entry()
         return self._awake(alone, Mode.EAGER)

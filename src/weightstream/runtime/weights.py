@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
@@ -160,14 +161,16 @@ def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[
 def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]:
     """The tensors that several of these models have, by id, for each model that has some: whose weights they are to
     be, which is the largest model that has them."""
-    nbytes = {name: sum(leaf.tensor.nbytes for leaf in leaves_of(model)) for name, model in models.items()}
     holders: dict[int, dict[str, None]] = {}
     for name, model in models.items():
         for leaf in leaves_of(model):
             holders.setdefault(id(leaf.tensor), {})[name] = None
     found: dict[str, dict[int, str]] = {}
-    for tensor, names in holders.items():
-        for name in names if len(names) > 1 else ():
+    shared = {tensor: names for tensor, names in holders.items() if len(names) > 1}
+    among = {name for names in shared.values() for name in names}
+    nbytes = {name: sum(leaf.tensor.nbytes for leaf in leaves_of(models[name])) for name in among}
+    for tensor, names in shared.items():
+        for name in names:
             found.setdefault(name, {})[tensor] = max(names, key=nbytes.__getitem__)
     return found
 
@@ -175,6 +178,15 @@ def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]
 def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The tensors without bytes: nothing to stream, but they must be where the model computes."""
     return [leaf.tensor for leaf in leaves_of(model) if not leaf.tensor.numel()]
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise `UnsupportedError` for a tensor of which torch itself tells no size, with its name."""
+    for path, tensor, *_ in leaves_of(model):
+        if is_lazy(tensor):
+            raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise UnsupportedError(f"{path} is a nested tensor of layout torch.strided: make it one of torch.jagged")
 
 
 def leave_inference(model: nn.Module) -> None:
