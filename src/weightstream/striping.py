@@ -40,6 +40,7 @@ from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind, kind_of
+from weightstream.runtime.undo import Undo
 from weightstream.runtime.values import moved
 from weightstream.shares import Shares, shared_out
 from weightstream.store.checkpoint import Checkpoint
@@ -61,7 +62,7 @@ class Stripes:
         self.names = [str(d) if d.type != "cpu" else f"cpu:{lane}" for lane, d in enumerate(self.devices)]
         self.places = _places(model)
         self._ways = [Way(self.devices[0], device) for device in self.devices]
-        self._undo = ExitStack()
+        self._undo = Undo()
 
     def attach(
         self, assemblies: Mapping[str, Assembly], planned: lanes.Planned, lane_of: Mapping[nn.Module, int]
@@ -80,23 +81,23 @@ class Stripes:
         self, assemblies: Mapping[str, Assembly], planned: lanes.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
         session = ops.Session(self)
-        self._undo.callback(session.close)
+        self._undo.add(session.close)
         for block, index in lane_of.items():
             if index:
-                self._undo.callback(guards.surround(block, crossing(self._ways[index]), session))
+                self._undo.add(guards.surround(block, crossing(self._ways[index]), session))
         for name, assembly in assemblies.items():
             prospect, lane = planned[name]
             assembly.narrow(prospect)
             with on(assembly.device):
                 self.parts[name] = part = assembly.attach(lane.plan)
-            self._undo.callback(part.remove)
-        self._undo.callback(guards.surround(self.model, self._run, session))
-        self._undo.callback(guards.refuse_moves(self.model))
+            self._undo.add(part.remove)
+        self._undo.add(guards.surround(self.model, self._run, session))
+        self._undo.add(guards.refuse_moves(self.model))
         names = {id(module): name for name, module in self.model.named_modules()}
         map_of = {"": self.devices[0]} | {names[id(block)]: self.devices[index] for block, index in lane_of.items()}
-        self._undo.callback(device_map.attach(self.model, self.devices[0], devices=map_of))
+        self._undo.add(device_map.attach(self.model, self.devices[0], devices=map_of))
         setattr(self.model, guards.ATTRIBUTE, self)
-        self._undo.callback(self.model.__dict__.pop, guards.ATTRIBUTE, None)
+        self._undo.add(self.model.__dict__.pop, guards.ATTRIBUTE, None)
 
     def keep(self, module: nn.Module) -> None:
         """Bring the tensors of a module that surrounds blocks to where it computes."""
@@ -104,15 +105,15 @@ class Stripes:
             tensor, before = leaf.tensor, leaf.tensor.data
             with torch.no_grad():
                 tensor.data = before.to(self.devices[0])
-            self._undo.callback(_put_back, tensor, before)
+            self._undo.add(_put_back, tensor, before)
 
     def on_removal(self, callback: Callable[[], Any]) -> None:
         """Call it once all else is undone."""
-        self._undo.callback(callback)
+        self._undo.add(callback)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._gate.refuse_forked()
-        with self._gate.turn.taken():
+        with self._turn():
             if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.devices[0])
@@ -130,6 +131,13 @@ class Stripes:
                 self._forget_sent()
             static_cache.tell_lengths_at(cache_in(kwargs), self.devices[0])
             return output
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._gate.turn.taken() as is_first:
+            if is_first and self._gate.is_cut:
+                self._gate.reset()  # a step was cut short; streamers heal themselves
+            yield
 
     def _forget_sent(self) -> None:
         """Keep no copies of what blocks were given: a launch of a graph writes what no version tells of."""
@@ -193,13 +201,13 @@ class Stripes:
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice."""
         self._gate.refuse_inside()
-        with self._gate.turn.taken():
+        with self._turn():
             for part in self.parts.values():
                 part.refuse_inside()
             self._gate.change(Mode.REMOVED)
             for way in self._ways:
                 way.close()
-            self._undo.close()
+            self._undo()
 
     def __enter__(self) -> Stripes:
         return self
@@ -225,7 +233,7 @@ class Stripes:
     def step(self) -> Iterator[None]:
         """As `Streamer.step`, on all devices."""
         self._gate.refuse_forked()
-        with self._gate.turn.taken(), ExitStack() as stack:
+        with self._turn(), ExitStack() as stack:
             if not self._gate.is_fixed:
                 for part in self.parts.values():
                     stack.enter_context(part.step())

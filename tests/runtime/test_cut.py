@@ -17,7 +17,7 @@ from cutting import Cut, Lines, num_lines
 
 NUM_CUTS = 24
 PATHS = MappingProxyType(  # and how many cuts CI makes in each, by the time that they take
-    dict.fromkeys(("eager", "alone", "step", "capture", "replay", "updates", "pipeline"), NUM_CUTS)
+    dict.fromkeys(("eager", "alone", "step", "capture", "replay", "updates", "pipeline", "striped"), NUM_CUTS)
     | {"coded": 12, "experts": 6, "generation": 4}
 )
 

@@ -18,8 +18,11 @@ import weightstream.runtime.devices
 from cutting import Cut, Lines, interrupted, is_free, num_lines
 from fake_cuda import Graph, Lane, Lanes
 from models import randomise
+from weightstream.assembly import Given
+from weightstream.config import OffloadConfig
 from weightstream.runtime.engine import State
 from weightstream.runtime.mode import Mode
+from weightstream.striping import stripe
 
 WIDTH = 32
 SHARE = 0.45  # of the weights, on the device
@@ -42,6 +45,7 @@ class Case:
     act: Callable[[], object]
     output: Callable[[bool], list[torch.Tensor]]  # of the plain model, or not
     num_cuts: int = 24  # in a run of the tests
+    removal: Callable[[], None] | None = None  # else that of each streamer
 
     def check(self, where: str) -> None:
         self._check_state(where)
@@ -76,6 +80,8 @@ class Case:
         return [lock for _, _, s in self.parts for lock in (s._gate.turn, s._gate.lock)]
 
     def remove(self) -> None:
+        if self.removal is not None:
+            self.removal()
         for _, _, streamer in self.parts:
             streamer.remove()
 
@@ -101,6 +107,8 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
     monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
     if name == "pipeline":
         return pipeline()
+    if name == "striped":
+        return striped()
     if name == "experts":
         return mixture(request, device)
     if name == "generation":
@@ -198,6 +206,21 @@ def mixture(request: pytest.FixtureRequest, device: str) -> Case:
         return [(plain if is_plain else model)(input_ids=ids[:, :1], use_cache=False).logits]
 
     return Case([(model, plain, streamer)], lambda: output(False), output)
+
+
+def striped() -> Case:
+    """Blocks over two devices."""
+    model, plain, x = simple(8)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    lanes, config = Lanes(), OffloadConfig(max_memory=dict.fromkeys(range(2), int(0.6 * nbytes) // 2), codec="none")
+    stripes = stripe(model, [Lane(lanes) for _ in range(2)], config, Given())
+    assert stripes.plan.step_nbytes
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        return [(plain if is_plain else model)(x)]
+
+    parts = [(model, plain, part) for part in stripes.parts.values()]
+    return Case(parts, lambda: output(False), output, removal=stripes.remove)
 
 
 def pipeline() -> Case:
