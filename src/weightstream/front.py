@@ -191,6 +191,8 @@ def from_pretrained(
 def _loader() -> tuple[Any, Any]:
     """What needs transformers."""
     try:
+        import transformers  # noqa: F401  what follows may be imported already
+
         from weightstream.adapters import hf_sharded
         from weightstream.adapters.transformers import load_pretrained
     except ImportError as error:

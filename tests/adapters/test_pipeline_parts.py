@@ -62,8 +62,8 @@ def test_blocks_of_two_components(
     shared: int, budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe, plain, stale = built(shared), built(shared), list[object]()
-    seen = Binding._take
-    monkeypatch.setattr(Binding, "_take", lambda self, updated: (stale.extend(updated), seen(self, updated))[1])
+    seen = Binding._stale
+    monkeypatch.setattr(Binding, "_stale", lambda self, updated: (stale.extend(updated), seen(self, updated))[1])
     x = torch.randn(2, WIDTH)
     with torch.no_grad():
         streamer = offloaded(pipe, budget)

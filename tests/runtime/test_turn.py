@@ -226,7 +226,8 @@ def test_a_step_ends_after_the_threads_that_joined_it() -> None:
 
     model = Net().eval()
     plain, x = copy.deepcopy(model), torch.randn(1, WIDTH)
-    with torch.no_grad(), offloaded(model) as streamer:
+    with torch.no_grad(), offloaded(model, 0.25) as streamer:
+        assert streamer.plan.streams(0)
         wanted, first = plain(x), plain.blocks[0](x)
         for _ in range(4):
             assert torch.equal(model(x), wanted)

@@ -18,7 +18,7 @@ units cannot be open at once: in an eager step the inner one borrows memory of i
 [Note: a step that is cut]
 An error or an interrupt may end a step at any line, in here too. Three rules keep the weights right:
 - What may raise comes before what is changed (`Face.has_update` before `Face.take`, `Opening.find` before `to_ring`).
-- Before a home is written to, copies of it elsewhere count as stale, and versions are compared last (`_take`). Cut in
+- Before a home is written to, copies of it elsewhere count as stale, and versions are compared last (`_stale`). Cut in
   between, the update is seen again, and made again, at the next entry.
 - `heal` brings every tensor back to its home, whatever it shows of the ring, the buffer or borrowed memory, and closes
   all units. Whoever lets steps in calls it when one fails, and again before the next if that was cut, too.
@@ -140,7 +140,7 @@ class Binding:
             if unit.opened or unit.borrowed is not None:
                 shown = unit.borrowed or unit.faces
                 with suppress(OffloadError):  # data that was assigned and does not fit: the weight is as it was
-                    self._take(shown.updated(unit.has_buffers and trains(unit.index)))
+                    self._stale(shown.updated(unit.has_buffers and trains(unit.index)))
                 shown.to_home()
             unit.opened, unit.borrowed = 0, None
         self.open_units.clear()
@@ -222,7 +222,7 @@ class Binding:
             try:
                 if updated := shown.updated(training):
                     self.updated |= {face.member.names[0] for face in updated}
-                    self._take(updated)
+                    self._stale(updated)
             finally:
                 shown.to_home()
             unit.borrowed = None
@@ -458,10 +458,10 @@ class Binding:
                 )
             # what an open unit of the same tensor shows is no data that was assigned
             found = [face for face in found if face not in shown or face.changed()]
-            self._take([face for face in found if face.is_assigned() or face.changed()])
+            self._stale([face for face in found if face.is_assigned() or face.changed()])
         return found
 
-    def _take(self, updated: list[Face]) -> None:
+    def _stale(self, updated: list[Face]) -> None:
         """Take over updates of these, from the ring or from data that was assigned, in an order that may be cut:
         whatever else holds copies of their homes is stale first, and that an update is known comes last."""
         if not updated:
