@@ -14,7 +14,7 @@ import torch
 from weightstream import prospects
 from weightstream.adapters import ranks
 from weightstream.config import OffloadConfig
-from weightstream.errors import ConfigError
+from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.given import dtype_given, of_model, settled
 from weightstream.measure.profile import read_profile
 from weightstream.plan.lanes import StripedPlan
@@ -94,9 +94,16 @@ def plan_model(
 
 
 def is_pipeline(path_or_repo_id: str | Path) -> bool:
-    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
-    from weightstream.adapters import hub
+    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers.
 
+    Raises `UnsupportedError` without transformers.
+    """
+    try:
+        from weightstream.adapters import hub
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a checkpoint is looked into with transformers: pip install 'weightstream[transformers]' ({error})"
+        ) from error
     return hub.is_pipeline(path_or_repo_id)
 
 

@@ -12,12 +12,14 @@ mistake costs unplanned copies, and no bits: the step does not end before every 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from types import FrameType
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
@@ -118,7 +120,7 @@ class Turn:
 
     def _guests(self) -> set[int]:
         """Threads that joined and live."""
-        return (self.threads - {self._owner}) & sys._current_frames().keys()
+        return (self.threads - {self._owner}) & _frames().keys()
 
     def _begin(self) -> None:
         self._owner = get_ident()
@@ -168,6 +170,21 @@ class Turn:
 
     def _is_waiting(self) -> bool:
         """Whether all threads of the step wait for others."""
-        frames = sys._current_frames()
+        frames = _frames()
         innermost = [frames[thread] for thread in list(self.threads) if thread in frames]
         return bool(innermost) and all(frame.f_globals.get("__name__") in _WAITING for frame in innermost)
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread.
+
+    Without a collection of garbage meanwhile: it would run while the interpreter's list of threads is locked, and a
+    finalizer that waits for the GIL would never get it from a thread that asks for frames, too.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
