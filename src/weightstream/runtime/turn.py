@@ -24,7 +24,7 @@ from typing import TypeVar
 
 _Result = TypeVar("_Result")
 
-_POLL_S = 100e-6, 5e-3  # the first pause of a thread that waits to join, and the longest
+_POLL_S = 100e-6, 2e-3  # the first pause of a thread that waits to join, and the longest
 _STALLED_S = 1.0  # without a unit of the step opened: it waits, though its frames do not show that
 _GIVES_WAY_S = 20e-3  # at most, for threads that wait for their turn
 _LOST_LOOKS = 200  # at a turn that is taken, and that no thread has
@@ -137,7 +137,8 @@ class Turn:
             return False
         self._waiting.add(me)
         pause_s, seen, since_s, num_lost = _POLL_S[0], None, time.monotonic(), 0
-        while self._lock.locked():
+        # A call that cannot join blocks in the lock, but for one whose thread had the turn last: it may have lost it.
+        while self._lock.locked() and (progress is not None or self._owner == me):
             now_s, found = time.monotonic(), None if progress is None else progress()
             if found != seen:
                 seen, since_s = found, now_s
