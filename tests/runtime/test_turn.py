@@ -193,6 +193,34 @@ def test_threads_that_work_for_a_step_belong_to_it(kind: str, monkeypatch: pytes
             assert not any(unit.opened for unit in streamer._binding.units)
 
 
+@pytest.mark.usefixtures("nothing_foreseen")
+def test_units_in_threads_may_wait_for_each_other() -> None:
+    meeting = threading.Barrier(2)
+
+    class Meeting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            meeting.wait(30)
+            return super().forward(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pairs = nn.ModuleList(nn.ModuleList([Meeting(WIDTH, WIDTH), Meeting(WIDTH, WIDTH)]) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for pair in self.pairs:
+                with ThreadPoolExecutor(2) as pool:
+                    x = torch.tanh(sum(pool.map(torch.no_grad()(lambda block: block(x)), pair)))  # noqa: B023
+            return x
+
+    model = Net().eval()
+    plain, x = copy.deepcopy(model), torch.randn(1, WIDTH)
+    with torch.no_grad(), offloaded(model, 0.5) as streamer:
+        for _ in range(4):
+            assert torch.equal(model(x), plain(x))
+        assert not any(unit.opened for unit in streamer._binding.units)
+
+
 def test_a_step_ends_after_the_threads_that_joined_it() -> None:
     """A forward that does not wait for a thread which is in one of its units: the unit closes first."""
     inside, go_on = threading.Event(), threading.Event()
