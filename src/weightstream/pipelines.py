@@ -268,7 +268,7 @@ class _Part(NamedTuple):
     streamer: weakref.ref[Streamer]
     assembly: weakref.ref[Assembly]
     share: Share
-    settle: weakref.finalize[[], Streamer]
+    settle: weakref.finalize[[Backend], Streamer]
 
 
 def _with_past(stats: Stats, past: Stats | None) -> Stats:
@@ -299,6 +299,12 @@ def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     dtype, device = tensor.dtype, tensor.device
     return lambda: torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
+
+
+def _settle(backend: Backend) -> None:
+    """Wait for copies, unless a graph is being captured, which waiting would break: it makes none of what is freed."""
+    if not backend.capturing():
+        backend.synchronize()
 
 
 class PipelineStreamer:
@@ -347,7 +353,7 @@ class PipelineStreamer:
         assembly.recast = partial(self._recast, name)
         entries = diffusers.entries_of(assembly.model)
         streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
-        settle = weakref.finalize(streamer, self._backend.synchronize)  # no copy may be in flight from what is freed
+        settle = weakref.finalize(streamer, _settle, self._backend)  # no copy may be in flight from what is freed
         settle.atexit = False
         self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 

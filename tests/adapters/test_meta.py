@@ -205,7 +205,7 @@ def test_it_takes_no_longer_than_it_may() -> None:
     started = time.perf_counter()
     with pytest.raises(UnsupportedError, match="takes too long"):
         follow(Slow(), (torch.ones(2),), limit_s=0.1)
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 4  # the whole forward takes 5
 
 
 def test_the_copy_has_no_weights() -> None:

@@ -332,6 +332,7 @@ def test_a_turn_is_released_by_another_thread() -> None:
 def test_a_turn_that_no_thread_has_is_free_again() -> None:
     """As an error at the very end of a step leaves it."""
     turn = Turn()
+    turn.run(lambda is_first: is_first)
     turn._lock.acquire()
     assert turn.run(lambda is_first: is_first)
     assert not turn._lock.locked()

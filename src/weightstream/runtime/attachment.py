@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -19,9 +21,18 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime import guards, ops
 from weightstream.runtime.guards import Run
 from weightstream.runtime.leaves import Leaf, Role, computed_by_hooks, leaves_of
+from weightstream.runtime.turn import Turn
 from weightstream.runtime.undo import Undo
 from weightstream.runtime.watch import calling_method, reading_module
 from weightstream.runtime.weights import UnitModule
+
+_NOTHING = object()
+_FLAGS = frozenset((bool, str, NoneType))
+_DECIDING = _FLAGS | {
+    FunctionType,
+    MethodType,
+    partial,
+}  # values of attributes by which a forward goes one way or another
 
 
 class Attachment:
@@ -91,20 +102,41 @@ class Attachment:
         self.has_new |= has_new
         return has_new
 
-    def has_other_code(self) -> bool:
+    def has_other_code(self, *, looks_closely: bool = False) -> bool:
         """Whether modules, their classes, forwards or hooks have changed since a step was watched: weights may be read
-        outside of their units now."""
+        outside of their units now. `looks_closely`: or flags and methods of instances, which takes longer."""
         known = self._code
         if self.has_new:
             modules = list(self.model.modules())
             is_same = [id(module) for module in modules] == [id(module) for module in known.modules]
         else:
             is_same = True
-        if not is_same or known.has_changed():
+        if not is_same or known.has_changed(looks_closely):
             self._names = {id(module): name for name, module in self.model.named_modules()}
-            self._code = _Code(self.model)
+            self._code = _Code(self.model, known)
             self.is_other_code = True
         return self.is_other_code
+
+    def watched(self) -> None:
+        """A step was watched: what it has changed itself, such as a counter, is no code."""
+        self.is_other_code = False
+        self._code.settle()
+
+    def hold(self, turn: Turn) -> Callable[[], None]:
+        """While the plan changes modules are plain: a call of one waits for the turn. Returns what ends that."""
+        undo = Undo()
+        for module in {id(m): m for m in (self.model, *self._unit_modules())}.values():
+            undo.add(guards.hold(module, partial(_wait_for_turn, turn, module), self.session))
+
+        def end() -> None:
+            undo()
+            self._code = _Code(self.model, self._code)  # without what has gone
+
+        return end
+
+    def _unit_modules(self) -> Iterator[nn.Module]:
+        for unit in self.units:
+            yield from (unit.module, *unit.also)
 
     def adopt(self, device: torch.device | None, *, again: bool = False) -> None:
         """Tensors that came beside the weights since, such as adapters, go to the device; None: to where the weights
@@ -153,19 +185,59 @@ class Attachment:
 
 class _Code:
     """What of a model's Python shows in microseconds: which classes modules have and what is in these, the forwards and
-    hooks of instances."""
+    hooks of instances; and, for who looks closely, their flags and methods.
 
-    def __init__(self, model: nn.Module) -> None:
+    What a watched step changes itself is state and no code, unless it is a function.
+    """
+
+    def __init__(self, model: nn.Module, before: _Code | None = None) -> None:
         self.modules = list(model.modules())
         self._attributes = [vars(module) for module in self.modules]
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         kinds = {kind for module in self.modules for kind in type(module).__mro__}
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module) and kind is not nn.Module]
-        self._held = [list(vars(kind).values()) for kind in self._kinds]  # so that no other object has their ids
-        self._known = self._found()
+        self._state: set[tuple[int, str]] = before._state if before is not None else set()  # by id, and name
+        self._take()
 
-    def has_changed(self) -> bool:
-        return self._found() != self._known
+    def has_changed(self, looks_closely: bool) -> bool:
+        if self._found() != self._known and self._is_code():
+            return True
+        return looks_closely and any(
+            (id(own), name) not in self._state
+            for own, flags, known in zip(self._attributes, self._flags(), self._known_flags, strict=True)
+            if flags != known
+            for name, _ in flags.items() ^ known.items()
+        )
+
+    def settle(self) -> None:
+        """A step has run: what differs since then was changed by it."""
+        for kind, known in zip(self._kinds, self._held, strict=True):
+            self._state |= {(id(kind), name) for name in _differing(vars(kind), known) if not _is_code(kind, name)}
+        for own, known in zip(self._attributes, self._known_flags, strict=True):
+            flags = {name: value for name, value in own.items() if type(value) in _FLAGS}
+            before = {name: value for name, value in known.items() if type(value) in _FLAGS}
+            self._state |= {(id(own), name) for name in _differing(flags, before)}
+        self._take()
+
+    def _take(self) -> None:
+        self._held = [dict(vars(kind)) for kind in self._kinds]  # so that no other object has their ids
+        self._known, self._known_flags = self._found(), list(self._flags())
+
+    def _is_code(self) -> bool:
+        """Whether what differs is more than the state of classes, which is taken in then."""
+        _, *others = self._found()
+        _, *known = self._known
+        if others != known:
+            return True
+        every = zip(self._kinds, self._held, strict=True)
+        if any((id(k), name) not in self._state for k, held in every for name in _differing(vars(k), held)):
+            return True
+        self._take()
+        return False
+
+    def _flags(self) -> Iterator[dict[str, Any]]:
+        for own in self._attributes:
+            yield {name: value for name, value in own.items() if type(value) in _DECIDING and name[0] != "_"}
 
     def _found(self) -> tuple[list[Any], ...]:
         # no calls: this runs before every eager step
@@ -174,7 +246,24 @@ class _Code:
         hooks = [hooks and (*hooks,) for hooks in self._hooks]
         if hasattr(forwards[0], guards.OUTER):
             forwards[0] = forwards[0].__wrapped__
-        return list(map(type, self.modules)), members, forwards, hooks
+        return members, list(map(type, self.modules)), forwards, hooks
+
+
+def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Names whose values are other objects."""
+    return [name for name in {**now, **before} if now.get(name, _NOTHING) is not before.get(name, _NOTHING)]
+
+
+def _is_code(kind: type, name: str) -> bool:
+    return callable(vars(kind).get(name))
+
+
+def _wait_for_turn(turn: Turn, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What runs in place of a module while the plan changes."""
+    if turn.is_mine:
+        return forward(*args, **kwargs)
+    with turn.taken():
+        return module.forward(*args, **kwargs)  # by what stands around it by then
 
 
 def to_device(leaf: Leaf, device: torch.device) -> None:
@@ -195,8 +284,8 @@ def _forgetting(module: nn.Module, run: Run) -> Run:
             return run(forward, args, kwargs)
         finally:
             for own, name, tensor in before:
-                if name in own:
-                    own[name] = tensor
+                if name in own and own[name].device != tensor.device:
+                    own[name] = own[name].detach().to(tensor.device)
 
     return run_and_forget
 
@@ -212,6 +301,7 @@ def _notice(attachment: Attachment) -> Callable[[], None]:
 
     ends = Undo()
     ends.add(register_module_parameter_registration_hook(on_registration).remove)
+    ends.add(register_module_buffer_registration_hook(on_registration).remove)
     ends.add(register_module_module_registration_hook(on_registration).remove)
     return weakref.finalize(attachment, ends)
 

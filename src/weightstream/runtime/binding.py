@@ -41,7 +41,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from weightstream.errors import InvariantError, OffloadError
+from weightstream.errors import InvariantError, OffloadError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime import decoding
@@ -139,7 +139,8 @@ class Binding:
         for unit in self.units:
             if unit.opened or unit.borrowed is not None:
                 shown = unit.borrowed or unit.faces
-                with suppress(OffloadError):  # data that was assigned and does not fit: the weight is as it was
+                # data that was assigned and does not fit, or a file that is gone: the weight is as it was
+                with suppress(OffloadError, StoreError):
                     self._stale(shown.updated(unit.has_buffers and trains(unit.index)))
                 shown.to_home()
             unit.opened, unit.borrowed = 0, None
@@ -363,8 +364,10 @@ class Binding:
         for unit in self.units:
             unit.in_buffer, unit.is_picked = 0, False
 
+    @_unseen
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
+        self._show_homes()
         self._homes.unguard()
         for face in self.faces:
             face.free()

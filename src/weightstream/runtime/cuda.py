@@ -268,9 +268,10 @@ class CudaBackend:
 
     def _stop_feeding(self) -> None:
         """All that was queued is on the copy stream, and whoever comes next queues there."""
-        if self._feeder is not None:
-            self._stop()
+        if (feeder := self._feeder) is not None:
+            feeder.join()  # may be cut short, and repeated: nothing may overtake what is queued there
             self._feeder = None
+            self._stop()
 
     def bring(self, copies: Sequence[Copy]) -> None:
         self._move(self._moves(copies))
@@ -345,10 +346,12 @@ class CudaBackend:
         event.synchronize()
 
     def synchronize(self) -> None:
-        self._stop_feeding()
+        if self._feeder is not None:
+            self._feeder.join()
         torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
 
     def close(self) -> None:
+        self._stop_feeding()
         self.synchronize()
         if "_staging" in vars(self):
             self._staging.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -45,7 +46,8 @@ class Around:
         self.hidden = False  # from compilers
         self.run: Run = _run_plain
         self.forward: Any = None  # the stand-in in force, bound to the module
-        self._made: list[tuple[Any, Any]] = []  # all of them, and what each stands in for
+        # Those that somebody holds, and what each stands in for: code that patches a forward in each call drops them.
+        self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._runs: list[Run] = []
         self.call = types.MethodType(_call_for(self), module)
         module.__dict__.update({_AROUND: self, "_call_impl": self.call})
@@ -58,16 +60,16 @@ class Around:
 
     def stands_for(self, forward: Any) -> Any:
         """The same for a value of the instance's `forward`, which may be none of ours."""
-        return next((given for made, given in self._made if made is forward), forward)
+        return self._made.get(forward, forward) if type(forward) is types.MethodType else forward
 
     def stand_in(self, module: nn.Module) -> None:
         """Stand in for the forward that the instance has now."""
         given = module.__dict__.get("forward")
         if hasattr(given, OUTER):
             return
-        if all(made is not given for made, _ in self._made):  # else it was put back
+        if type(given) is not types.MethodType or given not in self._made:  # else it was put back
             made = types.MethodType(_forward_for(self, given), module)
-            self._made.append((made, given))
+            self._made[made] = given
             given = module.__dict__["forward"] = made
         self.forward = given
 
@@ -159,6 +161,9 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
     It is to be bound to the instance, so that a deep copy of the attributes binds it to the copy.
     """
 
+    # one of a class, too, that is no method: to find that out at each call takes long
+    is_static = not isinstance(inspect.getattr_static(type(home.module), "forward", None), types.FunctionType)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         around: Any = home
         if home.module is not self:  # another attachment, or none; or this is a copy
@@ -170,7 +175,8 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
             plain = given
             if plain is None:
                 plain = type(self).forward
-                plain = types.MethodType(plain, self) if type(plain) is types.FunctionType else _forward_of(self)
+                is_plain = type(plain) is types.FunctionType and not is_static
+                plain = types.MethodType(plain, self) if is_plain else _forward_of(self)
             return around.run(plain, args, kwargs)
         if around.session.streams and not around.session.fixed:
             return _outside(_run_forward, around, self, given, args, kwargs)
@@ -192,6 +198,13 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
         forward.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])  # type: ignore[attr-defined]
     forward.__name__ = "forward"  # by which a pickle finds the plain one
     return forward
+
+
+def anew(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The call again that led to a plain forward, or to a plain `_call_impl`: by what stands around the module now."""
+    module: Any = forward.__self__  # type: ignore[attr-defined]
+    is_call = getattr(forward, "__func__", None) is type(module)._call_impl
+    return module if is_call else module.forward  # type: ignore[no-any-return]
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -234,6 +247,14 @@ def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any
         around.stand_in(module)
     plain = types.MethodType(type(module)._call_impl, module)
     return around.run(plain, args, kwargs) if opens else plain(*args, **kwargs)
+
+
+def hold(module: nn.Module, run: Run, session: ops.Session) -> Callable[[], None]:
+    """As `surround`, outermost, whatever else stands around the module; returns what undoes it."""
+    around = module.__dict__.get(_AROUND)
+    if type(around) is not Around or around.module is not module:
+        return surround(module, run, session)
+    return around.add(run)
 
 
 def surround(

@@ -114,7 +114,7 @@ class Installation:
         with self.gate.turn.taken(), self.gate.lock, torch.inference_mode(False), torch.no_grad():
             if reason := self._why_not_switched():
                 raise OffloadError(f"the plan cannot change now: {reason}")
-            before = self.plan, self.modules.units
+            before, held = (self.plan, self.modules.units), self.modules.hold(self.gate.turn)
             try:
                 self._detach()
                 if [unit.name for unit in units] != [unit.name for unit in self.modules.units]:
@@ -125,6 +125,8 @@ class Installation:
                 plan, self.modules.units = before
                 self._bind_again(plan)
                 raise
+            finally:
+                held()
 
     def _why_not_switched(self) -> str | None:
         if self.gate.mode is Mode.HELD:

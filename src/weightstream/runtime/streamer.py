@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -159,7 +160,8 @@ class Streamer:
         Raises `InvariantError` for a plan that breaks a rule; `OffloadError` where the addresses of weights are held;
         `StoreError`, `torch.OutOfMemoryError` where weights cannot be moved. On every error the plan in force stays.
         """
-        self._learning.switch(plan)
+        with self._turn():
+            self._learning.switch(plan)
 
     def on_added(self, callback: Callable[[], None]) -> None:
         """Call it whenever tensors such as adapters came to the device, or left, besides the weights of the plan."""
@@ -207,7 +209,7 @@ class Streamer:
         with self._installed.timeline.step(kind):
             output = self._run_eager(step, mode)
         if mode is Mode.LEARNING:
-            self._modules.is_other_code = False
+            self._modules.watched()
         with torch.inference_mode(False), torch.no_grad():
             self._learning.learn(watched=mode is Mode.LEARNING)
         return output
@@ -293,10 +295,15 @@ class Streamer:
         if get_ident() in self._gate.threads:
             return self._run_opened(unit, forward, args, kwargs)
         self._gate.refuse_forked()
-        return self._in_turn(partial(self._run_alone, unit, forward, args, kwargs), self._progress)
+        return self._in_turn(partial(self._run_alone, self._modules.units, unit, forward, args, kwargs), self._progress)
 
-    def _run_alone(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit that is called alone is a step of its own, where this thread has not joined one."""
+    def _run_alone(
+        self, units: Sequence[UnitModule], unit: int, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A unit that is called alone is a step of its own, where this thread has not joined one.
+
+        `units`: those among which it had its index. Where the plan has others by now, the module is called anew.
+        """
 
         def alone() -> Any:
             if self._binding.engine.is_behind(unit):
@@ -305,7 +312,10 @@ class Streamer:
 
         if self._gate.is_removed:
             return forward(*args, **kwargs)
+        if self._modules.units is not units:
+            return guards.anew(forward)(*args, **kwargs)
         if self._gate.is_running:
+            args, kwargs = moved((args, kwargs), self.device)  # the thread may have nothing to do with the step
             return self._run_opened(unit, forward, args, kwargs)
         if self._gate.is_fixed:
             try:
@@ -318,8 +328,13 @@ class Streamer:
         return self._awake(alone, Mode.EAGER)
 
     def _progress(self) -> int | None:
-        """How many units the forward under way has opened; None where none is, which other threads could join."""
-        return len(self._learning.sequence) if self._gate.is_running else None
+        """How many units the forward under way has opened; None where none is, which other threads could join.
+
+        At fixed addresses it always goes on: a unit of another thread may not find room in the ring there.
+        """
+        if not self._gate.is_running:
+            return None
+        return time.monotonic_ns() if self._gate.is_fixed else len(self._learning.sequence)
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
@@ -365,15 +380,17 @@ class Streamer:
         """
         self._gate.refuse_forked()
         with self._turn(), torch.no_grad():
-            if self._sees_other_code():
+            if self.sees_other_code():
                 yield
             else:
                 with self._fixed():
                     yield
 
-    def _sees_other_code(self) -> bool:
+    def sees_other_code(self) -> bool:
         """Whether the next step is to be watched, as the model's Python has changed."""
-        if self._gate.mode is not Mode.IDLE or self._backend.capturing() or not self._modules.has_other_code():
+        if self._gate.mode is not Mode.IDLE or self._backend.capturing():
+            return False
+        if not self._modules.has_other_code(looks_closely=True):
             return False
         self._compiled.renew()
         self._learning.watching = True
@@ -410,7 +427,8 @@ class Streamer:
 
     def rebudget(self, device_budget: int) -> None:
         """Move to the plan of another budget, in bytes, as `switch`; raises `PlanError` where it cannot work."""
-        self._learning.rebudget(device_budget)
+        with self._turn():
+            self._learning.rebudget(device_budget)
 
     def fix(self) -> None:
         """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
@@ -466,7 +484,7 @@ class Streamer:
     def _is_compiled(self) -> bool:
         """Whether this step runs compiled; says once why not."""
         if self._compiled.is_wanted:
-            self._sees_other_code()
+            self.sees_other_code()
         is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))
         return is_due and self._compiled.runs(self.why_not_fixed())
 
@@ -507,7 +525,7 @@ class Streamer:
         `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
         with self._turn():
-            self._sees_other_code()
+            self.sees_other_code()
         with self._fixed(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
             yield
 

@@ -78,8 +78,9 @@ class Worker:
         return point
 
     def join(self) -> None:
-        """Block until every job so far has run."""
-        self.point().block()
+        """Block until every job so far has run; not in one of these, where a finalizer may call it."""
+        if threading.current_thread() is not self._thread:
+            self.point().block()
 
     def stop(self) -> None:
         self._jobs.put(None)

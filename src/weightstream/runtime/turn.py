@@ -70,11 +70,13 @@ class Turn:
         """
         if self.is_mine:
             return work(False)
-        if self._joins(progress):
-            try:
+        me = get_ident()
+        try:
+            if self._joins(progress):
                 return work(False)
-            finally:
-                self.threads.discard(get_ident())
+        finally:
+            self.threads.discard(me)  # only who joined is there
+            self._waiting.discard(me)
         with self._lock:  # a lock of C: no signal comes between acquiring it and what releases it
             try:
                 self._begin()
@@ -85,9 +87,10 @@ class Turn:
     @contextmanager
     def taken(self) -> Iterator[bool]:
         """Have the turn inside of the block; yields `is_first`, as `run`."""
-        if self.is_mine or self._joins(None):
+        if self.is_mine:
             yield False
             return
+        self._joins(None)  # it waits
         with self._lock:
             try:
                 self._begin()
@@ -113,14 +116,15 @@ class Turn:
         deadline = time.monotonic() + _LEAVES_S
         while True:
             with self._joining:
-                if len(self.threads) < 2 or not self._guests() or (has_failed and time.monotonic() > deadline):
+                if not self._guests() or (has_failed and time.monotonic() > deadline):
                     close()
                     return
             time.sleep(_POLL_S[0])
 
     def _guests(self) -> set[int]:
-        """Threads that joined and live."""
-        return (self.threads - {self._owner}) & _frames().keys()
+        """Threads that joined and live, besides the one that asks."""
+        others = self.threads - {self._owner, get_ident()}
+        return others & _frames().keys() if others else others
 
     def _begin(self) -> None:
         self._owner = get_ident()
