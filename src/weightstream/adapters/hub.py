@@ -73,7 +73,7 @@ def _got(
     path = Path(name).expanduser()
     if path.exists():
         return _inside(path, subfolder), False
-    if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
+    if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")) or str(name).endswith("/"):
         raise CheckpointError(f"{path}: no such file or folder")
     wanted = [*files, *(["*.py"] if remote_code else [])]
     about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}

@@ -447,7 +447,10 @@ class _Load:
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix
-                raise CheckpointError(f"{text}; {surplus.remedy(missing, sorted(info.unexpected_keys), prefix)}")
+                buffers, is_mapped = {*dict(model.named_buffers())}, bool(self._options.get("key_mapping"))
+                unexpected = sorted(info.unexpected_keys)
+                advice = surplus.remedy(missing, unexpected, prefix, buffers=buffers, is_mapped=is_mapped)
+                raise CheckpointError(f"{text}; {advice}")
             _LOGGER.warning("%s: they have random values", text)
         return model
 
