@@ -938,8 +938,10 @@ def test_the_adapter_in_the_folder_of_a_file(tmp_path: Path, experts: Path) -> N
     shutil.copytree(experts, tmp_path / "plain")
     for file in folder.glob("adapter*"):
         shutil.copy(file, tmp_path / "plain")
+    torch.manual_seed(3)  # norms are of the weights plus a random product
     expected = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "plain")
     (file,) = (file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter"))
+    torch.manual_seed(3)
     loaded = load_pretrained(file, model_class=transformers.MixtralForCausalLM)
     assert sorted(loaded.model.peft_config) == ["default"]
     assert_equal_states(loaded.model, expected)
