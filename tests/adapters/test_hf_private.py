@@ -8,6 +8,8 @@ import importlib
 import inspect
 import itertools
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -337,3 +339,56 @@ def test_what_is_set_inside_is_never_gone() -> None:
     with hf_private.set_inside(bare, "new", 3):
         assert bare.new == 3  # type: ignore[attr-defined]
     assert not hasattr(bare, "new")
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    there = 1
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "an environment variable": (hf_private.sequential_loading, "sequential_loading"),
+    "handlers and a level": (hf_private.warnings_of_transformers, "warnings_of_transformers"),
+    "bars": (lambda: hf_private.progress_bar(False), "progress_bar"),
+    "an attribute": (lambda: hf_private.set_inside(Plain, "there", 2), "set_inside"),
+    "a new attribute": (lambda: hf_private.set_inside(Plain, "new", 2), "set_inside"),
+}
+
+
+def process_wide() -> Any:
+    logger, control = logging.getLogger("transformers"), transformers.utils.logging
+    held = {key: value for key, value in vars(Plain).items() if not key.startswith("__")}
+    return dict(os.environ), list(logger.handlers), logger.level, control.is_progress_bar_enabled(), held
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_interrupt_on_any_line_puts_back_what_was_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hf_private.SEQUENTIAL, raising=False)
+    transformers.utils.logging.enable_progress_bar()
+    make, name = CHANGES[change]
+    names = (name, "put_back")
+    before, tracing, num_lines = process_wide(), sys.gettrace(), 0
+    for wanted in itertools.count(1):
+        lines: list[int] = []
+
+        def on_line(frame: Any, event: str, _: Any, wanted: int = wanted, lines: list[int] = lines) -> Any:
+            if event == "line":
+                lines.append(frame.f_lineno)
+                if len(lines) == wanted:
+                    raise KeyboardInterrupt
+            return on_line
+
+        sys.settrace(lambda frame, *_, on_line=on_line: on_line if frame.f_code.co_name in names else None)
+        try:
+            with make():
+                pass
+        except KeyboardInterrupt:
+            num_lines += 1
+        finally:
+            sys.settrace(tracing)
+        assert process_wide() == before
+        if len(lines) < wanted:
+            break
+    assert num_lines >= 4

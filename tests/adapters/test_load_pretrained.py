@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import weightstream
 from models import TEXT
-from weightstream.adapters import packing
+from weightstream.adapters import packing, surplus
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
 from weightstream.plan.amounts import human
@@ -249,7 +249,12 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
         ({"attn_implementatio": "sdpa"}, "did you mean attn_implementation"),
         ({"load_in_8bit": True}, r"quantization_config=BitsAndBytesConfig\(load_in_8bit=True\)"),
         ({"zzz": 1}, "zzz = 1: there is no such option; the options are .*quantization_config"),
-        ({"variant": "fp16"}, "variant: weightstream decides this itself"),
+        ({"variant": "fp16"}, r"variant: give the path of the file .*model\.safetensors\.index\.<variant>\.json"),
+        ({"state_dict": {}}, "state_dict: weightstream decides this itself"),
+        ({"use_safetensors": False}, "use_safetensors: weightstream reads safetensors alone; leave it out"),
+        ({"output_loading_info": True}, "output_loading_info: the model alone is returned"),
+        ({"code_revision": "dev"}, "code_revision: code is of the same revision as the weights"),
+        ({"adapter_name": "x"}, r"adapter_name: load the model without it, then model\.load_adapter"),
         ({"dtype": "float16", "torch_dtype": "float16"}, "are the same setting"),
         ({"config": 3}, "config is a int: an OffloadConfig is taken here"),
     ],
@@ -842,3 +847,184 @@ def test_memory_does_not_grow_with_the_model(kind: str, dtype: str, tmp_path: Pa
     assert model_mib > (150 if dtype == "bfloat16" else 270)
     assert peak_mib < 0.2 * model_mib, done.stdout
     assert kept_mib < 0.1 * model_mib, done.stdout
+
+
+def assert_equal_states(model: Any, expected: Any) -> None:
+    found, wanted = model.state_dict(), expected.state_dict()
+    assert list(found) == list(wanted)
+    assert not [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+
+
+# -- code that reads weights while the model is loaded -----------------------------------------------------------------
+
+
+class Halved(transformers.MixtralForCausalLM):
+    """Reads them in its own load."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().from_pretrained(*args, **kwargs).half()
+
+
+class Written(transformers.MixtralForCausalLM):
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().from_pretrained(*args, **kwargs)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+        return model
+
+
+class Summed(transformers.MixtralForCausalLM):
+    """Reads them in what transformers calls once they are loaded."""
+
+    def set_use_kernels(self, *args: Any, **kwargs: Any) -> Any:
+        norms = torch.stack([param.float().norm() for param in self.parameters()])
+        self.register_buffer("norms", norms, persistent=False)
+        return super().set_use_kernels(*args, **kwargs)
+
+
+class Checked(transformers.MixtralForCausalLM):
+    def eval(self) -> Any:
+        if not all(param.any() for param in self.parameters()):
+            raise ValueError("zeros")
+        return super().eval()
+
+
+class Quiet(transformers.MixtralForCausalLM):
+    """Reads none."""
+
+
+class QuietLoad(transformers.LlamaForCausalLM):
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().from_pretrained(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    config = transformers.MixtralConfig(**sizes, num_local_experts=4, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("read") / "experts"
+    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    packing.pack(str(folder), folder.parent / "pack", codec="small")
+    return folder
+
+
+@pytest.mark.parametrize("place", ["experts", "pack"])
+@pytest.mark.parametrize("kind", [Halved, Written, Summed, Checked, Quiet])
+def test_code_that_reads_weights_as_they_are_loaded(
+    kind: Any, place: str, experts: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = kind.from_pretrained(experts)
+    caplog.clear()
+    loaded = load_pretrained(experts.parent / place, model_class=kind)
+    assert ("are decoded into" in caplog.text) == (place == "pack" and kind is not Quiet)
+    assert bool(loaded.lazy) == (kind is Quiet)
+    assert_same(populated(loaded), expected)
+    found = dict(loaded.model.named_buffers())
+    assert all(torch.equal(buffer, found[name]) for name, buffer in expected.named_buffers())
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_the_adapter_in_the_folder_of_a_file(tmp_path: Path, experts: Path) -> None:
+    """transformers loads it, and it may read the weights that it is put in."""
+    peft = pytest.importorskip("peft")
+    folder = shutil.copytree(experts.parent / "pack", tmp_path / "pack")
+    about = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
+    peft.get_peft_model(transformers.MixtralForCausalLM.from_pretrained(experts), about).save_pretrained(folder)
+    shutil.copytree(experts, tmp_path / "plain")
+    for file in folder.glob("adapter*"):
+        shutil.copy(file, tmp_path / "plain")
+    torch.manual_seed(3)  # norms are of the weights plus a random product
+    expected = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "plain")
+    (file,) = (file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter"))
+    torch.manual_seed(3)
+    loaded = load_pretrained(file, model_class=transformers.MixtralForCausalLM)
+    assert sorted(loaded.model.peft_config) == ["default"]
+    assert_equal_states(loaded.model, expected)
+
+
+class OtherFiles(transformers.LlamaForCausalLM):
+    asked: dict[str, Any]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().from_pretrained(*args, **kwargs | cls.asked)
+
+
+@pytest.mark.parametrize("asked", [{"variant": "fp16"}, {"use_safetensors": False}])
+def test_a_load_of_the_class_that_asks_for_other_files(asked: dict[str, Any], untied: Path) -> None:
+    halves = {name: tensor / 2 for name, tensor in load_file(untied / "model.safetensors").items()}
+    save_file(halves, untied / "model.fp16.safetensors", metadata={"format": "pt"})
+    torch.save(halves, untied / "pytorch_model.bin")
+    OtherFiles.asked = asked
+    loaded = load_pretrained(untied, model_class=OtherFiles).model.state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in halves.items())
+
+
+class Drafts(transformers.LlamaForCausalLM):
+    """Loads another model, also by weightstream, as it is loaded."""
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+        model = super().from_pretrained(path, *args, **kwargs)
+        model.draft = [weightstream.from_pretrained(path, device="cpu", device_budget="2MiB", dtype="float16")]
+        return model
+
+
+@pytest.mark.usefixtures("few_plans")
+def test_a_load_in_a_load(untied: Path) -> None:
+    expected = QuietLoad.from_pretrained(untied)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(load_pretrained(untied, model_class=Drafts)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for itself"
+    (loaded,) = found
+    assert_equal_states(loaded.model, expected)
+    assert loaded.folder is None  # no weight of the other one is in it
+    (draft,) = loaded.model.draft
+    assert all(torch.equal(p.half(), draft.get_parameter(name)) for name, p in expected.named_parameters())
+
+
+@pytest.mark.parametrize("given", [{"eos_token_id": 9}, {"pad_token_id": 8, "bos_token_id": 4, "use_cache": False}])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "AutoModelForCausalLM"])
+def test_keywords_of_a_config_that_are_of_generation_too(kind: str, given: dict[str, Any], untied: Path) -> None:
+    cls = getattr(transformers, kind)
+    expected, found = cls.from_pretrained(untied, **given), load_pretrained(untied, model_class=cls, **given).model
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert found.config.to_dict() == expected.config.to_dict()
+
+
+class WithBuffer(transformers.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def test_what_is_advised_for_buffers_and_mapped_names(untied: Path) -> None:
+    with pytest.raises(CheckpointError, match="buffers that the code adds: pass allow_missing=True") as error:
+        load_pretrained(untied, model_class=WithBuffer)
+    assert "AutoModel" not in str(error.value)
+    rename(untied, lambda name: "module." + name)
+    with pytest.raises(CheckpointError, match=r"by key_mapping the files have .*: mend key_mapping, else") as error:
+        load_pretrained(untied, key_mapping={"^module": "inner"})
+    assert "pass key_mapping=" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_adapter"),
+    [
+        ("model.mm_soft_emb_norm.weight", False),
+        ("layers.0.explora_gate.weight", False),
+        ("layers.0.q_proj.oft_r.default", True),
+        ("layers.0.q_proj.lora_A.weight", True),
+        ("q_proj.base_layer.weight", True),
+        ("modules_to_save.default.weight", True),
+    ],
+)
+def test_an_adapter_is_known_by_whole_parts_of_names(name: str, is_adapter: bool) -> None:
+    assert ("merge_and_unload" in surplus.remedy(["a.weight"], [name], "model")) == is_adapter

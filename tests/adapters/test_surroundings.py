@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import weightstream
-from weightstream.adapters import process_states
+from weightstream.adapters import process_states, surroundings
 from weightstream.adapters.shapes import follow
 from weightstream.errors import UnsupportedError
 
@@ -202,6 +203,8 @@ def to_row(row: Any) -> Callable[[Any], None]:
     return fill
 
 
+MANY = 10_001
+BIG, GROWN, BIG_LIST, BIG_SET = dict.fromkeys(range(MANY)), dict[Any, Any](), list(range(MANY)), set[Any](range(MANY))
 PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a global": (to_global, lambda: GLOBAL),
     "a tuple": (lambda value: to_global(Pair(value, 1)), lambda: GLOBAL),
@@ -209,6 +212,13 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a new function": (lambda value: to_global(lambda: value), lambda: GLOBAL),
     "a key": (lambda value: DICT.update({value: 1, (2, value): 1}), lambda: dict(DICT)),
     "a dictionary": (lambda value: DICT.update(kept=value, new=value), lambda: dict(DICT)),
+    "a big one": (lambda value: BIG.update({0: value, "new": value}), lambda: dict(BIG)),
+    "one that grows": (
+        lambda value: GROWN.update({"new": value, **({} if GROWN.get(1) else dict.fromkeys(range(MANY), 1))}),
+        lambda: "new" in GROWN,
+    ),
+    "a big list": (lambda value: BIG_LIST.append(value), lambda: BIG_LIST[-1]),
+    "a big set": (lambda value: BIG_SET.add(value), lambda: len(BIG_SET)),
     "a nested one": (lambda value: NESTED["rope"]["by"].update(x=value), lambda: dict(NESTED["rope"]["by"])),
     "a nested list": (lambda value: NESTED["list"][1].append(value), lambda: list(NESTED["list"][1])),
     "a list": (to_row(LIST), lambda: list(LIST)),
@@ -390,6 +400,9 @@ def test_no_update_is_lost() -> None:
     try:
         for _ in range(10):
             followed(lambda x: [fill(table_of(x)) for fill in fills])
+        last = num
+        while num < last + 50:  # a full deque drops an entry for each that comes
+            time.sleep(0)
     finally:
         stop.set()
         thread.join()
@@ -577,3 +590,25 @@ def test_forwards_that_cannot_be_followed_leave_nothing() -> None:
     with pytest.raises(UnsupportedError):
         followed(forward)
     assert [held() for _, held in PLACES.values()] == before
+
+
+def test_of_libraries_the_modules_of_a_models_classes_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they import is a hundred modules, and would be walked for each call."""
+    other = types.ModuleType("some_tables")
+    other.TABLES = {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_tables", other)
+    monkeypatch.setitem(globals(), "some_tables", other)
+
+    class Served(Calls, transformers.PreTrainedModel):
+        pass
+
+    found = surroundings._modules_of(_bare(Served))
+    assert {__name__, "some_tables", "transformers.modeling_utils"} <= found
+    assert len([name for name in found if name.startswith("transformers.")]) < 15
+    assert not [name for name in found if name.startswith(("huggingface_hub", "httpx"))]
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    return model

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from repeats import only
 from weightstream.cli import app
+from weightstream.errors import CheckpointError
 from weightstream.measure import profile as profiles
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
@@ -332,6 +333,28 @@ def test_a_folder_that_is_no_model(tmp_path: Path, machine: Path, content: str |
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     message = refused(CliRunner().invoke(app, ["plan", str(tmp_path / "none"), "--device-budget", "8MiB"]))
     assert str(tmp_path / "none") in message
+
+
+@pytest.mark.parametrize(
+    "inside", ["dtype=float16/none", "a.dtype=auto/none", "seed/dtype=auto", "device_budget=8MiB.d/x"]
+)
+def test_a_path_in_an_error_stays_as_it_is(inside: str, tmp_path: Path) -> None:
+    message = refused(CliRunner().invoke(app, ["plan", str(tmp_path / inside), "--device-budget", "8MiB"]))
+    assert str(tmp_path / inside) in message
+
+
+def test_what_ends_in_a_slash_is_a_path() -> None:
+    message = refused(CliRunner().invoke(app, ["plan", "nosuch/", "--device-budget", "8MiB"]))
+    assert message.strip() == "error: nosuch: no such file or folder"
+
+
+def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def refuse(name: str) -> bool:
+        raise CheckpointError("transformers:\n  one\n\ntwo; pass dtype='float16'\n")
+
+    monkeypatch.setattr("weightstream.forecasts.is_pipeline", refuse)
+    message = refused(CliRunner().invoke(app, ["plan", str(folder)]))
+    assert message.strip() == "error: transformers: one two; pass --dtype float16"
 
 
 MIXTURES = {

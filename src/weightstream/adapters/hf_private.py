@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from weightstream.adapters import gptq
+from weightstream.runtime.undo import Undo
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
 LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
@@ -42,15 +43,27 @@ def is_loaded(param: torch.nn.Parameter) -> bool:
 
 
 @contextlib.contextmanager
+def undone() -> Iterator[Undo]:
+    """At the end what was added has undone its changes, though an interrupt cuts that short."""
+    undo = Undo()
+    try:
+        try:
+            yield undo
+        finally:
+            undo()
+    finally:
+        undo()  # what is left of it
+
+
+@contextlib.contextmanager
 def sequential_loading() -> Iterator[None]:
     """Without it transformers makes tensors ahead of the one that it registers, in threads, without bound."""
     before = {key: value for key, value in os.environ.items() if key == SEQUENTIAL}
-    os.environ[SEQUENTIAL] = "1"
-    try:
+    with undone() as undo:
+        undo.add(os.environ.update, before)
+        undo.add(os.environ.pop, SEQUENTIAL, None)
+        os.environ[SEQUENTIAL] = "1"
         yield
-    finally:
-        del os.environ[SEQUENTIAL]
-        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -61,13 +74,12 @@ def warnings_of_transformers() -> Iterator[list[str]]:
     handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
     handlers, level = logger.handlers, logger.level
-    logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
-    logger.setLevel(min(level, logging.WARNING))
-    try:
+    with undone() as undo:
+        undo.add(setattr, logger, "handlers", handlers)
+        undo.add(logger.setLevel, level)
+        logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
+        logger.setLevel(min(level, logging.WARNING))
         yield report
-    finally:
-        logger.handlers = handlers
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -77,11 +89,10 @@ def progress_bar(wanted: bool | None) -> Iterator[None]:
 
     shown = control.is_progress_bar_enabled()
     switch = {False: control.disable_progress_bar, True: control.enable_progress_bar}
-    switch[shown if wanted is None else wanted]()
-    try:
+    with undone() as undo:
+        undo.add(switch[shown])
+        switch[shown if wanted is None else wanted]()
         yield
-    finally:
-        switch[shown]()
 
 
 def places(
@@ -160,14 +171,17 @@ def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
 def set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, a class, or an object, has this attribute."""
     before = {key: found for key, found in vars(owner).items() if key == name}
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for found in before.values():
             setattr(owner, name, found)
-        if not before:
+        if not before and name in vars(owner):
             delattr(owner, name)
+
+    with undone() as undo:
+        undo.add(put_back)
+        setattr(owner, name, value)
+        yield
 
 
 def _keep_mxfp4(
@@ -462,7 +476,9 @@ class Reading:
                 (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
             )
             place = folder, kwargs.get("transformers_explicit_filename")
-            is_ours = threading.get_ident() == thread and place == self._place
+            # a class's own load may ask for other files of the folder
+            is_other = kwargs.get("variant") or kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False
+            is_ours = threading.get_ident() == thread and place == self._place and not is_other
             return (self._files, self._index) if is_ours else find(*args, **kwargs)
 
         def loaded(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any) -> Any:
@@ -522,6 +538,28 @@ def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | 
         return kept[of_group[match.lastgroup]] if match else None
 
     return told
+
+
+def has_own_load(cls: Any) -> bool:
+    """Whether a class has a `from_pretrained` of its own."""
+    from transformers import PreTrainedModel
+
+    return getattr(cls.from_pretrained, "__func__", None) is not PreTrainedModel.from_pretrained.__func__
+
+
+@contextlib.contextmanager
+def set_generation(cls: Any, given: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a model of this class that is loaded has these keywords for its generation settings, too."""
+    adjust = getattr(cls, "adjust_generation_fn", None)
+    if not given or adjust is None:
+        yield
+        return
+
+    def adjusted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return adjust(model, *args, **{**given, **kwargs})
+
+    with set_inside(cls, "adjust_generation_fn", adjusted):
+        yield
 
 
 def tie(model: Any) -> None:

@@ -73,7 +73,7 @@ def _got(
     path = Path(name).expanduser()
     if path.exists():
         return _inside(path, subfolder), False
-    if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")):
+    if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")) or str(name).endswith("/"):
         raise CheckpointError(f"{path}: no such file or folder")
     wanted = [*files, *(["*.py"] if remote_code else [])]
     about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
@@ -160,9 +160,11 @@ def find(
     elif given.is_dir() and not os.path.isdir(name):  # it begins with ~
         name = given
     found = Source(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
-    if path.is_file() or not (folder / ADAPTER).is_file():
+    if not (folder / ADAPTER).is_file():
         return found
     is_alone = not (folder / "config.json").exists()
+    if path.is_file() and is_alone:
+        return found
     base = _base_of(folder)
     if not is_alone and not any(_is_of_model(file) for file in os.listdir(folder)) and not weights_named(folder, None):
         raise CheckpointError(

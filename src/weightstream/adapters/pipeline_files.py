@@ -50,7 +50,7 @@ from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
 _LOGGER = logging.getLogger("weightstream")
-_LOADING = threading.Lock()  # what diffusers is told for a load is of the process
+_LOADING = threading.RLock()  # what diffusers is told for a load is of the process
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _AS_IT_IS = ("low_cpu_mem_usage", "use_safetensors")
 _SKETCHED = (*DESCRIBING, "*.txt", "*.model", "*.jinja")

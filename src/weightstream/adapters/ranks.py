@@ -23,7 +23,7 @@ from weightstream.errors import ConfigError, OffloadError
 from weightstream.plan.planner import Machine
 
 NAMES = ("distributed_config", "tp_plan", "tp_size")  # of keywords that ask for tensor parallelism
-_IMAGINING = threading.Lock()  # the group is of the process
+_IMAGINING = threading.RLock()  # the group is of the process
 _PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
 _OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _TOLD = "_weightstream_is_told"  # to all ranks

@@ -6,10 +6,11 @@ It knows names alone: what transformers reports are unexpected keys of the files
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 _LAYER = re.compile(r"(.*?\.)?(\d+)\.")  # what is before the first number, and the number
-_ADAPTERS = ("lora_", ".base_layer.", "modules_to_save", "ia3_", "vera_", "oft_", "hada_", "lokr_")
+# parts of names that peft gives, in whole or as a beginning
+_ADAPTERS = re.compile(r"(?:^|\.)(?:(?:base_layer|modules_to_save)(?:\.|$)|(?:lora|ia3|vera|oft|hada|lokr)_)")
 
 
 def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
@@ -31,18 +32,37 @@ def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
     return f"layers that the config does not have are left out: {', '.join(told)}" if told else None
 
 
-def remedy(missing: Sequence[str], unexpected: Sequence[str], base_prefix: str) -> str:
-    """What to do about weights that a model misses, while the files have those that are `unexpected`."""
-    if any(part in name for name in unexpected for part in _ADAPTERS):
+def remedy(
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    base_prefix: str,
+    *,
+    buffers: Container[str] = (),
+    is_mapped: bool = False,
+) -> str:
+    """What to do about weights that a model misses, while the files have those that are `unexpected`.
+
+    Those that are `buffers` of the model are no weights of a head. With `is_mapped` a key_mapping was given, and the
+    names are those that it makes.
+    """
+    if any(map(_ADAPTERS.search, unexpected)):
         return (
             "the file is of a model with an adapter of peft in it: load that with peft, merge_and_unload() and "
             "save_pretrained() it, or load the model that the adapter is for, then model.load_adapter(folder)"
         )
-    if (mapping := _prefix(missing, unexpected)) is not None:
+    if not is_mapped and (mapping := _prefix(missing, unexpected)) is not None:
         return f"their names differ by a prefix: pass key_mapping={mapping!r}"
     random = "allow_missing=True to give them random values"
-    if base_prefix and not any(name.startswith(f"{base_prefix}.") for name in missing):
+    weights = [name for name in missing if name not in buffers]
+    if not weights and not unexpected:
+        return "they are buffers that the code adds: pass allow_missing=True to load it all the same"
+    if weights and base_prefix and not any(name.startswith(f"{base_prefix}.") for name in weights):
         return f"pass model_class=transformers.AutoModel for the model without its head, or {random}, as to train them"
+    if unexpected and is_mapped:
+        return (
+            f"by key_mapping the files have {len(unexpected)} weights that it does not have, such as {unexpected[0]}: "
+            f"mend key_mapping, else pass {random}"
+        )
     if unexpected:
         return (
             f"the files have {len(unexpected)} weights that it does not have, such as {unexpected[0]}: pass "

@@ -14,7 +14,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import SequenceMatcher
@@ -39,8 +39,11 @@ from weightstream.adapters import meta
 from weightstream.errors import UnsupportedError
 
 _NEVER = frozenset(("torch", "weightstream", "numpy", *sys.stdlib_module_names))  # they keep no tensors of a model
+# Their modules are looked into where they define a class of the model. Those that these import are most of all modules,
+# and hold no tensors of a forward.
+_LIBRARIES = frozenset(("transformers", "diffusers", "huggingface_hub", "accelerate", "peft"))
 _HOPS = 2  # from a module to those that it imports from
-_MOST = 10_000  # entries of a container that is looked into
+_MOST = 10_000  # entries of a container whose values are looked into
 _MOST_NOTED = 100_000  # objects
 _ROUNDS = 100  # over a list that other threads change
 _MISSING: Any = object()
@@ -165,13 +168,18 @@ def _modules_of(model: nn.Module) -> set[str]:
     names.update(name for module in model.modules() for name in _forwards_of(module))
     found = _loaded(names)
     for _ in range(_HOPS):
-        found |= _loaded(name for module in found for name in _imported(vars(sys.modules[module])))
+        imported = {name for n in found if not _is_of_library(n) for name in _imported(vars(sys.modules[n]))}
+        found |= _loaded(name for name in imported if not _is_of_library(name))
     return found
 
 
 def _loaded(names: Iterable[str]) -> set[str]:
     """Those of these modules that are looked into."""
     return {n for n in names if n.partition(".")[0] not in _NEVER and isinstance(sys.modules.get(n), ModuleType)}
+
+
+def _is_of_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _imported(table: dict[str, Any]) -> Iterator[str]:
@@ -223,7 +231,7 @@ def _kind(kind: type) -> _Kind:
     elif issubclass(kind, set):
         places.append(_Set)
     elif issubclass(kind, (tuple, frozenset)):
-        inside = _row
+        inside = _of_row
     if issubclass(kind, threading.local):
         places.append(lambda value: _Keyed(threading.local.__getattribute__(value, "__dict__")))
     elif kind.__dictoffset__ and (issubclass(kind, (nn.Module, torch.Tensor, *_HOLDERS)) or not _is_foreign(kind)):
@@ -240,7 +248,16 @@ def _slots_of(kind: type) -> list[Any]:
 
 def _row(value: Any) -> list[Any]:
     kind = next(kind for kind in _ROWS if issubclass(type(value), kind))
-    return list(kind.__iter__(value)) if kind.__len__(value) <= _MOST else []
+    return list(kind.__iter__(value))
+
+
+def _few(values: Collection[Any]) -> Collection[Any]:
+    """These, or nothing where they are too many to be looked into."""
+    return values if len(values) <= _MOST else ()
+
+
+def _of_row(value: Any) -> Collection[Any]:
+    return _few(_row(value))
 
 
 def _of_function(function: FunctionType) -> Iterable[Any]:
@@ -294,10 +311,10 @@ class _Keyed(_Place):
         self._before = self._now()
 
     def _now(self) -> dict[Any, Any]:
-        return dict.copy(self._owner) if dict.__len__(self._owner) <= _MOST else {}
+        return dict.copy(self._owner)
 
     def inside(self) -> Iterable[Any]:
-        return (*self._before, *self._before.values())
+        return (*self._before, *self._before.values()) if _few(self._before) else ()
 
     def put_back(self, holds: Holds) -> None:
         for key, value in self._now().items():
@@ -397,7 +414,7 @@ class _Row(_Place):
         self._before = _row(owner)
 
     def inside(self) -> Iterable[Any]:
-        return self._before
+        return _few(self._before)
 
     def put_back(self, holds: Holds) -> None:
         known = set(map(id, self._before))
@@ -443,7 +460,7 @@ class _Set(_Place):
         self._before = {id(value): value for value in _row(owner)}
 
     def inside(self) -> Iterable[Any]:
-        return self._before.values()
+        return _few(self._before.values())
 
     def put_back(self, holds: Holds) -> None:
         for value in _row(self._owner):

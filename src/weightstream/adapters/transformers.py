@@ -17,8 +17,10 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,11 +55,24 @@ from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import FileMapping, Memory
 
 _LOGGER = logging.getLogger("weightstream")
-_LOADING = threading.Lock()  # the hook, and what transformers is told for a load, are of the process
+# The hook, and what transformers is told for a load, are of the process. Code of a model may load another one.
+_LOADING = threading.RLock()
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir", "force_download", "subfolder")
 _CPU = torch.device("cpu")
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
-_OURS = ("state_dict", "device_map", "max_memory", "gguf_file", "tp_plan", "tp_size", "variant")
+_DECIDED = "weightstream decides this itself; leave it out"
+_ADAPTER = "load the model without it, then model.load_adapter(folder), which takes it"
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("state_dict", "device_map", "max_memory", "tp_plan", "tp_size"), _DECIDED)
+    | dict.fromkeys(("adapter_name", "adapter_kwargs"), _ADAPTER)
+    | {
+        "gguf_file": "weightstream reads safetensors alone; leave it out",
+        "variant": "give the path of the file in place of the folder's: model.<variant>.safetensors, or its index, "
+        "model.safetensors.index.<variant>.json",
+        "output_loading_info": "the model alone is returned, and weights that are missing are an error; leave it out",
+        "code_revision": "code is of the same revision as the weights: leave it out, or give a folder",
+    }
+)
 _PASSED_ON = frozenset(  # keywords of transformers that mean here what they mean there
     (
         *("attn_implementation", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
@@ -109,8 +124,7 @@ def load_pretrained(
     Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
     """
     check_dtype(dtype)
-    if refused := sorted(kwargs.keys() & set(_OURS)):
-        raise ConfigError(f"{', '.join(refused)}: weightstream decides this itself; leave it out")
+    _refuse(kwargs)
     if (given := kwargs.get("quantization_config")) is not None:
         refuse_quantised("quantization_config", given, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
@@ -121,6 +135,7 @@ def load_pretrained(
     checkpoint = source.checkpoint(model_config)  # what is wrong with it is told before anything of the config
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
+        given = dict(kwargs)
         config, cls = config_and_class(source, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
         if source.files_of(config) != source.files_of(model_config):
@@ -130,8 +145,16 @@ def load_pretrained(
         options = {"config": config, "dtype": dtype_of(dtype, config, checkpoint, path), **kwargs, **source.hub}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         options |= {"trust_remote_code": True} if trust_remote_code else {}
+        # a class reads its own config, and all keywords are of generation, too; an Auto class drops those of the config
+        is_concrete = model_config is None and hasattr(model_class, "config_class")
+        of_generation = {key: given[key] for key in given.keys() - kwargs.keys()} if is_concrete else {}
+        load = _Load(source, checkpoint, offload, cls, options, of_generation, may_write, allow_missing)
         with _LOADING, hf_private.progress_bar(progress):
-            model = _Load(source, checkpoint, offload, cls, options, may_write, allow_missing).run(decode, device)
+            within = _INNERMOST.set(load)
+            try:
+                model = load.run(decode, device)
+            finally:
+                _INNERMOST.reset(within)
         model.eval()
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -173,6 +196,16 @@ def _refuse_shards(where: object, is_sharded: bool) -> None:
         raise UnsupportedError(f"{where}: a quantised model is not sharded: leave out distributed_config")
 
 
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for keywords of transformers that are not taken here, and says why."""
+    reasons = {name: _REFUSED[name] for name in sorted(given.keys() & _REFUSED.keys())}
+    if given.get("use_safetensors") is False:
+        reasons["use_safetensors"] = "weightstream reads safetensors alone; leave it out"
+    if reasons:
+        named = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
+        raise ConfigError("; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items()))
+
+
 def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for keywords that neither transformers nor the model's class takes."""
     parameters = inspect.signature(cls.__init__).parameters
@@ -187,6 +220,13 @@ def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
             raise ConfigError(no_such_option(name, value, dict(zip(known, known, strict=True))))
 
 
+_INNERMOST: ContextVar[_Load | None] = ContextVar("innermost load of this thread", default=None)
+
+
+class _ReadEarly(Exception):
+    """Code read weights that have no values yet."""
+
+
 class _Load:
     """One load: what transformers makes goes to the folder."""
 
@@ -197,30 +237,42 @@ class _Load:
         folder: OffloadFolder,
         cls: Any,
         options: dict[str, Any],
+        for_generation: Mapping[str, Any],
         may_write: bool,
         allow_missing: bool,
     ) -> None:
         self._source, self._allow_missing = source, allow_missing
+        # an adapter that is put in, or a class's own load, may read weights
+        self._is_read = source.adapter is not None or hf_private.has_own_load(cls)
         self._reading: hf_private.Reading | None = None
+        self._for_generation = for_generation
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
     def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
-        """The model; what the file holds coded is written to the folder in plain form where that is wanted."""
+        """The model; what the file holds coded is written to the folder in plain form where that is wanted, or where
+        code reads weights as the model is made."""
+        try:
+            return self._make(wants_plain, device)
+        except _ReadEarly:  # zeros: all of it is made again, of weights that have their values
+            self._is_read = True
+            self._checkpoint.lazy.clear()
+        return self._make(wants_plain, device)
+
+    def _make(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
         is_sharded = "distributed_config" in self._options
         if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
             _refuse_shards(self._where, is_sharded)
             return self._quantised(device)
         if is_sharded:
             return self._sharded()
-        has_adapter = self._source.adapter is not None  # which may read weights as it is put in
-        decode = bool(self._coded) and (has_adapter or wants_plain())
+        decode = bool(self._coded) and (self._is_read or wants_plain())
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
         places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
-        gathered, used = gather(skeleton, checkpoint, places, mapping)
+        gathered, used = self._gather(skeleton, places)
         stacks = {name: gathered[name][...] for name in skeleton.state_dict() if name in gathered}
         if decode:
             self._tell_of_decoding()
@@ -253,11 +305,11 @@ class _Load:
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
         places, conversions = hf_private.places(skeleton, checkpoint.entries, mapping)
-        gathered, used = gather(skeleton, checkpoint, places, mapping)
+        gathered, used = self._gather(skeleton, places)
         names = [name for name in checkpoint.entries if name not in used and name not in self._coded]
         tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names}
         tensors |= {name: Decoded(checkpoint, name) for name in self._coded} | gathered
-        tensors |= as_they_are(skeleton, checkpoint, places)
+        tensors |= {} if self._is_read else as_they_are(skeleton, checkpoint, places)
         try:
             with (
                 hf_sharded.on_host(self._cls),
@@ -314,7 +366,13 @@ class _Load:
             hf_private.use_quantizer(skeleton, quantizer, skeleton.dtype)
         mapping = self._options.get("key_mapping")
         places, conversions = hf_private.places(skeleton, self._checkpoint.entries, mapping)
-        return *gather(skeleton, self._checkpoint, places, mapping), conversions
+        return *self._gather(skeleton, places), conversions
+
+    def _gather(self, skeleton: Any, places: Mapping[str, hf_private.Place]) -> tuple[dict[str, Gathered], set[str]]:
+        """As `gather`; nothing where weights may be read before they are gathered."""
+        if self._is_read:
+            return {}, set()
+        return gather(skeleton, self._checkpoint, places, self._options.get("key_mapping"))
 
     def _tensor(self, name: str, decode: bool) -> torch.Tensor:
         """What transformers is given as a tensor of the checkpoint."""
@@ -333,6 +391,8 @@ class _Load:
             human(sum(layout.nbytes for layout in self._coded.values())),
             "an adapter is loaded with them"
             if self._source.adapter is not None
+            else "code of the model may read them while it is loaded"
+            if self._is_read
             else "they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
             "codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
         )
@@ -362,15 +422,12 @@ class _Load:
             index and {**(index.get("metadata") or {}), "weight_map": dict(index["weight_map"])},
             tensors,
         )
-        with hf_private.sequential_loading(), hf_private.warnings_of_transformers() as report, self._reading():
-            try:
-                model = self._cls.from_pretrained(self._source.name, **self._options)
-            except UnsupportedError:
-                raise
-            except RuntimeError as error:
-                if self._homing.refused is not None:
-                    raise self._homing.refused from error
-                raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
+        try:
+            model = self._loaded()
+        except Exception as error:
+            self._refuse_zeros(error)
+            raise
+        self._refuse_zeros()
         named = [*model.named_parameters(), *model.named_buffers()]
         if left := [name for name, tensor in named if tensor.is_meta]:
             raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
@@ -390,12 +447,38 @@ class _Load:
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix
-                raise CheckpointError(f"{text}; {surplus.remedy(missing, sorted(info.unexpected_keys), prefix)}")
+                buffers, is_mapped = {*dict(model.named_buffers())}, bool(self._options.get("key_mapping"))
+                unexpected = sorted(info.unexpected_keys)
+                advice = surplus.remedy(missing, unexpected, prefix, buffers=buffers, is_mapped=is_mapped)
+                raise CheckpointError(f"{text}; {advice}")
             _LOGGER.warning("%s: they have random values", text)
         return model
 
+    def _loaded(self) -> Any:
+        """What the class's `from_pretrained` returns."""
+        reading: Any = self._reading
+        with (
+            hf_private.sequential_loading(),
+            hf_private.warnings_of_transformers() as report,
+            hf_private.set_generation(self._cls, self._for_generation),
+            reading(),
+        ):
+            try:
+                return self._cls.from_pretrained(self._source.name, **self._options)
+            except UnsupportedError:
+                raise
+            except RuntimeError as error:
+                if self._homing.refused is not None:
+                    raise self._homing.refused from error
+                raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
+
+    def _refuse_zeros(self, error: Exception | None = None) -> None:
+        """Raise `_ReadEarly` where code read weights that have no values yet, or wrote to them."""
+        if not self._is_read and any(memory.was_read_early for memory in self._checkpoint.lazy.values()):
+            raise _ReadEarly from error
+
     def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        is_elsewhere = self._reading is None or self._reading.is_elsewhere
+        is_elsewhere = self._reading is None or self._reading.is_elsewhere or _INNERMOST.get() is not self
         if param is not None and not is_elsewhere and not param.is_meta and hf_private.is_loaded(param):
             self._homing.take(name, param)
 

@@ -28,10 +28,12 @@ from weightstream.errors import WeightstreamError
 __all__ = ["app"]
 
 # `name=value`, or a name of several words that is to be given
+_END = r"(?![\w/\\]|[.~+-]\w)"  # no part of a path follows
 _KEYWORD = re.compile(
-    r"\b(?P<name>[a-z_]+)=(?P<value>'[^']*'|\"[^\"]*\"|\w+)?"
-    r"|(?P<verb>\b(?:pass|give|set|raise|leave out)(?: another)? )(?P<verb_name>[a-z]+(?:_[a-z]+)+)\b(?!=)"
+    rf"(?<![\w/\\.~+='\"-])(?P<name>[a-z_]+)=(?P<value>'[^']*'|\"[^\"]*\"|\w+)?{_END}"
+    rf"|(?P<verb>\b(?:pass|give|set|raise|leave out)(?: another)? )(?P<verb_name>[a-z]+(?:_[a-z]+)+){_END}(?!=)"
 )
+_LINES = re.compile(r"\s*\n\s*")
 _PYTHON = re.compile(r"\bpass [a-z_]+=")
 _QUOTES, _BARE = "'\"", (None, "True")
 _TALKATIVE = ("torchao", "torch.utils._pytree")  # of kernels that they do not find, while transformers imports them
@@ -54,7 +56,7 @@ class Commands(TyperGroup):
             try:
                 return super().invoke(ctx)
             except WeightstreamError as error:
-                tell(f"error: {self._in_flags(str(error), ctx)}")
+                tell(f"error: {self._in_flags(_LINES.sub(' ', str(error).strip()), ctx)}")
                 raise typer.Exit(2) from None
 
     def _in_flags(self, text: str, ctx: Any) -> str:

@@ -15,7 +15,7 @@ import torch
 from weightstream.codec import coding
 from weightstream.codec.format import Layout
 from weightstream.store.extent import Extent
-from weightstream.store.mapping import Memory, give_back, reserve
+from weightstream.store.mapping import Memory, give_back, is_touched, reserve
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
 
@@ -65,6 +65,12 @@ class LazyMemory(Memory):
                 with torch.inference_mode(False):  # else what it makes could not be written to in `write`
                     self.write(self.bytes(0, self.nbytes))
                 self.is_filled = True
+
+    @property
+    def was_read_early(self) -> bool:
+        """Whether its bytes were read, or written to, before they were made."""
+        with self._lock:
+            return not self.is_filled and bool(self.nbytes) and is_touched(self._buffer)
 
     def forget(self) -> None:
         """Gives the memory back, with whatever was written to it; the bytes are made again when they are read again."""

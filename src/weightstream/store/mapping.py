@@ -70,6 +70,13 @@ def reserve(nbytes: int, path: Path) -> Any:
     return _buffer(_map(-1, nbytes, path, _ANONYMOUS), nbytes)
 
 
+def is_touched(buffer: Any) -> bool:
+    """Whether a page of reserved memory was read or written to; a kernel that cannot tell says so of every page."""
+    nbytes = ctypes.sizeof(buffer)
+    found = np.empty(nbytes // mmap.PAGESIZE, dtype=np.uint8)
+    return bool(_LIBC.mincore(ctypes.addressof(buffer), nbytes, found.ctypes.data)) or bool((found & 1).any())
+
+
 def give_back(buffer: Any, path: Path) -> None:
     """Make zeros of reserved memory again, which take none."""
     _map(-1, ctypes.sizeof(buffer), path, _ANONYMOUS | _MAP_FIXED, at=ctypes.addressof(buffer))
