@@ -435,3 +435,24 @@ def test_freezing_a_coded_model_decodes_nothing(monkeypatch: pytest.MonkeyPatch)
         assert sum(p.numel() * p.element_size() for p in model.parameters())
         monkeypatch.undo()
         assert_same(step(model, {"x": rows(0)}), expected)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("codes", [(2, 4), (3, 2), (4, 3)])
+def test_a_plan_in_another_code_holds_the_same_weights(codes: tuple[int, int], is_read: bool) -> None:
+    """Memory that is decoded late has the layout of the code that its bytes are in by then."""
+    model, plain = random_model(), random_model()
+    wanted = weights(plain)
+    streamer = offload(model, "streams", {2: "dense", 3: "small", 4: "fast"}[codes[0]])
+    assert {bits for bits, _ in streamer.plan.manifest.codes.values()} == {codes[0]}
+    if is_read:
+        assert_same(list(weights(model).values()), list(wanted.values()))
+    grain = streamer.plan.manifest.plain()
+    coded = grain.coded({alias: (codes[1], grain.aliases[alias]) for alias in streamer.plan.manifest.codes})
+    streamer.switch(Plan.build(coded, streamer.plan.resident, 2 * sum(grain.aliases.values())))
+    assert {bits for bits, _ in streamer.plan.manifest.codes.values()} == {codes[1]}
+    for seed in range(3):
+        assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
+    assert_same(list(weights(model).values()), list(wanted.values()))
+    streamer.remove()
+    assert_same(list(weights(model).values()), list(wanted.values()))

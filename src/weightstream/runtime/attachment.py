@@ -237,7 +237,9 @@ class _Code:
 
     def _flags(self) -> Iterator[dict[str, Any]]:
         for own in self._attributes:
-            yield {name: value for name, value in own.items() if type(value) in _DECIDING and name[0] != "_"}
+            found = {name: value for name, value in own.items() if type(value) in _DECIDING and name[0] != "_"}
+            found.pop("training", None)  # which units that update buffers are asked for themselves
+            yield found
 
     def _found(self) -> tuple[list[Any], ...]:
         # no calls: this runs before every eager step

@@ -173,7 +173,7 @@ class Moves:
             made = DecodedMemory(spec.name, Path(spec.name), layout, source, decode=self.decode)
             view, place = made.bytes(0, made.nbytes), (made, 0, made.nbytes)
         elif isinstance(lazy, DecodedMemory) and not lazy.extents:
-            lazy.source = source
+            lazy.hold(source, layout)
         home.show(kind(view=view, place=place, layout=layout, coded=memory))
         home.leave_pages()
 

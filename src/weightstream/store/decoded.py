@@ -100,6 +100,11 @@ class DecodedMemory(LazyMemory):
         self.layout: Layout = layout
         self.source, self.decode = source or partial(_coded, self.extents[0]), decode
 
+    def hold(self, source: Callable[[], torch.Tensor], layout: Layout) -> None:
+        """From now on the coded bytes are those of `source`, in a layout of the same weights."""
+        with self._lock:
+            self.source, self.layout = source, layout
+
     def _write(self, out: torch.Tensor) -> None:
         self.decode(self.source(), self.layout, out)
 
