@@ -656,3 +656,22 @@ def test_a_capture_that_fails_tells_what_failed_first_and_keeps_nothing(llama: A
         assert [ref() for ref in refs] == [None]
     finally:
         gc.enable()
+
+
+def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `generate` puts in place of the forward for a text is no other code of the model."""
+    lanes = Lanes()
+    monkeypatch.setattr("weightstream.runtime.devices.CpuBackend", lambda *_: Lane(lanes))
+    model, reference = build("llama"), build("llama")
+    nbytes = sum(param.nbytes for param in model.parameters())
+    with weightstream.offload(model, device="cpu", device_budget=nbytes // 2, codec="none") as streamer:
+        recorder = Recorder(new=Graph, record=streamer.capture, replay=streamer.replay)
+        watched: list[int] = []
+        for length in (5, 3, 5):
+            got, decoding = decode(model, prompt(length), options(), recorder)
+            assert torch.equal(got, reference.generate(prompt(length), **options(), **STATIC))
+            assert decoding.replays > 8
+            if not watched:
+                monkeypatch.setattr(type(streamer._learning), "watched", lambda *_: watched.append(1))
+            assert streamer.learned
+        assert not watched

@@ -33,6 +33,7 @@ _DECIDING = _FLAGS | {
     MethodType,
     partial,
 }  # values of attributes by which a forward goes one way or another
+_LOOKED_AT = frozenset(("forward", "training"))  # on their own
 
 
 class Attachment:
@@ -237,9 +238,11 @@ class _Code:
 
     def _flags(self) -> Iterator[dict[str, Any]]:
         for own in self._attributes:
-            found = {name: value for name, value in own.items() if type(value) in _DECIDING and name[0] != "_"}
-            found.pop("training", None)  # which units that update buffers are asked for themselves
-            yield found
+            yield {
+                name: value
+                for name, value in own.items()
+                if type(value) in _DECIDING and name[0] != "_" and name not in _LOOKED_AT
+            }
 
     def _found(self) -> tuple[list[Any], ...]:
         # no calls: this runs before every eager step
