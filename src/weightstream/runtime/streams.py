@@ -35,13 +35,11 @@ class Point:
 
     def block(self) -> None:
         """Block until the stream is here."""
-        with self._ahead:
-            pass
+        with self._ahead: pass  # fmt: skip # noqa: E701 - an error between two lines would leave it locked for good
 
     def wait(self) -> None:
         """Block until the stream is here, and raise what failed before."""
-        with self._ahead:
-            pass
+        with self._ahead: pass  # fmt: skip # noqa: E701 - as above
         if self.error is not None:
             raise self.error
 
