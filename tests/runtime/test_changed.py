@@ -382,3 +382,34 @@ def test_a_shallow_copy_computes_with_its_own_attributes(of: str) -> None:
             assert torch.equal(pair.streamed(x), pair.plain(x))
         assert torch.equal(ours(x), plain(x))
         assert torch.equal(pair.streamed(x), pair.plain(x))
+
+
+def test_a_flag_is_seen_in_a_model_that_counts_in_its_class() -> None:
+    """What a step counts is state, and to take that in takes in no flag that was changed since."""
+
+    class Counting(nn.Module):
+        num_calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.is_fused = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            type(self).num_calls += 1
+            if self.is_fused:  # reads a weight outside of its module
+                return self.b(x) @ self.a.weight
+            return self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(4)
+    model = nn.Sequential(*[Counting() for _ in range(6)]).eval()
+    plain, x = copy.deepcopy(model), torch.randn(2, 64)
+    with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget="40KiB", codec="none") as streamer:
+        for _ in range(4):
+            assert torch.equal(model(x), plain(x))
+        for each in (*model, *plain):
+            each.is_fused = True
+        assert torch.equal(model(x), plain(x))  # an eager step counts, and looks at no flag
+        assert streamer._modules.has_other_code(looks_closely=True)
+        with streamer.step():  # so the next one is watched
+            assert torch.equal(model(x), plain(x))

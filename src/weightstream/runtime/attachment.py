@@ -201,7 +201,7 @@ class _Code:
         self._take()
 
     def has_changed(self, looks_closely: bool) -> bool:
-        if self._found() != self._known and self._is_code():
+        if (found := self._found()) != self._known and self._is_code(found):
             return True
         return looks_closely and any(
             (id(own), name) not in self._state
@@ -214,26 +214,27 @@ class _Code:
         """A step has run: what differs since then was changed by it."""
         for kind, known in zip(self._kinds, self._held, strict=True):
             self._state |= {(id(kind), name) for name in _differing(vars(kind), known) if not _is_code(kind, name)}
-        for own, known in zip(self._attributes, self._known_flags, strict=True):
-            flags = {name: value for name, value in own.items() if type(value) in _FLAGS}
-            before = {name: value for name, value in known.items() if type(value) in _FLAGS}
-            self._state |= {(id(own), name) for name in _differing(flags, before)}
+        for own, flags, known in zip(self._attributes, self._flags(), self._known_flags, strict=True):
+            now, before = ({n: v for n, v in found.items() if type(v) in _FLAGS} for found in (flags, known))
+            self._state |= {(id(own), name) for name in _differing(now, before)}
         self._take()
 
     def _take(self) -> None:
-        self._held = [dict(vars(kind)) for kind in self._kinds]  # so that no other object has their ids
-        self._known, self._known_flags = self._found(), list(self._flags())
+        self._take_classes(self._found())
+        self._known_flags = list(self._flags())
 
-    def _is_code(self) -> bool:
-        """Whether what differs is more than the state of classes, which is taken in then."""
-        _, *others = self._found()
-        _, *known = self._known
-        if others != known:
+    def _take_classes(self, found: tuple[list[Any], ...]) -> None:
+        self._held = [dict(vars(kind)) for kind in self._kinds]  # so that no other object has their ids
+        self._known = found
+
+    def _is_code(self, found: tuple[list[Any], ...]) -> bool:
+        """Whether what differs is more than the state of classes, which is taken in then; flags are looked at later."""
+        if found[1:] != self._known[1:]:
             return True
         every = zip(self._kinds, self._held, strict=True)
         if any((id(k), name) not in self._state for k, held in every for name in _differing(vars(k), held)):
             return True
-        self._take()
+        self._take_classes(found)
         return False
 
     def _flags(self) -> Iterator[dict[str, Any]]:
