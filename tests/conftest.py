@@ -62,8 +62,37 @@ def _seed() -> str:
         return "no commit"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write the result, seconds and name of each test to this file as soon as it ends, and why it failed"
+    parser.addoption("--results", metavar="FILE", help=text)
+
+
+class _Results:
+    """A file of one line per test, complete whenever the run is cut off: results, seconds, names and reasons."""
+
+    def __init__(self, path: str) -> None:
+        self.file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self.running = dict[str, list[pytest.TestReport]]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reports = self.running.setdefault(report.nodeid, [])
+        reports.append(report)
+        if report.when in ("setup", "call"):
+            return  # its teardown follows; what xdist reports of a worker that died is neither
+        del self.running[report.nodeid]
+        results = {each.outcome for each in reports}
+        result = next(result for result in ("failed", "skipped", "passed") if result in results)
+        seconds = sum(each.duration for each in reports)
+        self.file.write(f"{result:7} {seconds:7.2f} s  {report.nodeid}\n")
+        for each in reports:
+            if each.failed:
+                self.file.write(f"{each.longreprtext.rstrip()}\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hypothesis has a third of its examples where stress is left out: other ones in each run."""
+    if (path := config.getoption("results")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Results(path))
     if "not stress" in config.getoption("markexpr"):
         settings.register_profile("few", max_examples=NUM_EXAMPLES // 3)
         settings.load_profile("few")

@@ -27,7 +27,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 def test_an_error_at_any_line_leaves_the_model_whole(path: Case, seed: int) -> None:
-    cut(path, 25, seed)
+    cut(path, 25, seed, "cuda")
 
 
 def test_interrupts_leave_the_model_whole(seed: int) -> None:

@@ -59,13 +59,13 @@ def test_two_thousand_interrupts_leave_the_model_whole(seed: int) -> None:
 def removed(num_cuts: int, seed: int) -> None:
     draw = random.Random(seed)
     for index in range(num_cuts):
-        codec = ("none", "small")[index % 2]
-        model, plain, x = simple(index, torch.bfloat16)
+        codec = ("none", "3bit")[index % 2]
+        model, plain, x = simple(index, codec=codec)
         streamer = offloaded(model, codec=codec)
         with torch.no_grad():
             model(x)
             if index < 2:
-                probe, _, _ = simple(index, torch.bfloat16)
+                probe, _, _ = simple(index, codec=codec)
                 num = num_lines(offloaded(probe, codec=codec).remove)
         error = draw.choice((Cut, KeyboardInterrupt, RuntimeError))
         try:

@@ -306,6 +306,7 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
         assert len({len(plan.extents) for plan in plans}) > 1
 
         def ask() -> None:
+            time.sleep(1e-3)  # else the threads would hand the GIL to and fro for minutes
             stats = streamer.stats()
             assert stats.held_nbytes["host"] > 0
             assert len(stats.units) <= len(prospect.grains[-1].units)

@@ -25,13 +25,14 @@ from weightstream.runtime.mode import Mode
 from weightstream.striping import stripe
 
 WIDTH = 32
+WIDTH_CODED = 128  # matrices that a code makes smaller
 SHARE = 0.45  # of the weights, on the device
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(torch.tanh(self.a(x)))
@@ -86,19 +87,19 @@ class Case:
             streamer.remove()
 
 
-def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Any:
+def offloaded(model: nn.Module, device: str = "cpu", codec: str = "none") -> Any:
     nbytes = sum(p.nbytes for p in model.parameters())
-    streamer = weightstream.offload(model, device=device, device_budget=int(SHARE * nbytes), **settings)
+    streamer = weightstream.offload(model, device=device, device_budget=int(SHARE * nbytes), codec=codec)
     assert streamer.plan.host_nbytes > 0
+    assert bool(streamer.plan.manifest.codes) is (codec != "none")
     return streamer
 
 
-def simple(
-    seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+def simple(seed: int, device: str = "cpu", codec: str = "none") -> tuple[nn.Module, nn.Module, torch.Tensor]:
     """A model, the plain one to compare it with, and an input."""
-    model = randomise(nn.Sequential(*[Block() for _ in range(4)]).to(dtype), seed).eval()
-    x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    width, dtype = (WIDTH, torch.float32) if codec == "none" else (WIDTH_CODED, torch.bfloat16)
+    model = randomise(nn.Sequential(*[Block(width) for _ in range(4)]).to(dtype), seed).eval()
+    x = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     return model, copy.deepcopy(model).to(device), x
 
 
@@ -115,8 +116,9 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
         return language_model(monkeypatch, device)
     if name in ("capture", "replay"):
         captures_on_the_cpu(monkeypatch)
-    model, plain, x = simple(3, torch.bfloat16 if name == "coded" else torch.float32, device)
-    streamer = offloaded(model, device, codec="small" if name == "coded" else "none")
+    codec = "3bit" if "coded" in name else "none"
+    model, plain, x = simple(3, device, codec)
+    streamer = offloaded(model, device, codec)
 
     def output(is_plain: bool) -> list[torch.Tensor]:
         return [(plain if is_plain else model)(x)]
@@ -177,7 +179,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
     captures_on_the_cpu(monkeypatch)
     model, ids = generating.build(generating.MODELS["llama"]()), expert_rig.prompt().to(device)
     plain = copy.deepcopy(model).to(device)
-    streamer = offloaded(model, device, codec="none")
+    streamer = offloaded(model, device)
 
     def generate() -> int:
         recorder = Recorder(new=lambda: new_graph(device), record=streamer.capture, replay=streamer.replay)
@@ -252,20 +254,32 @@ def pipeline() -> Case:
     return Case(parts, lambda: output(False), output)
 
 
-def cut(path: Case, num_cuts: int, seed: int) -> None:
+def thread_state(device: str = "cpu") -> tuple[object, ...]:
+    """What torch keeps for the calling thread, and a cut might leave changed."""
+    streams = () if device == "cpu" else (torch.accelerator.current_stream(), torch.accelerator.current_device_index())
+    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    sees_classes, keeps_casts = torch._C._is_torch_function_enabled(), torch.is_autocast_cache_enabled()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sees_classes, keeps_casts, *modes, *streams
+
+
+def cut(path: Case, num_cuts: int, seed: int, device: str = "cpu") -> None:
     """Cut it at so many of its lines. Some steps have more of them than others, as they are timed or plan again."""
     draw, num_reached = random.Random(seed), 0
     with torch.no_grad():
         num = sorted(num_lines(path.act) for _ in range(3))[1]
         for _ in range(4 * num_cuts):
             error = draw.choice((Cut, KeyboardInterrupt, RuntimeError))
-            try:
-                with Lines(draw.randint(1, num), error) as lines:
-                    path.act()
-            except error:
-                pass
+            with torch.set_grad_enabled(draw.random() < 0.5):
+                before = thread_state(device)
+                try:
+                    with Lines(draw.randint(1, num), error) as lines:
+                        path.act()
+                except error:
+                    pass
+                where = f"{lines.where} by {error.__name__}, seed {seed}"
+                assert thread_state(device) == before, where
             num_reached += bool(lines.where)
-            path.check(f"{lines.where} by {error.__name__}, seed {seed}")
+            path.check(where)
             if num_reached == num_cuts:
                 return
     raise AssertionError(f"{num_reached} of {num_cuts} lines were reached")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 import threading
@@ -20,12 +21,19 @@ class Cut(BaseException):
     """What is raised at a line; not caught as an error of a forward or a library would be."""
 
 
-class Lines:
-    """Counts the lines of the library that the calling thread comes to, and raises at the `at`-th; 0: at none."""
+Visit = tuple[str, int, int]  # of a file, a line, how many times it was come to
 
-    def __init__(self, at: int = 0, error: type[BaseException] = Cut) -> None:
+
+class Lines:
+    """Counts the lines of the library that the calling thread comes to, and raises at the `at`-th; 0: at none.
+
+    `withs` are the last visits of `with` statements, which their blocks end with; `visit` is one to raise at.
+    """
+
+    def __init__(self, at: int = 0, error: type[BaseException] = Cut, visit: Visit | None = None) -> None:
         self.num, self.where = 0, ""
-        self._at, self._error = at, error
+        self.withs: dict[tuple[str, int], int] = {}
+        self._at, self._error, self._visit = at, error, visit
 
     def __enter__(self) -> Lines:
         sys.settrace(self._enter)
@@ -40,7 +48,11 @@ class Lines:
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
             self.num += 1
-            if self.num == self._at:
+            path, line = frame.f_code.co_filename, frame.f_lineno
+            if linecache.getline(path, line).lstrip().startswith("with "):
+                self.withs[path, line] = self.withs.get((path, line), 0) + 1
+            visit = path, line, self.withs.get((path, line), 0)
+            if self.num == self._at or visit == self._visit:
                 self.where = f"{frame.f_code.co_filename.removeprefix(_SOURCE)}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise self._error(self.where)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from weightstream.adapters import hf_private, hf_sharded
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.leaves import leaves
+from weightstream.runtime.thread_state import unseen
 from weightstream.runtime.values import tensors_in
 
 _HOOKS = "_diffusers_hook"  # of caches, above all
@@ -52,15 +53,15 @@ class Storages:
         return bool(self) and bool((gc.collect(), self)[1])
 
 
+@unseen
 def storage_of(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor on meta, by `_cdata`; None of any other tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if not tensor.is_meta or tensor.layout is not torch.strided:
-            return None
-        try:
-            return int(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # it wraps others
-            return None
+    if not tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # it wraps others
+        return None
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

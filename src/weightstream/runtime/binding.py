@@ -35,9 +35,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import wraps
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -52,21 +51,9 @@ from weightstream.runtime.engine import Counters, Engine, State
 from weightstream.runtime.faces import Bound, Face, UnitFaces, noticed
 from weightstream.runtime.homes import Homes, UnitCopies
 from weightstream.runtime.leaves import Role
+from weightstream.runtime.thread_state import unseen
 from weightstream.runtime.timeline import Timeline
 from weightstream.runtime.weights import Picks
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _unseen(method: _Method) -> _Method:
-    """The classes of guarded tensors do not see what is done to them in here."""
-
-    @wraps(method)
-    def quietly(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return method(*args, **kwargs)
-
-    return cast(_Method, quietly)
 
 
 class Binding:
@@ -102,7 +89,7 @@ class Binding:
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    @_unseen
+    @unseen
     def wake(self) -> None:
         """See updates that were made since the last step."""
         self.is_awake = True
@@ -120,7 +107,7 @@ class Binding:
             if face.is_lazy:
                 face.guard_unread()
 
-    @_unseen
+    @unseen
     def rest(self) -> None:
         """The step is over: users may read and update weights until the next, which may run on another stream."""
         self._step_end.mark()
@@ -129,7 +116,7 @@ class Binding:
             face.guard()
         self.is_awake = False
 
-    @_unseen
+    @unseen
     def heal(self, trains: Callable[[int], bool]) -> list[str]:
         """Close whatever a step that was cut has left open, [Note: a step that is cut]; may be called at any time.
 
@@ -168,7 +155,7 @@ class Binding:
 
     # -- units of eager steps --------------------------------------------------------------------------------------
 
-    @_unseen
+    @unseen
     def open(self, index: int) -> None:
         """Make the unit's tensors show its bytes, ordered after their fill."""
         unit = self.units[index]
@@ -205,7 +192,7 @@ class Binding:
         place = max(place for place, other in enumerate(self.open_units) if other is unit)
         del self.open_units[place]  # threads of one forward close in any order
 
-    @_unseen
+    @unseen
     def close(self, index: int, output: object, *, training: bool, watched: bool) -> bool:
         """Show the homes again and let the unit's bytes go; returns whether outputs were views of its weights.
 
@@ -269,7 +256,7 @@ class Binding:
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
 
-    @_unseen
+    @unseen
     def picked(self, index: int, call: tuple[Any, Any, Any], eager: bool) -> Callable[..., Any] | None:
         """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
         unit = self.units[index]
@@ -288,7 +275,7 @@ class Binding:
 
     # -- units at fixed addresses ------------------------------------------------------------------------------------
 
-    @_unseen
+    @unseen
     def fix(self) -> None:
         """Show the ring bytes of every unit, whatever they hold just now."""
         for unit in self.units:
@@ -296,7 +283,7 @@ class Binding:
         for unit in self.units:
             unit.faces.to_ring()
 
-    @_unseen
+    @unseen
     def unfix(self) -> None:
         """Show the homes again; raises if a weight was updated meanwhile, for the update is lost."""
         self.abandon()
@@ -364,7 +351,7 @@ class Binding:
         for unit in self.units:
             unit.in_buffer, unit.is_picked = 0, False
 
-    @_unseen
+    @unseen
     def close_all(self) -> None:
         """Let go of the ring and of every tensor object."""
         self._show_homes()

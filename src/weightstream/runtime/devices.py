@@ -18,6 +18,7 @@ from weightstream.runtime import cuda, driver
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.lent import Borrowing, Neighbour
+from weightstream.runtime.thread_state import ThreadState
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
 
@@ -32,11 +33,13 @@ def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: b
     """
     if loads and _LEFT:
         gc.collect()
-    with _uncollected(), ExitStack() as on_failure, torch.inference_mode(False):
-        backend = backend_of(device, config)
+    with _uncollected(), ExitStack() as on_failure:
+        with torch.inference_mode(False):
+            backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
         on_failure.callback(backend.close)
-        with on(backend.device):
+        on_failure.callback(ThreadState(backend.device).restore)
+        with torch.inference_mode(False), on(backend.device):
             yield backend
         on_failure.pop_all()
 

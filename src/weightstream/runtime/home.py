@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weightstream.codec.format import Layout
-from weightstream.errors import StoreError
+from weightstream.errors import OffloadError, StoreError
 from weightstream.runtime.sources import OnDisk, Pageable, Source, Tier
 from weightstream.runtime.weights import Group
 
@@ -80,7 +80,16 @@ class Home:
             extent.mapping.leave(extent.begin, extent.end)
 
     def after_write(self) -> None:
-        """The tensors were written to: no file holds their bytes any more."""
+        """The tensors were written to: no file holds their bytes any more.
+
+        Raises `OffloadError` where that was before the bytes were there, which would go over what was written.
+        """
+        if self.source.was_read_early:
+            raise OffloadError(
+                f"{self.group.alias} was read or written to before it was decoded, as the classes of tensors saw "
+                "nothing (torch._C.DisableTorchFunctionSubclass): what was there were zeros. Call remove(), and change "
+                "it then"
+            )
         if self.is_undecoded:
             self.check()
         self.source, self.file = self.source.after_write(), None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from weightstream.runtime.leaves import storage_of
+from weightstream.runtime.thread_state import ThreadState, quietly
 from weightstream.runtime.values import tensors_in
 
 _GUARD = "_weightstream_guard"
@@ -69,8 +70,12 @@ def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
 def before(tensor: torch.Tensor, access: Access) -> None:
     """Tell who guards the tensor, if somebody does."""
     if (on_access := tensor.__dict__.get(_GUARD)) is not None:
-        with torch._C.DisableTorchFunctionSubclass():
-            on_access(access)
+        state = ThreadState()
+        try:
+            quietly(on_access, access)
+        except BaseException:
+            state.restore()
+            raise
 
 
 @cache
@@ -81,8 +86,7 @@ def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         if not plain:
             return base.__torch_function__(func, (base,), args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return quietly(func, *args, **kwargs)
 
     def intercept(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,6 +141,5 @@ def _access(func: Any, kwargs: dict[str, Any]) -> Access:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        storage = storage_of(tensor)
+    storage = quietly(storage_of, tensor)
     return None if storage is None else storage.data_ptr()

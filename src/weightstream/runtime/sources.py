@@ -85,6 +85,11 @@ class Source:
         return self.place is not None and not self.place[0].is_filled
 
     @property
+    def was_read_early(self) -> bool:
+        """Whether the view was read, or written to, while it held nothing."""
+        return self.lazy is not None and self.lazy.was_read_early
+
+    @property
     def plain(self) -> torch.Tensor:
         """The plain bytes, once `check` has returned."""
         return self.view

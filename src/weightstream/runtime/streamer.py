@@ -35,6 +35,7 @@ from weightstream.runtime.learning import Learning
 from weightstream.runtime.mode import Mode
 from weightstream.runtime.refinement import Refinement
 from weightstream.runtime.stats import Stats, stats_of
+from weightstream.runtime.thread_state import ThreadState
 from weightstream.runtime.timeline import Kind, kind_of, profiled
 from weightstream.runtime.values import moved
 from weightstream.runtime.weights import UnitModule
@@ -239,17 +240,30 @@ class Streamer:
         return self._gate.turn.run(partial(self._healed, work), progress)
 
     def _healed(self, work: Callable[[], Any], is_first: bool) -> Any:
-        if is_first:
+        if not is_first:
+            return work()
+        state = ThreadState(self.device)
+        try:
             self._heal_if_cut()
-        return work()
+            return work()
+        except BaseException:
+            state.restore()
+            raise
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The same around a block."""
         with self._gate.turn.taken() as is_first:
-            if is_first:
+            if not is_first:
+                yield
+                return
+            state = ThreadState(self.device)
+            try:
                 self._heal_if_cut()
-            yield
+                yield
+            except BaseException:
+                state.restore()
+                raise
 
     def _awake(self, work: Callable[[], Any], mode: Mode) -> Any:
         """Run `work` while units may open, in this mode; updates that were made outside are seen at the entry."""

@@ -21,6 +21,7 @@ from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.runtime import parameter
 from weightstream.runtime.leaves import Leaf, Role, Shell, leaves, leaves_of, storage_of
 from weightstream.runtime.parameter import Access
+from weightstream.runtime.thread_state import unseen
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,12 +74,12 @@ class Member:
         for shell in self.blind:
             parameter.unguard(shell.tensor, shell.kind)
 
+    @unseen
     def show(self, view: torch.Tensor) -> None:
         """Be a view of these bytes; no version counts it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.data.__set__(self.tensor, view)  # type: ignore[attr-defined]
-            for shell in self.shells:
-                shell.follow()
+        torch.Tensor.data.__set__(self.tensor, view)  # type: ignore[attr-defined]
+        for shell in self.shells:
+            shell.follow()
 
 
 @dataclass(kw_only=True, slots=True)

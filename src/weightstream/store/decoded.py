@@ -62,9 +62,13 @@ class LazyMemory(Memory):
             if self.is_filled:
                 self.check()
             else:
-                with torch.inference_mode(False):  # else what it makes could not be written to in `write`
-                    self.write(self.bytes(0, self.nbytes))
-                self.is_filled = True
+                try:
+                    with torch.inference_mode(False):  # else what it makes could not be written to in `write`
+                        self.write(self.bytes(0, self.nbytes))
+                    self.is_filled = True
+                except BaseException:
+                    self.forget()  # a part of it, or what only seems to be all of it
+                    raise
 
     @property
     def was_read_early(self) -> bool:

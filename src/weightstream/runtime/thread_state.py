@@ -1,0 +1,68 @@
+"""What torch keeps for each thread: changed inside of our own code, and as it was before, wherever that is cut.
+
+A `with` block does not promise that. An interrupt may come when its last line has run and its exit has not, and a mode
+that was left so stays for good. With gradients off a model would train no more; with the classes of tensors blind, an
+update of a weight between steps would not be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack, _pop_torch_function_stack
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_without_classes: Any = torch._C._disabled_torch_function_impl
+
+
+def quietly(func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call it; the classes of tensors, such as guarded ones, do not see what is done to them inside."""
+    return _without_classes(func, (), args, kwargs)  # enters and leaves in C, where no interrupt comes between
+
+
+def unseen(method: _Method) -> _Method:
+    """A function that is always called so."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _without_classes(method, (), args, kwargs)
+
+    return cast(_Method, call)
+
+
+class ThreadState:
+    """Grad mode and modes of operators and functions of the calling thread, and with `device`, an accelerator, which
+    device and which of its streams are the current ones."""
+
+    __slots__ = ("_grad", "_index", "_num_dispatch", "_num_function", "_stream")
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._num_function, self._num_dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
+        has_streams = device is not None and device.type != "cpu"
+        self._index = torch.accelerator.current_device_index() if has_streams else None
+        self._stream = torch.accelerator.current_stream(device) if has_streams else None
+
+    def restore(self) -> None:
+        """Make it what it was; modes that were entered since are left."""
+        torch.set_grad_enabled(self._grad)
+        while _len_torch_function_stack() > self._num_function:
+            _leave(_get_current_function_mode(), _pop_torch_function_stack)
+        while _len_torch_dispatch_stack() > self._num_dispatch:
+            _leave(_get_current_dispatch_mode(), _pop_mode)
+        if self._stream is not None and self._index is not None:
+            torch.accelerator.set_stream(self._stream)  # makes its device the current one
+            torch.accelerator.set_device_index(self._index)
+
+
+def _leave(mode: Any, pop: Callable[[], Any]) -> None:
+    try:
+        mode.__exit__(None, None, None)
+    except IndexError:  # it was being left when it was cut
+        pop()
