@@ -108,6 +108,7 @@ def test_a_state_is_restored_and_modes_that_were_entered_since_are_left() -> Non
     with torch.enable_grad(), OperatorMode():  # type: ignore[no-untyped-call]
         before, state = thread_state(), ThreadState()
         torch.set_grad_enabled(False)
+        torch.set_autocast_cache_enabled(not torch.is_autocast_cache_enabled())
         for mode in (OperatorMode(), Functions(), OperatorMode()):  # type: ignore[no-untyped-call]
             mode.__enter__()
         assert thread_state() != before

@@ -37,13 +37,13 @@ def unseen(method: _Method) -> _Method:
 
 
 class ThreadState:
-    """Grad mode and modes of operators and functions of the calling thread, and with `device`, an accelerator, which
-    device and which of its streams are the current ones."""
+    """Grad mode, modes of operators and functions, and whether autocast keeps what it casts, of the calling thread. With
+    `device`, an accelerator, also which device and which of its streams are current."""
 
-    __slots__ = ("_grad", "_index", "_num_dispatch", "_num_function", "_stream")
+    __slots__ = ("_grad", "_index", "_keeps_casts", "_num_dispatch", "_num_function", "_stream")
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._grad = torch.is_grad_enabled()
+        self._grad, self._keeps_casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
         self._num_function, self._num_dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
         has_streams = device is not None and device.type != "cpu"
         self._index = torch.accelerator.current_device_index() if has_streams else None
@@ -52,6 +52,7 @@ class ThreadState:
     def restore(self) -> None:
         """Make it what it was; modes that were entered since are left."""
         torch.set_grad_enabled(self._grad)
+        torch.set_autocast_cache_enabled(self._keeps_casts)
         while _len_torch_function_stack() > self._num_function:
             _leave(_get_current_function_mode(), _pop_torch_function_stack)
         while _len_torch_dispatch_stack() > self._num_dispatch:
