@@ -37,8 +37,10 @@ def unseen(method: _Method) -> _Method:
 
 
 class ThreadState:
-    """Grad mode, modes of operators and functions, and whether autocast keeps what it casts, of the calling thread. With
-    `device`, an accelerator, also which device and which of its streams are current."""
+    """Grad mode, modes of operators and functions, and whether autocast keeps what it casts, of the calling thread.
+
+    With `device`, an accelerator, also which device and which of its streams are current.
+    """
 
     __slots__ = ("_grad", "_index", "_keeps_casts", "_num_dispatch", "_num_function", "_stream")
 
