@@ -55,6 +55,7 @@ from weightstream.runtime.leaves import leaves_of, storage_of
 from weightstream.runtime.preload import preloading
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
+from weightstream.runtime.thread_state import restored
 from weightstream.runtime.timeline import Kind
 from weightstream.runtime.weights import shared_between
 from weightstream.store.folder import OffloadFolder
@@ -357,6 +358,7 @@ class PipelineStreamer:
         settle.atexit = False
         self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 
+    @restored
     def _recast(self, name: str, cast: Callable[[], object]) -> None:
         """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
         streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share

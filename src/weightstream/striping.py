@@ -39,6 +39,7 @@ from weightstream.runtime.leaves import leaves
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.stats import Stats
 from weightstream.runtime.streamer import Streamer
+from weightstream.runtime.thread_state import restored
 from weightstream.runtime.timeline import Kind, kind_of
 from weightstream.runtime.undo import Undo
 from weightstream.runtime.values import moved
@@ -198,6 +199,7 @@ class Stripes:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    @restored
     def remove(self) -> None:
         """Bring every weight back to where it was and set the model free; may be called twice."""
         self._gate.refuse_inside()

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from cut_rig import offloaded, simple, thread_state
+from cut_rig import language_model, offloaded, simple, striped, thread_state
 from cutting import Cut, Lines
 from weightstream.errors import OffloadError
 from weightstream.runtime.thread_state import ThreadState, quietly, unseen
 from weightstream.runtime.watch import OperatorMode
 
 Act = Callable[[], object]
-MOST = 16  # blocks that are cut in a run
 
 
 def loaded() -> tuple[nn.Module, nn.Module, torch.Tensor, Any]:
@@ -59,26 +58,42 @@ def removing() -> Act:
     return loaded()[3].remove  # type: ignore[no-any-return]
 
 
+def striped_removal() -> Act:
+    found = striped().removal
+    assert found is not None
+    return found
+
+
+def cut_as_blocks_end(prepare: Callable[[], Act], seed: int, most: int = 10) -> None:
+    """So many of the blocks of the library whose ends the act comes to."""
+    before = thread_state()
+    prepare()()  # what is made once is
+    act = prepare()
+    with Lines() as lines:
+        act()
+    num_cut, visits = 0, random.Random(seed).sample(list(lines.withs.items()), min(most, len(lines.withs)))
+    for (path, line), visit in visits:
+        act = prepare()
+        cut = Lines(visit=(path, line, visit))
+        with suppress(Cut), cut:  # some visits depend on times
+            act()
+        assert thread_state() == before, f"{cut.where}, seed {seed}"
+        num_cut += bool(cut.where)
+    assert num_cut > 0.7 * len(visits)
+
+
+def test_a_cut_of_captured_generation_leaves_the_thread_as_it_was(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    act = language_model(monkeypatch, "cpu").act
+    cut_as_blocks_end(lambda: act, seed, most=5)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some visits are of finalizers
 @pytest.mark.few(3)
-@pytest.mark.parametrize("prepare", [offloading, first_step, fixed_step, reading, removing])
+@pytest.mark.parametrize("prepare", [offloading, first_step, fixed_step, reading, removing, striped_removal])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_cut_as_any_block_ends_leaves_the_thread_as_it_was(prepare: Callable[[], Act], grad: bool, seed: int) -> None:
     with torch.set_grad_enabled(grad):
-        before = thread_state()
-        prepare()()  # what is made once is
-        act = prepare()
-        with Lines() as lines:
-            act()
-        num_cut, visits = 0, random.Random(seed).sample(list(lines.withs.items()), min(MOST, len(lines.withs)))
-        for (path, line), visit in visits:
-            act = prepare()
-            cut = Lines(visit=(path, line, visit))
-            with suppress(Cut), cut:  # some visits depend on times
-                act()
-            assert thread_state() == before, f"{cut.where}, seed {seed}"
-            num_cut += bool(cut.where)
-        assert num_cut > 0.7 * len(visits)
+        cut_as_blocks_end(prepare, seed)
 
 
 def test_functions_are_called_with_classes_blind_and_leave_them_as_they_were() -> None:

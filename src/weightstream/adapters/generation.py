@@ -25,6 +25,7 @@ from weightstream.adapters.ranks import Ranks, common, least, num_processes, ran
 from weightstream.adapters.steps import CACHES, cache_in
 from weightstream.errors import WeightstreamError
 from weightstream.runtime import cuda, guards
+from weightstream.runtime.thread_state import restored
 from weightstream.runtime.watch import OperatorMode
 
 logger = logging.getLogger("weightstream")
@@ -95,6 +96,7 @@ def generate(
     return result
 
 
+@restored
 def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None) -> tuple[Any, Decoding]:
     """`generate` with this recorder; None: there are no graphs on the model's device."""
     device: torch.device = model.device  # an offloaded model tells its streamer's

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weightstream.runtime.leaves import storage_of
-from weightstream.runtime.thread_state import ThreadState, quietly
+from weightstream.runtime.thread_state import quietly, restored
 from weightstream.runtime.values import tensors_in
 
 _GUARD = "_weightstream_guard"
@@ -67,15 +67,11 @@ def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
     tensor.__class__ = kind
 
 
+@restored
 def before(tensor: torch.Tensor, access: Access) -> None:
     """Tell who guards the tensor, if somebody does."""
     if (on_access := tensor.__dict__.get(_GUARD)) is not None:
-        state = ThreadState()
-        try:
-            quietly(on_access, access)
-        except BaseException:
-            state.restore()
-            raise
+        quietly(on_access, access)
 
 
 @cache

@@ -69,3 +69,18 @@ def _leave(mode: Any, pop: Callable[[], Any]) -> None:
         mode.__exit__(None, None, None)
     except IndexError:  # it was being left when it was cut
         pop()
+
+
+def restored(method: _Method) -> _Method:
+    """A function that leaves the thread's state as it was where it fails."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        state = ThreadState()
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            state.restore()
+            raise
+
+    return cast(_Method, call)
