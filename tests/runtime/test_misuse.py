@@ -147,6 +147,31 @@ def test_transforms_of_functions() -> None:
             assert torch.equal(model(x), want)
 
 
+class Backwards(nn.Sequential):
+    """Calls its modules from the last to the first, which a step has to teach."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in reversed(list(self)):
+            x = module(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer's
+def test_a_trace_changes_no_plan() -> None:
+    model, x = Backwards(*chain()), torch.randn(2, WIDTH)
+    want = model(x)
+    with weightstream.offload(model, device="cpu", device_budget=3 * WIDTH * WIDTH * 4) as streamer, torch.no_grad():
+        before = streamer.plan
+        for _ in range(2):
+            traced = torch.jit.trace(model, (x,), check_trace=False)
+            assert streamer.plan is before
+            assert torch.equal(traced(x), want)
+        for _ in range(3):
+            assert torch.equal(model(x), want)
+        assert streamer.plan.manifest.order != before.manifest.order
+        assert torch.equal(traced(x), want)
+
+
 def test_a_patched_forward_is_copied_and_survives() -> None:
     def doubled(self: Block, x: torch.Tensor) -> torch.Tensor:
         return 2 * Block.forward(self, x)

@@ -46,6 +46,12 @@ logger = logging.getLogger("weightstream")
 _casts = torch._C._is_any_autocast_enabled
 
 
+def _is_traced() -> bool:
+    """Whether `torch.jit.trace` follows this thread. It would record what a change of plan does to weights as a part of
+    the model, and fail, or crash."""
+    return torch._C._get_tracing_state() is not None
+
+
 class Streamer:
     """Streams the weights of one model. Made by `weightstream.offload`; a context manager that ends with `remove()`."""
 
@@ -190,7 +196,9 @@ class Streamer:
                 raise OffloadError(CAPTURED)
             return forward(*args, **kwargs)
         guards.refuse_transforms()
-        self.foresee(kind := kind_of(args, kwargs, what), args, kwargs)
+        kind = kind_of(args, kwargs, what)
+        if not _is_traced():
+            self.foresee(kind, args, kwargs)
         return self.run(partial(forward, *args, **kwargs), kind)
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
@@ -209,6 +217,8 @@ class Streamer:
         mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
         with self._installed.timeline.step(kind):
             output = self._run_eager(step, mode)
+        if _is_traced():
+            return output
         if mode is Mode.LEARNING:
             self._modules.watched()
         with torch.inference_mode(False), torch.no_grad():
