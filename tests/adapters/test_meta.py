@@ -198,14 +198,14 @@ def test_it_takes_no_longer_than_it_may() -> None:
     class Slow(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for _ in range(1000):
-                time.sleep(0.005)
+                time.sleep(0.03)
                 x = x + 1
             return x
 
     started = time.perf_counter()
     with pytest.raises(UnsupportedError, match="takes too long"):
         follow(Slow(), (torch.ones(2),), limit_s=0.1)
-    assert time.perf_counter() - started < 4  # the whole forward takes 5
+    assert time.perf_counter() - started < 20  # the whole forward takes 30
 
 
 def test_the_copy_has_no_weights() -> None:

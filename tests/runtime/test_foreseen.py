@@ -61,6 +61,12 @@ def assert_steps(model: nn.Module, plain: nn.Module, num: int = 3, rows: int = 2
             assert torch.equal(model(x(seed, rows)), plain(x(seed, rows)))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a call is followed to its end."""
+    monkeypatch.setattr(prospects, "_FOLLOW_S", 300.0)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the calls that were followed."""
