@@ -58,6 +58,7 @@ from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.thread_state import restored
 from weightstream.runtime.timeline import Kind
 from weightstream.runtime.weights import shared_between
+from weightstream.store.ending import finalize
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 from weightstream.trace import Trace
@@ -269,7 +270,7 @@ class _Part(NamedTuple):
     streamer: weakref.ref[Streamer]
     assembly: weakref.ref[Assembly]
     share: Share
-    settle: weakref.finalize[[Backend], Streamer]
+    settle: weakref.finalize[..., Streamer]
 
 
 def _with_past(stats: Stats, past: Stats | None) -> Stats:
@@ -354,7 +355,7 @@ class PipelineStreamer:
         assembly.recast = partial(self._recast, name)
         entries = diffusers.entries_of(assembly.model)
         streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
-        settle = weakref.finalize(streamer, _settle, self._backend)  # no copy may be in flight from what is freed
+        settle = finalize(streamer, _settle, self._backend)  # no copy may be in flight from what is freed
         settle.atexit = False
         self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -17,6 +16,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, Move, Point, Worker, move, staging
 from weightstream.store.arena import Arena
+from weightstream.store.ending import finalize
 from weightstream.store.limits import available_nbytes
 from weightstream.store.staging import Staging
 
@@ -71,7 +71,7 @@ class CpuBackend:
         self.profile = profile
         self.pinning = nullcontext()  # nothing is pinned
         self._copies = Worker("weightstream-copy")
-        self._close = weakref.finalize(self, self._copies.stop)
+        self._close = finalize(self, self._copies.stop)
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

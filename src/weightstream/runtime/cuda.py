@@ -21,6 +21,7 @@ from weightstream.runtime.backend import Copy, Event, Side
 from weightstream.runtime.streams import Move, Worker, move, staging
 from weightstream.runtime.values import tensors_in
 from weightstream.store.arena import Arena
+from weightstream.store.ending import finalize
 from weightstream.store.limits import describe_limits
 from weightstream.store.near import Node, nearest
 from weightstream.store.staging import MemorySource, Reading, Staging
@@ -262,7 +263,7 @@ class CudaBackend:
             raise OffloadError(_FED)
         if self._feeder is None:
             self._feeder, self._was_fed = Worker("weightstream-feed"), True
-            self._stop = weakref.finalize(self, self._feeder.stop)
+            self._stop = finalize(self, self._feeder.stop)
         moves = self._moves(copies)
         self._feeder.submit(lambda: self._move(moves))
 

@@ -7,12 +7,12 @@ weights before they are pinned: pinning untouched memory takes ten times as long
 from __future__ import annotations
 
 import mmap
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
 
+from weightstream.store.ending import finalize
 from weightstream.store.near import Node
 
 _PAGE = mmap.PAGESIZE
@@ -26,7 +26,7 @@ class Arena:
     def __init__(self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None) -> None:
         self._pin, self._unpin, self._node = pin, unpin, node
         self._pinned: list[torch.Tensor] = []
-        weakref.finalize(self, _unpin_all, self._pinned, unpin)  # before the memory is unmapped, whoever forgets us
+        finalize(self, _unpin_all, self._pinned, unpin)  # before the memory is unmapped, whoever forgets us
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,16 +19,16 @@ from safetensors.torch import save_file
 
 from weightstream.errors import StoreError
 from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping
 
 _PREFIX, _LOCK = "weightstream-", ".lock"
 
 
-def _remove(folder: Path, owner: int, lock: int | None) -> None:
-    if os.getpid() == owner:  # a fork that ends must not take its parent's files along
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+def _remove(folder: Path, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
 
 
 def _locked(folder: Path) -> int | None:
@@ -71,7 +70,7 @@ class OffloadFolder:
             _sweep(self.path.parent)
         except OSError as error:
             raise StoreError(f"offload_folder {inside}: cannot create it: {error}") from error
-        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
+        self._finalizer = finalize(self, _remove, self.path, lock)
         self.mappings: list[FileMapping] = []
 
     @property

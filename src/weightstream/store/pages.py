@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ import torch
 
 from weightstream.store import heap
 from weightstream.store.arena import Arena, Pin
+from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping, Window
 from weightstream.store.near import Node, settled
 
@@ -82,7 +82,7 @@ class PageCache:
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._closed.set)  # the thread ends then, and with it the arena, which unpins
+        finalize(self, self._closed.set)  # the thread ends then, and with it the arena, which unpins
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +137,7 @@ class _Ahead:
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
-        self._leave_room = weakref.finalize(self, heap.room(_ROOM_NBYTES))
+        self._leave_room = finalize(self, heap.room(_ROOM_NBYTES))
         self._threads = list[threading.Thread]()  # no pool: an interpreter that ends lets one do all it was given
         self._node = node
 

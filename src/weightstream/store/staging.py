@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from weightstream.errors import InvariantError, StoreError
+from weightstream.store.ending import finalize
 from weightstream.store.near import Node, settled
 
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
@@ -91,7 +92,7 @@ class Reading:
     def __init__(self, pieces: Sequence[Piece], staging: Staging) -> None:
         self._num, self._pieces = len(pieces), deque(pieces)
         self._staging = staging  # whoever reads keeps it open
-        weakref.finalize(self, _forget, self._pieces)
+        finalize(self, _forget, self._pieces)
 
     def __iter__(self) -> Iterator[Piece]:
         try:
@@ -184,7 +185,7 @@ class Staging:
         self._num_threads, self._node = num_threads, node
         self._threads: list[threading.Thread] = []
         self._lock = threading.RLock()
-        self._close = weakref.finalize(self, self._desk.close)
+        self._close = finalize(self, self._desk.close)
 
     def start(self, source: Source, begin: int, end: int) -> Reading:
         """Begins to read bytes [begin, end) of `source` and returns at once. Consume readings in this order."""
@@ -198,7 +199,7 @@ class Staging:
                 run = settled(self._desk.run, self._node)
                 thread = threading.Thread(target=run, name="weightstream-read", daemon=True)
                 thread.start()
-                weakref.finalize(thread, _end, self._desk, weakref.ref(thread))  # it lives as long as it runs
+                finalize(thread, _end, self._desk, weakref.ref(thread))  # it lives as long as it runs
                 self._threads.append(thread)
             for piece in pieces:
                 self._desk.pieces.put(piece)
