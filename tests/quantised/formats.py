@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from parts import PartsLinear
 from torch import nn
 
 from stack import Block
@@ -244,6 +245,7 @@ FORMATS: dict[str, Format] = {
     "quanto int4": Format("optimum.quanto", functools.partial(_quanto, "qint4"), torch.float32),
     "quanto int4 packed": Format("optimum.quanto", functools.partial(_quanto, "qint4"), BF16, num_columns=256),
     "quanto float8": Format("optimum.quanto", functools.partial(_quanto, "qfloat8"), BF16),
+    "parts": Format(None, lambda model: _replaced(model, PartsLinear)),
     "fp8 scaled": Format(None, lambda model: _replaced(model, ScaledLinear), BF16),
 }
 ON_GPUS: dict[str, Format] = FORMATS | {  # what CPUs have no operators for
