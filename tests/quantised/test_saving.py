@@ -42,7 +42,7 @@ def facts(value: Any) -> Any:
         return type(value), value.dtype, {name: facts(getattr(inside, name)) for name in inside.__tensor_flatten__()[0]}
     if isinstance(value, torch.Tensor):
         flat = value.detach().as_subclass(torch.Tensor).contiguous().reshape(-1)
-        return type(value), value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return type(value), value.dtype, tuple(value.shape), flat.view(torch.uint8).cpu().numpy().tobytes()
     if isinstance(value, dict):
         return {key: facts(item) for key, item in value.items()}
     return value
