@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS, llama, on_the_fly
 from formats import ON_GPUS, build, held_nbytes, inputs
+from test_saving import facts
 from torch import nn
 
 import weightstream
@@ -51,6 +52,20 @@ def pair(name: str, width: int = 512) -> tuple[nn.Module, nn.Module, list[torch.
     plain, model = build(name, "cuda", width), build(name, "cuda", width)
     xs = inputs(model, SIZES.get(name, (1, 4, 33)), "cuda")
     return plain, model, xs, [plain(x) for x in xs]
+
+
+def test_is_saved_as_the_plain_one(name: str) -> None:
+    """Names, classes and bytes, wherever these are; before and after a step, while it is offloaded and afterwards."""
+    plain, model = build(name, "cuda"), build(name, "cuda")
+    (x,) = inputs(model, SIZES.get(name, (4,))[:1], "cuda")
+    streamer = weightstream.offload(model, device="cuda", device_budget=int(0.4 * held_nbytes(model)), codec="none")
+    assert facts(model.state_dict()) == facts(plain.state_dict())
+    model(x)
+    if not name.startswith("compressed"):  # the plain one unpacks itself for good
+        plain(x)
+    assert facts(model.state_dict()) == facts(plain.state_dict())
+    streamer.remove()
+    assert facts(model.state_dict()) == facts(plain.state_dict())
 
 
 def test_streams_as_it_is(name: str) -> None:

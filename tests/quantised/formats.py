@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from parts import PartsLinear
 from torch import nn
 
 from stack import Block
@@ -172,6 +173,14 @@ def _cast(model: nn.Module) -> nn.Module:
     return model
 
 
+def _quanto(kind: str, model: nn.Module) -> nn.Module:
+    from optimum import quanto
+
+    quanto.quantize(model, weights=getattr(quanto, kind))
+    quanto.freeze(model)
+    return model
+
+
 class ScaledLinear(nn.Module):
     """float8 with one scale, as ComfyUI's checkpoints have it."""
 
@@ -232,6 +241,11 @@ FORMATS: dict[str, Format] = {
     "gptq": Format("gptqmodel", functools.partial(_gptqmodel, "gptq"), torch.float16),
     "awq": Format("gptqmodel", functools.partial(_gptqmodel, "awq"), torch.float16),
     "layerwise casting": Format("diffusers", _cast, BF16),
+    "quanto int8": Format("optimum.quanto", functools.partial(_quanto, "qint8"), BF16),
+    "quanto int4": Format("optimum.quanto", functools.partial(_quanto, "qint4"), torch.float32),
+    "quanto int4 packed": Format("optimum.quanto", functools.partial(_quanto, "qint4"), BF16, num_columns=256),
+    "quanto float8": Format("optimum.quanto", functools.partial(_quanto, "qfloat8"), BF16),
+    "parts": Format(None, lambda model: _replaced(model, PartsLinear)),
     "fp8 scaled": Format(None, lambda model: _replaced(model, ScaledLinear), BF16),
 }
 ON_GPUS: dict[str, Format] = FORMATS | {  # what CPUs have no operators for

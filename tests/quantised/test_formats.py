@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -17,13 +18,21 @@ from weightstream.runtime.leaves import leaves_of, plain_tensors
 SHARES = (0.2, 0.6)
 # each library, and what it keeps in another way
 IN_CI = (
-    *("bnb nf4 double", "bnb int8", "torchao int8", "torchao int8 dynamic", "gguf q4_k", "compressed w4a16 zeros"),
+    *(
+        "bnb nf4 double",
+        "parts",
+        "bnb int8",
+        "torchao int8",
+        "torchao int8 dynamic",
+        "gguf q4_k",
+        "compressed w4a16 zeros",
+    ),
     *("compressed w8a8", "compressed fp8", "gptq", "awq", "layerwise casting", "fp8 scaled"),
 )
 _UNCOPIED = (
-    "gguf q8_0",
-    "gguf q4_0",
-    "gguf q4_k",
+    "gguf",
+    "quanto",
+    "parts",
     "layerwise casting",
 )  # a copy of a plain one fails, or computes with the first's
 
@@ -54,8 +63,12 @@ def test_streams_as_it_is(name: str) -> None:
     state = dict((plain if name.startswith("bnb") else build(name)).state_dict())
     for share in SHARES if name == "gptq" else SHARES[:1]:  # in the larger one some stays, of one format as of another
         with weightstream.offload(model, device="cpu", device_budget=int(share * nbytes), codec="none") as streamer:
+            filled = []
             for x, y in zip(xs, wanted, strict=True):
                 assert torch.equal(model(x), y)
+                filled.append(streamer.stats().filled_nbytes)
+            # the first step brings its own bytes, and the first of the next step's
+            assert all(later - before <= 1.02 * nbytes for before, later in itertools.pairwise(filled))
             stats = streamer.stats()
             assert stats.model_nbytes <= 1.02 * nbytes
             # the next step's are on their way
@@ -74,7 +87,7 @@ def test_is_as_it_was_afterwards(name: str) -> None:
     names = [leaf.path for leaf in leaves_of(model)]
     attributes = {key: set(module.__dict__) for key, module in model.named_modules()}
     weightstream.offload(model, device="cpu", device_budget=int(0.4 * held_nbytes(model))).remove()
-    assert [leaf.path for leaf in leaves_of(model)] == names or name.startswith("bnb")  # packed as by a first forward
+    assert [leaf.path for leaf in leaves_of(model)] == names
     assert {key: set(module.__dict__) for key, module in model.named_modules()} == attributes
 
 
@@ -91,9 +104,9 @@ def test_is_saved_and_copied(name: str) -> None:
         if name.startswith("gguf"):  # diffusers' own cannot be pickled
             state = {key: tensor.as_subclass(torch.Tensor) for key, tensor in state.items()}
         torch.save(state, saved)
-        if name not in _UNCOPIED:
+        if not name.startswith(_UNCOPIED):
             assert torch.equal(copy.deepcopy(model)(x), wanted)
-    if name.startswith("bnb"):
+    if name.startswith(("bnb", "parts")):
         return  # what it saves is not for load_state_dict
     saved.seek(0)
     other = build(name)
@@ -110,6 +123,8 @@ def test_is_saved_and_copied(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 def test_compiled_by_block(name: str) -> None:
     """Blocks that compute with weights alone run as they are: compiled, that may come before the weights are there."""
+    if name == "quanto int4 packed":
+        pytest.skip("its class names tensors that it has not, at which the compiler fails")
     plain, model = build(name), build(name)
     xs = inputs(model, (2, 3))
     wanted = [plain(x) for x in xs]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from weightstream.errors import UnsupportedError
+from weightstream.runtime import guards
 
 
 def is_of_gptqmodel(module: nn.Module) -> bool:
@@ -32,12 +33,14 @@ def without_caches(module: Any) -> Callable[[], None] | None:
     if not is_of_gptqmodel(module) or not hasattr(module, "clear_weight_cache"):
         return None
     module.clear_weight_cache()
-    undo: Callable[[], None] = module.register_forward_hook(_clear, always_call=True).remove
-    return undo
+    return guards.wrap_forward(module, _run_and_clear)
 
 
-def _clear(module: Any, args: Any, output: Any) -> None:
-    module.clear_weight_cache()
+def _run_and_clear(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.clear_weight_cache()
 
 
 def ordered_on(

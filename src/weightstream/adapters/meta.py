@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from weightstream.adapters import hf_private, hf_sharded
 from weightstream.errors import UnsupportedError
+from weightstream.runtime import guards
 from weightstream.runtime.leaves import leaves
 from weightstream.runtime.thread_state import unseen
 from weightstream.runtime.values import tensors_in
@@ -158,7 +159,7 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
         memo[id(vars(module).get(_HOOKS))] = None
         memo |= {id(value): None for value in vars(module).values() if hf_sharded.is_of_processes(value)}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
-    with _Copies(shape_of):
+    with _Copies(shape_of), guards.copying_as_it_runs():
         made, given = copy.deepcopy((model, values), memo)
     for module in modules:
         twin = memo.get(id(module), module)

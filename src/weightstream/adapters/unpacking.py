@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -25,6 +26,7 @@ from weightstream.runtime import guards
 from weightstream.runtime.values import tensors_in
 
 Undo = Callable[[], None]
+Unpacked = Callable[[Any, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
 _CASTING = "layerwise_casting"  # a hook of diffusers
 _UNPACKS = "_weightstream_unpacks"  # of a forward
 
@@ -72,7 +74,13 @@ def _whole_model(module: nn.Module) -> Undo | None:
     if handle is None or handle.id not in hooks:
         return None
     hook = hooks.pop(handle.id)
-    return lambda: hooks.update({handle.id: hook})
+    copied = guards.copied_as(module, "_forward_pre_hooks", lambda now: OrderedDict({handle.id: hook, **now}))
+
+    def undo() -> None:
+        copied()
+        hooks[handle.id] = hook
+
+    return undo
 
 
 def _compressed(module: nn.Module) -> Undo | None:
@@ -92,32 +100,48 @@ def _compressed(module: nn.Module) -> Undo | None:
     )
 
 
-def _unpacking(module: nn.Module, unpacked: Callable[[nn.Module, torch.Tensor], Mapping[str, torch.Tensor]]) -> Undo:
+def _unpacking(module: nn.Module, unpacked: Unpacked) -> Undo:
     """Have `unpacked(module, input)` make its weights, by name, in each of its forwards."""
-    given = module.__dict__.get("forward")
-    function = type(module).forward
-    if given is not None:  # a bound method is bound to the copy in a copy, anything else is called as it is
-        function = getattr(given, "__func__", lambda _, *args, **kwargs: given(*args, **kwargs))
     lock = threading.RLock()  # what it shows is for one forward
 
-    @functools.wraps(given or type(module).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with lock, _showing(self, unpacked(self, next(tensors_in((args, kwargs))))):
-            return function(self, *args, **kwargs)
+            return forward(*args, **kwargs)
 
-    forward.__name__ = _UNPACKS  # by which a pickle would find it: one cannot be loaded, as one of the library cannot
-    return guards.put(module, "forward", MethodType(forward, module))
+    return guards.wrap_forward(module, run)
 
 
 # -- fine-grained float8 and mxfp4 of transformers ---------------------------------------------------------------------
 
 
+class UnpackingForward:
+    """The forward of a module that the library cannot run packed: copies and pickles of the module have one, too."""
+
+    __name__ = _UNPACKS
+
+    def __init__(self, module: nn.Module, unpacked: Unpacked, given: Callable[..., Any] | None = None) -> None:
+        self._module, self._unpacked, self._given = module, unpacked, given
+        self._lock = threading.RLock()  # what it shows is for one forward
+        self.__wrapped__ = given or MethodType(type(module).forward, module)  # whose signature this one has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
+            if self._given is not None:
+                return self._given(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnpackingForward, (self._module, self._unpacked, self._given)
+
+
 def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Callable[[], bool]) -> None:
     """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
     packed, so this is not undone."""
-    is_done = getattr(module.__dict__.get("forward"), "__name__", "") == _UNPACKS
+    given = module.__dict__.get("forward")
+    is_done = getattr(given, "__name__", "") == _UNPACKS
     if hf_private.has_mxfp4(module) and not is_done:
-        _unpacking(module, lambda self, _: hf_private.mxfp4_unpacked(self))
+        module.__dict__["forward"] = UnpackingForward(module, _mxfp4_unpacked, given)
         return
     is_linear, are_experts = hf_private.needs_fp8_kernels(module)
     if is_done or not (is_linear or are_experts) or has_kernels():
@@ -129,7 +153,15 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
             f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "
             "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
         )
-    _unpacking(module, lambda self, x: {"weight": hf_private.fp8_unpacked(self, x.dtype)})
+    module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, given)
+
+
+def _mxfp4_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return hf_private.mxfp4_unpacked(module)
+
+
+def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return {"weight": hf_private.fp8_unpacked(module, x.dtype)}
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------
@@ -185,24 +217,56 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
     if module.training:  # packs once it does not train
         module.support_avx512bf16_for_cpu = False
         return lambda: setattr(module, "support_avx512bf16_for_cpu", True)
+    kind, unread = type(weight), dict[str, Any]()
     if not _is_packed(weight):
+        unread |= vars(weight.quant_state)  # the library rounds scales as it packs, in a first forward
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
-    kind = type(module)
+
+    def saved(weight: Any) -> Any:
+        """A weight for the library to save: it would put this one back in order. Before a first forward as it was."""
+        data, state = weight.detach().as_subclass(torch.Tensor), copy.copy(weight.quant_state)
+        if unread:
+            data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+            vars(state).clear()
+            vars(state).update(unread)
+        made = torch.Tensor._make_subclass(kind, data, False)
+        own = {name: value for name, value in vars(weight).items() if not name.startswith("_weightstream")}
+        made.__dict__.update(own)
+        made.quant_state = state
+        return made
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The library puts the weight back in order to save it: here a copy."""
         weight = self._parameters["weight"]
-        ordered = torch.Tensor._make_subclass(type(weight), weight.data, False)
-        ordered.__dict__.update(weight.__dict__)
-        ordered.quant_state = copy.copy(weight.quant_state)
-        self._parameters["weight"] = ordered
+        self._parameters["weight"] = saved(weight)
         try:
-            kind._save_to_state_dict(self, destination, prefix, keep_vars)
+            type(self)._save_to_state_dict(self, destination, prefix, keep_vars)
         finally:
             self._parameters["weight"] = weight
 
-    save.__name__ = "_save_to_state_dict"  # by which a pickle finds that of the class
-    return guards.put(module, "_save_to_state_dict", MethodType(save, module))
+    def copied(parameters: dict[str, Any]) -> dict[str, Any]:
+        return parameters | {"weight": saved(parameters["weight"])} if unread else parameters
+
+    def run(self: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if unread and self is module:  # not a copy
+            unread.clear()
+        return forward(*args, **kwargs)
+
+    def undo() -> None:
+        for each in undone:
+            each()
+        if unread:
+            was = saved(module.weight)
+            module.weight.data = was.data
+            vars(module.weight.quant_state).clear()
+            vars(module.weight.quant_state).update(unread)
+            unread.clear()
+
+    undone = (
+        guards.put(module, "_save_to_state_dict", MethodType(save, module)),
+        guards.copied_as(module, "_parameters", copied),
+        guards.wrap_forward(module, run),
+    )
+    return undo
 
 
 def _is_packed(weight: Any) -> bool:

@@ -6,21 +6,25 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
-from weightstream.runtime import ops
+from weightstream.runtime import ops, parameter
+from weightstream.runtime.leaves import leaves
 from weightstream.runtime.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 OUTER = "_weightstream_decoder"  # marks a forward of ours that runs steps: none begins around it
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
+_PLAIN = "_weightstream_plain"  # where a module keeps what some attributes of its copies are
 _AROUND = "_weightstream_around"  # where a module keeps what it runs in place of its forward
+_AS_IT_RUNS: ContextVar[bool] = ContextVar("copies of modules have what these run with", default=False)
 Run = Callable[..., Any]  # (forward, args, kwargs) -> output
 
 
@@ -334,11 +338,25 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("_call_impl") is around.call:
             given["_call_impl"] = None
     found |= given
-    for name in [name for name in given if given[name] is None]:
-        found.pop(name, None)
+    entries = () if _AS_IT_RUNS.get() else found.pop(_PLAIN, ())
+    for name, plain in reversed(entries):  # the last one stands in for the one before
+        found[name] = plain(found.get(name))
+    for name in {*given, *(name for name, _ in entries)}:
+        if found.get(name) is None:
+            found.pop(name, None)
     if ATTRIBUTE in found:
         found[ATTRIBUTE] = None
     return found
+
+
+@contextmanager
+def copying_as_it_runs() -> Iterator[None]:
+    """Inside, copies that this thread makes of offloaded modules have the attributes that these run with."""
+    token = _AS_IT_RUNS.set(True)
+    try:
+        yield
+    finally:
+        _AS_IT_RUNS.reset(token)
 
 
 class Copyable(_StandsIn):
@@ -353,6 +371,17 @@ class Copyable(_StandsIn):
     def __call__(self) -> Any:
         state = self.method()()
         return plain_attributes(state) if isinstance(state, dict) else state
+
+
+class Saving(_StandsIn):
+    """In place of `_save_to_state_dict`: libraries that take weights apart there compare classes of tensors exactly."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "_save_to_state_dict")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with parameter.plainly(t for leaf in leaves(self.module) for t in (leaf.tensor, *leaf.shells)):
+            self.method()(*args, **kwargs)
 
 
 class Entry(_StandsIn):
@@ -373,11 +402,14 @@ def enter_by(model: nn.Module, name: str, run: Run) -> Callable[[], None]:
 
 
 def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
-    """Make it an attribute of this instance; returns what undoes that, where nobody has put another there since."""
+    """Make it an attribute of this instance, and not of its copies; returns what undoes that, where nobody has put
+    another there since."""
     given = module.__dict__.get(name)
     module.__dict__[name] = value
+    copied = copied_as(module, name, lambda now: given if now is value else now)
 
     def undo() -> None:
+        copied()
         if module.__dict__.get(name) is not value:
             return
         if given is not None:
@@ -386,6 +418,37 @@ def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[],
             del module.__dict__[name]
 
     return undo
+
+
+def copied_as(module: nn.Module, name: str, plain: Callable[[Any], Any]) -> Callable[[], None]:
+    """Copies and pickles of the module have `plain(value)` as their attribute; None: they lack it. Returns what undoes
+    it."""
+    entry = name, plain
+    module.__dict__.setdefault(_PLAIN, []).append(entry)
+
+    def undo() -> None:
+        entries = module.__dict__.get(_PLAIN, [])
+        if entry in entries:
+            entries.remove(entry)
+        if not entries:
+            module.__dict__.pop(_PLAIN, None)
+
+    return undo
+
+
+def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
+    """Have `run(module, forward, args, kwargs)` run in place of the module's forward, but not of its copies'; returns
+    what undoes it."""
+    given = module.__dict__.get("forward")
+    function = type(module).forward
+    if given is not None:  # a bound method is bound to the copy in a copy, anything else is called as it is
+        function = getattr(given, "__func__", lambda _, *args, **kwargs: given(*args, **kwargs))
+
+    @functools.wraps(given or type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, functools.partial(function, self), args, kwargs)
+
+    return put(module, "forward", types.MethodType(forward, module))
 
 
 class RefuseApply(_StandsIn):
@@ -404,11 +467,13 @@ class RefuseApply(_StandsIn):
 
 
 def refuse_moves(model: nn.Module) -> Callable[[], None]:
-    """Refuse moves and dtype changes of every module of the model, and have copies be plain; returns what undoes it."""
+    """Refuse moves and dtype changes of every module of the model, and have copies and saved tensors be plain; returns
+    what undoes it."""
     undo = Undo()
     for path, module in model.named_modules():
         undo.add(RefuseApply(module, path).attach())
         undo.add(Copyable(module).attach())
+        undo.add(Saving(module).attach())
     return undo
 
 

@@ -7,7 +7,8 @@ for facts, such as a shape, pass. Its copies and pickles are of the plain class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from types import GetSetDescriptorType
@@ -72,6 +73,26 @@ def before(tensor: torch.Tensor, access: Access) -> None:
     """Tell who guards the tensor, if somebody does."""
     if (on_access := tensor.__dict__.get(_GUARD)) is not None:
         quietly(on_access, access)
+
+
+@contextmanager
+def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, these are of their plain classes, which libraries ask for by `type(tensor)`, and views of them are made.
+
+    Their guards count that as a view of each, whatever is made.
+    """
+    guarded = {id(tensor): (tensor, type(tensor)) for tensor in tensors if _GUARD in tensor.__dict__}.values()
+    for tensor, kind in guarded:
+        before(tensor, Access.READ)
+        before(tensor, Access.VIEW)
+        (plain,) = kind.__bases__
+        tensor.__class__ = plain
+    try:
+        yield
+    finally:
+        for tensor, kind in guarded:
+            if _GUARD in tensor.__dict__:  # else a step has begun since
+                tensor.__class__ = kind
 
 
 @cache
