@@ -249,10 +249,11 @@ def test_a_captured_step_runs_what_a_static_cache_does(
         (found.captured, transformers.StaticCache(config=model.config, max_cache_len=24)),
     ):
         ids = torch.zeros(2, 23, dtype=torch.long)
+        caching = {models.cache_name(model): cache, "logits_to_keep": 1}
         with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=ids, **caching)
             with hf_private.decoding(model, 1), Names() as real:
-                model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1)
+                model(input_ids=ids[:, :1], **caching)
         counted = Counter(names[id(op)] for _, _, op in step.ops)
         assert {n: counted[n] for n in CACHING} == {n: real.nums[n] for n in CACHING}
     assert [module for module, _ in found.captured.calls] == [module for module, _ in found.calls]
