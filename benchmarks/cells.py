@@ -25,7 +25,7 @@ import transformers
 
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
-from weightstream.adapters.steps import Steps
+from weightstream.adapters.steps import CACHES, Steps, takes_ids
 from weightstream.measure.bench import copies_s, rounds_s
 from weightstream.plan.manifest import Workload
 from weightstream.plan.placement import place_layers
@@ -142,9 +142,10 @@ class Cells:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         ids = torch.zeros(workload.batch, max(past, workload.tokens), dtype=torch.long, device=self.device)
-        cache = self.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        name = next(name for name in CACHES if name in takes_ids(self.model))
+        cache = self.model(input_ids=ids, use_cache=True, logits_to_keep=1)[name]
         for _ in range(3 if past else 0):
-            self.model(input_ids=ids[:, : workload.tokens], past_key_values=cache, logits_to_keep=1)
+            self.model(input_ids=ids[:, : workload.tokens], logits_to_keep=1, **{name: cache})
         return torch.cuda.max_memory_allocated() - before if self.device.type == "cuda" else 0
 
     def all_resident(self) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import nn
 import weightstream
 from fake_cuda import DEVICE, FakeCuda, Graph, Lane, Lanes
 from generating import MODELS, STATIC, options
-from models import randomise
+from models import cache_name, randomise
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,7 +38,7 @@ from weightstream.prospects import Sketch, machine_elsewhere, sketch_of  # noqa:
 from weightstream.runtime import crossing  # noqa: E402
 from weightstream.striping import Stripes, stripe  # noqa: E402
 
-CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE = cache_name(transformers.LlamaForCausalLM)
 
 
 def build(name: str, layers: int = 4) -> Any:

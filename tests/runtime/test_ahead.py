@@ -27,6 +27,7 @@ from expert_rig import (
     prompt,
     same,
 )
+from models import cache_name
 from weightstream.adapters import experts as adapter
 from weightstream.runtime.ahead import Ahead
 from weightstream.runtime.backend import Side
@@ -69,10 +70,11 @@ def guessing(model: Any) -> list[bool]:
 @torch.no_grad()
 def decoded(model: Any, num: int = 40) -> list[torch.Tensor]:
     """The logits of tokens one by one, each another."""
-    cache, found = transformers.DynamicCache(config=model.config), []
+    caching = {cache_name(model): transformers.DynamicCache(config=model.config), "use_cache": True}
+    found = []
     for token in range(num):
         ids = torch.tensor([[3 + 37 * token % 125]])
-        found.append(model(ids, past_key_values=cache, use_cache=True).logits.clone())
+        found.append(model(ids, **caching).logits.clone())
     return found
 
 

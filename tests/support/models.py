@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 
 import fixtures_structure
 import fixtures_weights
+from weightstream.adapters.steps import CACHES
 
 Inputs = Callable[[int], dict[str, Any]]
 
@@ -135,6 +137,12 @@ def build_transformers(
 
 def text(name: str, dtype: torch.dtype = torch.float32, **config: object) -> Callable[[], Model]:
     return build_transformers(name, token_inputs, dtype, **{**TEXT, **config})
+
+
+def cache_name(model: Any) -> str:
+    """The keyword by which a forward takes its cache, in the installed version of transformers."""
+    takes = inspect.signature(model.forward).parameters
+    return next(name for name in CACHES if name in takes)
 
 
 def llama_tensors(folder: Path, **sizes: int) -> Iterator[tuple[str, torch.Tensor]]:
