@@ -78,6 +78,16 @@ def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = 
     return config.uses_codes and decodes(backend.device, progress=progress)
 
 
+def may_code(nbytes: int, backend: Backend, config: OffloadConfig) -> bool:
+    """Whether a plan of so many bytes depends on what decodes them, as `Planner.may_code` is going to say: told before
+    there is a planner, so that kernels are compiled meanwhile; False where only it can tell."""
+    if backend.device.type == "cpu" or not config.uses_codes:
+        return False
+    free, total = cuda.memory(backend.device)
+    budget = config.device_nbytes(total)
+    return config.codec != "auto" or (config.backend == "none" and nbytes > (free if budget is None else budget))
+
+
 def _decodes_on_cpu(config: OffloadConfig) -> bool:
     return config.uses_codes and config.codec != "auto"
 
@@ -94,13 +104,15 @@ def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
     )
 
 
-def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = None) -> Machine:
+def machine_of(
+    backend: Backend, config: OffloadConfig, homes: Homes | None = None, progress: bool | None = None
+) -> Machine:
     """What there is to place in: memory that a model's weights take now counts as free where they would leave it."""
     there = [home for home in homes.homes.values() if home.file is None] if homes else []
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
-    on_cpu, profile = backend.device.type == "cpu", profile_for(backend)
+    on_cpu, profile = backend.device.type == "cpu", profile_for(backend, progress=progress)
     if on_cpu and _decodes_on_cpu(config):
-        profile = with_decoding(backend, profile)
+        profile = with_decoding(backend, profile, progress=progress)
     machine = machine_elsewhere(profile, held_nbytes)
     free, total = machine.host_free_nbytes, machine.host_total_nbytes
     if not on_cpu:
@@ -134,6 +146,7 @@ def prospect_of_model(
     grains: Grains,
     example: Example | None = None,
     hosted: Hosted | None = None,
+    progress: bool | None = None,
 ) -> Prospect:
     """What is planned with the weights where they are now.
 
@@ -153,7 +166,7 @@ def prospect_of_model(
         if known is None:
             logger.warning("example_inputs tell nothing of %s ahead: its first steps will", type(model).__name__)
         found = known or found
-    return with_facts(found, homes, backend, memories)
+    return with_facts(found, homes, backend, memories, progress)
 
 
 def _hosted(prospect: Prospect, hosted: Hosted) -> Prospect:
@@ -194,11 +207,13 @@ def _groups(homes: Homes) -> dict[str, Group]:
     return {alias: home.group for alias, home in homes.homes.items()}
 
 
-def with_facts(prospect: Prospect, homes: Homes, backend: Backend, memories: Sequence[Memory]) -> Prospect:
+def with_facts(
+    prospect: Prospect, homes: Homes, backend: Backend, memories: Sequence[Memory], progress: bool | None = None
+) -> Prospect:
     """The same with what takes time to find out, as far as a plan may depend on it and nobody has found it out yet."""
     planner, plain = prospect.planners[-1], prospect.grains[-1]
     machine, weights = planner.machine, planner.weights
-    if planner.may_code(plain) and not weights.codes and can_decode(backend, planner.config):
+    if planner.may_code(plain) and not weights.codes and can_decode(backend, planner.config, progress):
         for memory in memories:
             memory.check()
         codes = sizes_of(_groups(homes), homes.layouts, homes.in_parts, weights.by_row)
