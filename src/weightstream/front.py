@@ -163,12 +163,12 @@ def from_pretrained(
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend = backends[0]
-        prepare(backend.device, config.uses_codes, progress)
+        backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
+        prepare(backend.device, expected := prospects.dtypes_to_load(dtype, config), progress)
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(
                 path_or_repo_id,
-                dtype=dtype_given(dtype, torch_dtype),
+                dtype=dtype,
                 model_config=model_config,
                 allow_missing=allow_missing,
                 offload_folder=config.offload_folder,
@@ -179,7 +179,7 @@ def from_pretrained(
                 **kwargs,
             )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
-            prospects.can_decode(backend, config, progress)
+            prospects.can_decode(backend, config, progress, expected)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy

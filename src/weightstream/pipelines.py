@@ -46,7 +46,7 @@ from weightstream.pipeline_plans import (
 from weightstream.plan.amounts import human
 from weightstream.plan.choices import Share
 from weightstream.plan.turns import PipelinePlan
-from weightstream.prospects import can_decode
+from weightstream.prospects import can_decode, dtypes_to_load
 from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
@@ -149,11 +149,12 @@ def pipeline_from_pretrained(
     config = settled(config, **settings)
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
-        prepare(backend.device, config.uses_codes, progress)
+        dtype = dtype_given(dtype, torch_dtype)
+        prepare(backend.device, dtypes_to_load(dtype, config), progress)
         with preloading(backend.device, generates=False):
             loaded = load_pipeline(
                 path_or_repo_id,
-                dtype=dtype_given(dtype, torch_dtype),
+                dtype=dtype,
                 variant=variant,
                 base=base,
                 offload_folder=config.offload_folder,

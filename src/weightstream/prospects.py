@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -71,21 +71,37 @@ class Hosted:
     observe: Observe = observe
 
 
-def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
-    """Whether coded weights are decoded as they are needed: on a GPU; on the CPU, which is slow, on request."""
+def can_decode(
+    backend: Backend, config: OffloadConfig, progress: bool | None = None, dtypes: Collection[str] = ("bfloat16",)
+) -> bool:
+    """Whether coded weights of these dtypes are decoded as they are needed: on a GPU; on the CPU, which is slow, on
+    request."""
     if backend.device.type == "cpu":
         return _decodes_on_cpu(config)
-    return config.uses_codes and decodes(backend.device, progress=progress)
+    return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
 
 
-def may_code(nbytes: int, backend: Backend, config: OffloadConfig) -> bool:
-    """Whether a plan of so many bytes depends on what decodes them, as `Planner.may_code` is going to say: told before
-    there is a planner, so that kernels are compiled meanwhile; False where only it can tell."""
+def dtypes_to_code(by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig) -> frozenset[str]:
+    """Dtypes of weights that a plan may code, where `Planner.may_code` is going to say so: told before there is a
+    planner, so that kernels are compiled meanwhile; none where only it can tell."""
     if backend.device.type == "cpu" or not config.uses_codes:
-        return False
+        return frozenset()
     free, total = cuda.memory(backend.device)
     budget = config.device_nbytes(total)
-    return config.codec != "auto" or (config.backend == "none" and nbytes > (free if budget is None else budget))
+    is_over = sum(group.nbytes for group in by_alias.values()) > (free if budget is None else budget)
+    return _codable(by_alias) if config.codec != "auto" or (config.backend == "none" and is_over) else frozenset()
+
+
+def dtypes_to_load(dtype: Any, config: OffloadConfig) -> frozenset[str]:
+    """Dtypes of weights that a plan may code, where a load has this one, or "auto", which mostly is bfloat16."""
+    name = str(dtype).removeprefix("torch.").replace("auto", "bfloat16")
+    return frozenset({name} & ELEMENTS.keys()) if config.uses_codes else frozenset()
+
+
+def _codable(by_alias: Mapping[str, Group]) -> frozenset[str]:
+    """Dtypes of weights for which there is a code."""
+    members = (group.members[0] for group in by_alias.values())
+    return frozenset(m.spec.dtype for m in members if m.spec.dtype in ELEMENTS and m.role is Role.PARAMETER)
 
 
 def _decodes_on_cpu(config: OffloadConfig) -> bool:
@@ -213,7 +229,9 @@ def with_facts(
     """The same with what takes time to find out, as far as a plan may depend on it and nobody has found it out yet."""
     planner, plain = prospect.planners[-1], prospect.grains[-1]
     machine, weights = planner.machine, planner.weights
-    if planner.may_code(plain) and not weights.codes and can_decode(backend, planner.config, progress):
+    is_open = planner.may_code(plain) and not weights.codes
+    dtypes = _codable(_groups(homes)) if is_open else ()
+    if dtypes and can_decode(backend, planner.config, progress, dtypes):
         for memory in memories:
             memory.check()
         codes = sizes_of(_groups(homes), homes.layouts, homes.in_parts, weights.by_row)

@@ -528,15 +528,15 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]
     """A GPU of which trials are started here, and end when a test says so."""
     found: list[Future[str | None]] = []
 
-    def prepare(_: object) -> Future[str | None]:
+    def prepare(_: object, dtype: str) -> Future[str | None]:
         found.append(found[0] if found else Future())
         return found[-1]
 
     monkeypatch.setattr(coding, "prepare", prepare)
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
-    coding.available.cache_clear()
+    coding._available.cache_clear()
     yield found
-    coding.available.cache_clear()
+    coding._available.cache_clear()
     for trial in {id(trial): trial for trial in found}.values():
         if not trial.done():
             trial.set_result(None)
@@ -549,16 +549,17 @@ def test_kernels_are_prepared_where_they_will_be_needed(
 ) -> None:
     if is_kept:
         profile.save(GPU, MEASURED)
-    profile.prepare(CPU, uses_codes)
+    dtypes = ["float16"] if uses_codes else []
+    profile.prepare(CPU, dtypes)
     assert not trials
-    profile.prepare(GPU, uses_codes)
+    profile.prepare(GPU, dtypes)
     assert bool(trials) is (uses_codes or not is_kept)
 
 
 def test_kernels_that_are_there_are_not_talked_of(
     trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    profile.prepare(GPU, True)
+    profile.prepare(GPU, ["bfloat16"])
     trials[0].set_result(None)
     with caplog.at_level(logging.INFO, "weightstream"):
         assert profile.can_decode(GPU)
@@ -574,13 +575,13 @@ def test_kernels_that_take_a_while_are_said_once(
     monkeypatch.setattr(progress, "_NOTICED_S", 0.01)
     profile.save(GPU, MEASURED)
     with caplog.at_level(logging.INFO, "weightstream"):
-        profile.prepare(GPU, True)
+        profile.prepare(GPU, ["bfloat16"])
         ends = threading.Timer(0.2, trials[0].set_result, ["no"])
         ends.start()
         assert [profile.can_decode(GPU) for _ in range(3)] == [False] * 3
     ends.join()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "compiling kernels for cuda:0" in caplog.messages[0]
+    assert "compiling kernels for bfloat16 on cuda:0" in caplog.messages[0]
     assert capsys.readouterr().err == ""
 
 
@@ -590,14 +591,14 @@ def test_a_first_use_is_said_at_once(device: str, kernels: bool, capsys: pytest.
     """Where the log shows no INFO, stderr does, also where it is no terminal."""
     profile._first_use.cache_clear()
     for _ in range(2):
-        profile.prepare(torch.device(device), False)
+        profile.prepare(torch.device(device), ())
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"weightstream: {device} is used for the first time: it is measured" in said
     assert ("kernels are compiled" in said) is kernels
     profile.save(torch.device(device), MEASURED)
     profile._first_use.cache_clear()
-    profile.prepare(torch.device(device), False)
+    profile.prepare(torch.device(device), ())
     assert not capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from functools import cache
@@ -28,6 +29,7 @@ logger = logging.getLogger("weightstream")
 
 _FORMAT = 11  # of what is kept; to be raised whenever a number is measured in another way
 _FRESH_S = 3600.0
+_MEASURED = "bfloat16"  # what decoding is measured with
 QUIET = 0.2  # what others may use of a device that is measured
 
 
@@ -48,7 +50,7 @@ def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Prof
         if not anew and (found := load(backend.device)) is not None:
             return found
         if backend.device.type == "cuda":
-            _compile(backend.device, progress)  # while other numbers are measured
+            _compile(backend.device, _MEASURED, progress)  # while other numbers are measured
         started, others = time.time(), _load(backend.device)
         with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_STEPS) as advance:
             found, complete = bench.measure(backend, advance, backend.device.type != "cpu")
@@ -78,30 +80,31 @@ def with_decoding(backend: Backend, found: Profile, *, progress: bool | None = N
         return replace(found, **assumed)
 
 
-def prepare(device: torch.device, uses_codes: bool, progress: bool | None = None) -> None:
-    """Start to compile what decodes weights, in threads, where it will be needed: in use, or to be measured.
+def prepare(device: torch.device, dtypes: Collection[str], progress: bool | None = None) -> None:
+    """Start to compile what decodes weights of these dtypes, in threads, and what is to be measured.
 
     Says when a device is used for the first time, which takes seconds.
     """
     is_kept = _path(device).exists()
     if not is_kept:
         _first_use(device, progress)
-    if device.type == "cuda" and (uses_codes or not is_kept):
-        _compile(device, progress)
-
-
-def can_decode(device: torch.device, *, progress: bool | None = None) -> bool:
-    """`coding.available`; says so, as `profile_for`, where that takes a while."""
     if device.type == "cuda":
-        wait([_compile(device, progress)])
-    return coding.available(device)
+        for dtype in sorted({*dtypes} | ({_MEASURED} if not is_kept else set())):
+            _compile(device, dtype, progress)
 
 
-def _compile(device: torch.device, progress: bool | None) -> Future[str | None]:
+def can_decode(device: torch.device, dtypes: Collection[str] = (_MEASURED,), *, progress: bool | None = None) -> bool:
+    """`coding.available` for all of these; says so, as `profile_for`, where that takes a while."""
+    if device.type == "cuda":
+        wait([_compile(device, dtype, progress) for dtype in dtypes])
+    return all(coding.available(device, dtype) for dtype in dtypes)
+
+
+def _compile(device: torch.device, dtype: str, progress: bool | None) -> Future[str | None]:
     """The trial of a device's kernels, which is announced once."""
-    trial = coding.prepare(device)
+    trial = coding.prepare(device, dtype)
     if not trial.done():
-        _announced(device, trial, progress)
+        _announced(device, dtype, trial, progress)
     return trial
 
 
@@ -112,8 +115,8 @@ def _first_use(device: torch.device, progress: bool | None) -> None:
 
 
 @cache
-def _announced(device: torch.device, trial: Future[str | None], progress: bool | None) -> None:
-    announce(trial, f"compiling kernels for {device}, once per machine", progress)
+def _announced(device: torch.device, dtype: str, trial: Future[str | None], progress: bool | None) -> None:
+    announce(trial, f"compiling kernels for {dtype} on {device}, once per machine", progress)
 
 
 def doubt(device: torch.device) -> None:
