@@ -13,8 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import weightstream
 from weightstream.measure import progress
+from weightstream.plan.prospect import Prospect
+from weightstream.runtime.homes import Homes
 
 TEXT = "measuring it"
 STILL = f"weightstream: still {TEXT}"
@@ -98,6 +102,25 @@ def test_work_of_others_is_announced_when_it_takes_a_moment(capsys: pytest.Captu
     progress.announce(work, TEXT)
     time.sleep(0.05)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("owner", "name", "said"), [(Homes, "settle", "moving 130.0KiB of weights"), (Prospect, "plan", "planning")]
+)
+def test_phases_of_an_offload_that_last_are_said(
+    owner: type, name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = getattr(owner, name)
+
+    def slow(*args: object) -> object:
+        time.sleep(0.3)
+        return plain(*args)
+
+    monkeypatch.setattr(owner, name, slow)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    weightstream.offload(model, device="cpu", device_budget="48KiB").remove()
+    assert capsys.readouterr().err.splitlines().count(f"weightstream: still {said}, 0 s so far") == 1
 
 
 FIRST = """
