@@ -171,6 +171,18 @@ def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
     assert asked == [frozenset({"bfloat16"})] * is_asked
 
 
+def test_operators_are_tried_when_nothing_compiles_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are of the same device: a trial of `example_inputs` waits for the kernels."""
+    calls: list[str] = []
+    foreseen = prospects.foreseen
+    monkeypatch.setattr(prospects, "can_decode", lambda *_: calls.append("kernels") or True)
+    monkeypatch.setattr(prospects, "foreseen", lambda *args: calls.append("trial") or foreseen(*args))
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit", example_inputs=x).remove()
+    assert calls == ["kernels", "trial"]
+
+
 # -- plans of models and checkpoints --------------------------------------------------------------------------------
 
 

@@ -178,6 +178,7 @@ def prospect_of_model(
     found = replace(found, whole=why_whole(model))
     found = _hosted(found, hosted) if hosted and hosted.model is None else _with_share(found, told.share)
     if example is not None:
+        found = with_facts(found, homes, backend, memories, progress)  # a trial shares the device with no compiler
         known = foreseen(found, by_alias, grains, model, backend, *example)
         if known is None:
             logger.warning("example_inputs tell nothing of %s ahead: its first steps will", type(model).__name__)
