@@ -27,6 +27,7 @@ logger = logging.getLogger("weightstream")
 
 _STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
 _TRIED = 3 * 4096 + 5
+_COMPILERS = 4  # threads
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _CPU = torch.device("cpu")
@@ -99,9 +100,10 @@ def _tried(device: torch.device, dtype: str) -> str | None:
 
         with _STARTING_TRITON:  # trials of several dtypes may begin at once
             on_device(triton_codec.prepare)
-        # what takes longest to compile begins first
-        works = [partial(trial, bits) for bits in BITS if can_code(dtype, bits) for trial in (decodes, encodes)]
-        with ThreadPoolExecutor(len(works) + 1) as pool:  # Triton compiles in as many threads as there are
+        # What takes longest begins first, the decoder of dense, and has to share Python with few others: these are
+        # done before it.
+        works = [partial(trial, bits) for trial in (decodes, encodes) for bits in BITS if can_code(dtype, bits)]
+        with ThreadPoolExecutor(_COMPILERS) as pool:
             right = all([*pool.map(on_device, [*works, are_counts])])
     except ImportError as error:
         return f"Triton is missing ({error}): pip install triton"
