@@ -27,7 +27,7 @@ logger = logging.getLogger("weightstream")
 
 _STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
 _TRIED = 3 * 4096 + 5
-_COMPILERS = 4  # threads
+_COMPILERS = 6  # threads
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _CPU = torch.device("cpu")
@@ -82,6 +82,12 @@ def _tried(device: torch.device, dtype: str) -> str | None:
             return layout == wanted and torch.equal(coded.cpu(), expected)
 
         def decodes(bits: int) -> bool:
+            return of(bits, data)
+
+        def decodes_whole(bits: int) -> bool:
+            return of(bits, data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes])
+
+        def of(bits: int, data: torch.Tensor) -> bool:
             layout, coded = reference.encode(data, dtype, bits)
             out = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=device)  # in whole words
             decode, right = triton_codec.Decoding([(coded.to(device), layout, out)]), True
@@ -100,9 +106,9 @@ def _tried(device: torch.device, dtype: str) -> str | None:
 
         with _STARTING_TRITON:  # trials of several dtypes may begin at once
             on_device(triton_codec.prepare)
-        # What takes longest begins first, the decoder of dense, and has to share Python with few others: these are
-        # done before it.
-        works = [partial(trial, bits) for trial in (decodes, encodes) for bits in BITS if can_code(dtype, bits)]
+        # What takes longest begins first, the decoders, and has to share Python with few others.
+        trials = decodes_whole, decodes, encodes
+        works = [partial(trial, bits) for trial in trials for bits in BITS if can_code(dtype, bits)]
         with ThreadPoolExecutor(_COMPILERS) as pool:
             right = all([*pool.map(on_device, [*works, are_counts])])
     except ImportError as error:
@@ -181,9 +187,14 @@ def decoding(parts: Sequence[Part]) -> Callable[[], None]:
         return partial(_run, [partial(_decode_on_cores, *part) for part in parts])
     from weightstream.codec import triton_codec
 
-    kinds = {(layout.dtype, layout.bits) for _, layout, _ in parts}
-    found = [triton_codec.Decoding(p for p in parts if (p[1].dtype, p[1].bits) == kind) for kind in sorted(kinds)]
+    kinds = {_kind(layout) for _, layout, _ in parts}
+    found = [triton_codec.Decoding(p for p in parts if _kind(p[1]) == kind) for kind in sorted(kinds)]
     return found[0] if len(found) == 1 else partial(_run, found)
+
+
+def _kind(layout: Layout) -> tuple[str, int, bool]:
+    """What one kernel decodes."""
+    return layout.dtype, layout.bits, layout.count % TILE == 0
 
 
 def picking(

@@ -9,7 +9,8 @@ Triton's coalescing pass looks at all operations that hang together once for eac
 of their number each time: 97 % of the time that the encoder of the code dense took to compile unrolled, 9 s. So a loop
 is unrolled here (`static_range`) only where it has to be: in `_write`, whose body is too long for LLVM to unroll, and
 which is as fast as memory only if it is. LLVM unrolls the short loop of the decoder of dense, to the same instructions.
-What encodes is far faster than the link either way.
+What encodes is far faster than the link either way. For the same reason whole tiles, which nearly all weights have, and
+others are of two kernels, which compile at once, and not of two branches in one.
 """
 
 from __future__ import annotations
@@ -113,18 +114,17 @@ def _decode_tile(
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`."""
+    """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`: all of
+    the tile's, if it is WHOLE."""
     PER_WORD: tl.constexpr = 4 if EXPONENT == 4 else 2
     OUT: tl.constexpr = 4096 // PER_WORD  # words of a decoded tile
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
     lane = tl.arange(0, 128)
     room = tl.minimum(tl.cdiv(left, PER_WORD), OUT).to(tl.int32) - lane
     if BITS == 2:
-        if left < 4096:
-            dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, True)
-        else:
-            dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, False)
+        dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, not WHOLE)
     else:
         a = tl.load(words + SYMBOLS)
         b = tl.load(words + (SYMBOLS + 128))
@@ -141,16 +141,23 @@ def _decode_tile(
         # else the bytes are damaged, and no escape is read; of each lane: Triton's interpreter has no masks of scalars
         sound = tl.broadcast_to(total, [128]) <= num_escapes
         rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
-        if BITS == 3 or left < 4096 or total > 0:
-            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
+        if BITS == 3 or not WHOLE or total > 0:
+            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, not WHOLE)
         else:
             _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
 
 
 @triton.jit
-def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Decode a tile of one of at most NUM tensors. The table holds the first program of each, then for each its source,
-    target, weights and escapes."""
+def decode(
+    table,
+    NUM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """Decode a tile of one of at most NUM tensors, all of whole tiles if WHOLE. The table holds the first program of
+    each, then for each its source, target, weights and escapes."""
     program = tl.program_id(0)
     tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
     row = table + NUM + 4 * tensor
@@ -164,8 +171,8 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     words, start, base, escapes = _places(source, count, tile, WORDS, BITS)
     target += tile.to(tl.int64) * OUT
-    left = count - tile.to(tl.int64) * 4096
-    _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA)
+    left = 4096 if WHOLE else count - tile.to(tl.int64) * 4096
+    _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA, WHOLE)
 
 
 @triton.jit
@@ -218,7 +225,7 @@ def pick(
     tile = row * tiles + part
     start, base = tl.load(starts + tile) - first, tl.load(bases + tile)
     target += (tl.load(places + index) * tiles + part) * OUT
-    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA)
+    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA, True)
 
 
 @triton.jit(do_not_specialize=["count"])
