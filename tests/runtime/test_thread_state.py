@@ -88,7 +88,7 @@ def test_a_cut_of_captured_generation_leaves_the_thread_as_it_was(monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some visits are of finalizers
-@pytest.mark.few(3)
+@pytest.mark.usefixtures("nothing_foreseen")  # it looks at all modules of the process, which a tracer makes slow
 @pytest.mark.parametrize("prepare", [offloading, first_step, fixed_step, reading, removing, striped_removal])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_cut_as_any_block_ends_leaves_the_thread_as_it_was(prepare: Callable[[], Act], grad: bool, seed: int) -> None:
