@@ -16,7 +16,7 @@ import weightstream
 from coded_rig import PLACES, budgets, random_model, rows
 from graph_rig import PLANS, GraphRig, take_turns
 from models import step
-from rig import mutated
+from rig import edited, mutated
 from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime import binding as binding_module
@@ -232,6 +232,13 @@ GRAPH_MUTATIONS = {
     "outside of one, before the fill is waited for": (EAGER + EAGER_DECODE, EAGER_DECODE + EAGER),
     "outside of one, not at all": (EAGER + EAGER_DECODE, EAGER),
 }
+
+
+def test_every_mutation_is_one_of_the_source() -> None:
+    for edits in MUTATIONS.values():
+        edited(binding_module, edits)
+    for edit in GRAPH_MUTATIONS.values():
+        edited(graphs_module, [edit])
 
 
 @pytest.mark.few(2)

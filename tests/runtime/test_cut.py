@@ -86,7 +86,7 @@ def removed(num_cuts: int, seed: int) -> None:
 
 
 def test_a_removal_that_is_cut_is_made_by_the_next(seed: int) -> None:
-    removed(NUM_CUTS, seed)
+    removed(8, seed)
 
 
 @pytest.mark.stress

@@ -12,7 +12,7 @@ import weightstream.runtime.engine as engine_module
 import weightstream.runtime.graphs as graphs_module
 import weightstream.runtime.recording as recording_module
 from graph_rig import ODD, PLANS, GraphRig, serve, serve_again, take_turns
-from rig import mutated
+from rig import edited, mutated
 from weightstream.errors import InvariantError
 from weightstream.runtime.recording import Recording
 
@@ -84,6 +84,13 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
     monkeypatch.setattr(graph_rig, "Engine", mutated(monkeypatch, engine_module, []).Engine)
     assert graphs_module.Recording is not Recording
     assert not any(is_seen(name, scenario) for name, scenario in SCENARIOS)
+
+
+def test_every_mutation_is_one_of_the_source() -> None:
+    for edit in MUTATIONS.values():
+        edited(recording_module, [edit])
+    for edit in ENGINE_MUTATIONS.values():
+        edited(engine_module, [edit])
 
 
 @pytest.mark.few(2)

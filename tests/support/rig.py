@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -110,12 +110,18 @@ def spied(backend: Any, calls: list[str]) -> Wrapper:
     return Spy(backend)
 
 
-def mutated(monkeypatch: pytest.MonkeyPatch, original: ModuleType, edits: list[tuple[str, str]]) -> ModuleType:
-    """A module of the original's source with these edits; each must match exactly once."""
+def edited(original: ModuleType, edits: Iterable[tuple[str, str]]) -> str:
+    """The source of a module with these edits; each must match exactly once."""
     source = inspect.getsource(original)
     for old, new in edits:
         assert source.count(old) == 1, f"{original.__name__} holds {source.count(old)} times: {old}"
         source = source.replace(old, new)
+    return source
+
+
+def mutated(monkeypatch: pytest.MonkeyPatch, original: ModuleType, edits: list[tuple[str, str]]) -> ModuleType:
+    """A module of the original's source with these edits."""
+    source = edited(original, edits)
     module = ModuleType(f"mutated_{original.__name__.rpartition('.')[2]}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, f"{module.__name__}.py", "exec"), module.__dict__)
