@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,6 @@ SHARES = (0.35, 0.7)
 # tried one does.
 IN_CI = ("bnb nf4", "bnb int8", "torchao float8", "fp8", "mxfp4", "gptq", "compressed w4a16")
 EVERY_SECOND = list(CHECKPOINTS)[1::2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def found(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("checkpoint")
-            CHECKPOINTS[name][1](made[name])
-        return made[name]
-
-    return found
 
 
 @pytest.fixture(params=CHECKPOINTS)

@@ -37,14 +37,6 @@ _UNCOPIED = (
 )  # a copy of a plain one fails, or computes with the first's
 
 
-@pytest.fixture(params=FORMATS)
-def name(request: pytest.FixtureRequest) -> str:
-    library = FORMATS[request.param].library
-    if library is not None:
-        pytest.importorskip(library)
-    return str(request.param)
-
-
 def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert list(state) == list(wanted)
     for key, value in wanted.items():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CHECKPOINTS, llama, on_the_fly
-from formats import FORMATS, build, held_nbytes, inputs
+from formats import build, held_nbytes, inputs
 from safetensors import safe_open
 from torch import nn
 
@@ -121,14 +121,6 @@ OF_TRANSFORMERS: list[Save] = [*SAVES, pretrained, pretrained_as_held]
 # -- small nets, from memory -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=FORMATS)
-def name(request: pytest.FixtureRequest) -> str:
-    library = FORMATS[request.param].library
-    if library is not None:
-        pytest.importorskip(library)
-    return str(request.param)
-
-
 @pytest.mark.few(36)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 @pytest.mark.parametrize("save", SAVES)
@@ -170,19 +162,6 @@ def test_saving_is_no_reason_to_lose_an_update(name: str) -> None:
 
 
 # -- checkpoints of transformers ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def found(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("checkpoint")
-            CHECKPOINTS[name][1](made[name])
-        return made[name]
-
-    return found
 
 
 @pytest.fixture(params=CHECKPOINTS)

@@ -12,8 +12,8 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from cut_rig import Case, case, cut, interrupt, offloaded, simple
-from cutting import Cut, Lines, num_lines
+from cut_rig import Case, case, cut, cut_once, interrupt, offloaded, simple
+from cutting import num_lines
 
 NUM_CUTS = 24
 PATHS = MappingProxyType(  # and how many cuts CI makes in each, by the time that they take
@@ -67,13 +67,7 @@ def removed(num_cuts: int, seed: int) -> None:
             if index < 2:
                 probe, _, _ = simple(index, codec=codec)
                 num = num_lines(offloaded(probe, codec=codec).remove)
-        error = draw.choice((Cut, KeyboardInterrupt, RuntimeError))
-        try:
-            with Lines(draw.randint(1, num), error) as lines:
-                streamer.remove()
-        except error:
-            pass
-        where = f"cut at {lines.where} by {error.__name__}, seed {seed}"
+        _, where = cut_once(streamer.remove, num, draw, seed)
         assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values())), where
         with torch.no_grad():
             assert torch.equal(model(x), plain(x)), where

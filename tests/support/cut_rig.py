@@ -53,26 +53,24 @@ class Case:
         with torch.no_grad():
             wanted = self.output(True)
             for _ in range(2):
-                assert all(map(torch.equal, self.output(False), wanted)), f"other outputs, cut at {where}"
+                assert all(map(torch.equal, self.output(False), wanted)), f"other outputs, {where}"
             before = self._unplanned()
-            assert all(map(torch.equal, self.output(False), wanted)), f"other outputs, cut at {where}"
-        assert self._unplanned() == before, f"units are filled on demand, cut at {where}"
+            assert all(map(torch.equal, self.output(False), wanted)), f"other outputs, {where}"
+        assert self._unplanned() == before, f"units are filled on demand, {where}"
         self._check_state(where)
 
     def _check_state(self, where: str) -> None:
         for model, plain, streamer in self.parts:
             own, wanted = model.state_dict(), plain.state_dict()
             wrong = [name for name in wanted if not torch.equal(own[name].cpu(), wanted[name].cpu())]
-            assert not wrong, f"{wrong} are wrong, cut at {where}"
+            assert not wrong, f"{wrong} are wrong, {where}"
             binding, gate = streamer._binding, streamer._gate
-            assert gate.mode is Mode.IDLE, f"{gate.mode}, cut at {where}"
-            assert not binding.open_units, f"units are open, cut at {where}"
+            assert gate.mode is Mode.IDLE, f"{gate.mode}, {where}"
+            assert not binding.open_units, f"units are open, {where}"
             left = [u.index for u in binding.units if u.opened or u.in_buffer or u.is_picked or u.borrowed]
-            assert not left, f"units {left} are open, cut at {where}"
-            assert not any(fence.state is State.IN_USE for fence in binding.engine.fences), f"in use, cut at {where}"
-            assert not any(binding._is_ours(face.tensor) for face in binding.faces), (
-                f"the ring is shown, cut at {where}"
-            )
+            assert not left, f"units {left} are open, {where}"
+            assert not any(fence.state is State.IN_USE for fence in binding.engine.fences), f"in use, {where}"
+            assert not any(binding._is_ours(face.tensor) for face in binding.faces), f"the ring is shown, {where}"
 
     def _unplanned(self) -> int:
         return sum(streamer.stats().unplanned_fills for _, _, streamer in self.parts)
@@ -262,23 +260,30 @@ def thread_state(device: str = "cpu") -> tuple[object, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sees_classes, keeps_casts, *modes, *streams
 
 
+def cut_once(
+    act: Callable[[], object], num: int, draw: random.Random, seed: int, device: str = "cpu"
+) -> tuple[bool, str]:
+    """Cut it at one of so many lines; the thread is as before. Whether that line was reached, and where it is."""
+    error, before = draw.choice((Cut, KeyboardInterrupt, RuntimeError)), thread_state(device)
+    try:
+        with Lines(draw.randint(1, num), error) as lines:
+            act()
+    except error:
+        pass
+    where = f"cut at {lines.where} by {error.__name__}, seed {seed}"
+    assert thread_state(device) == before, where
+    return bool(lines.where), where
+
+
 def cut(path: Case, num_cuts: int, seed: int, device: str = "cpu") -> None:
     """Cut it at so many of its lines. Some steps have more of them than others, as they are timed or plan again."""
     draw, num_reached = random.Random(seed), 0
     with torch.no_grad():
         num = sorted(num_lines(path.act) for _ in range(3))[1]
         for _ in range(4 * num_cuts):
-            error = draw.choice((Cut, KeyboardInterrupt, RuntimeError))
             with torch.set_grad_enabled(draw.random() < 0.5):
-                before = thread_state(device)
-                try:
-                    with Lines(draw.randint(1, num), error) as lines:
-                        path.act()
-                except error:
-                    pass
-                where = f"{lines.where} by {error.__name__}, seed {seed}"
-                assert thread_state(device) == before, where
-            num_reached += bool(lines.where)
+                is_reached, where = cut_once(path.act, num, draw, seed, device)
+            num_reached += is_reached
             path.check(where)
             if num_reached == num_cuts:
                 return
