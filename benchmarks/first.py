@@ -1,9 +1,12 @@
-"""The first offload of a process, against the second one of an equal model, which only moves weights.
+"""The first offload of a process, by phase: a Llama of 2.1 GiB in bf16, with 512 MiB of device memory for weights.
 
-    python benchmarks/first.py [--trials 3] [--device cuda] [--out FILE]
+    python benchmarks/first.py [--trials 3] [--device cuda] [--width 2048] [--out FILE]
 
-Each trial is a process with CUDA initialised. Cold: no profile of the machine and no compiled kernel is kept, in caches
-of its own; warm: both are, from the trial before. `beyond_s` is the first less the second.
+Each trial is a process with CUDA initialised and the model in host memory. Cold: no profile of the machine and no
+compiled kernel is kept, in caches of its own; warm: both are, from a cold trial. `second_s` is that of the same model
+once more in the same process, which only moves weights; `beyond_s` is the first less the second. `phases` are exclusive
+of each other, and their sum is `first_s`; `kernels` are the seconds that Triton took for each, several at a time;
+`said_s`: from the call to the first line on stderr, which is no terminal, -1 where nothing was said.
 """
 
 from __future__ import annotations
@@ -14,69 +17,223 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import rows
 import torch
-from torch import nn
 
-import weightstream
-
-NUM_LAYERS, WIDTH = 16, 5120  # 0.8 GiB in bf16
+BEGIN = "offload begins"
+LAYERS, WIDTH, PARTS = 16, 2048, 4  # the budget is a quarter of the weights
 
 
-def child(device: torch.device) -> None:
-    """Two models one after the other; prints the seconds of both."""
-    torch.zeros(1, device=device).sum().item()
-    found = {}
-    for which in ("first_s", "second_s"):
-        layers = [nn.Linear(WIDTH, WIDTH, bias=False, device=device, dtype=torch.bfloat16) for _ in range(NUM_LAYERS)]
-        model = nn.Sequential(*layers).to("cpu").eval()
-        budget = sum(p.nbytes for p in model.parameters()) // 2
-        began = time.perf_counter()
-        with weightstream.offload(model, device=device, device_budget=budget):
-            found[which] = time.perf_counter() - began
-    print(json.dumps(found))
+class Phases:
+    """Seconds of phases on the main thread; those of an inner one do not count for the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._names, self._since = ["rest"], time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._turn()
+        self._names.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._names.pop()
+
+    def time(self, name: str, owner: Any, attribute: str) -> None:
+        """Let calls of a function count for a phase."""
+        plain: Callable[..., Any] = getattr(owner, attribute)
+
+        @wraps(plain)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return plain(*args, **kwargs)
+
+        setattr(owner, attribute, timed)
+
+    def taken(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        self._turn()
+        found, self.seconds = dict(self.seconds), defaultdict(float)
+        return found
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._names[-1]] += now - self._since
+        self._since = now
 
 
-def trial(device: str, caches: Path) -> dict[str, Any]:
-    env = os.environ | {"XDG_CACHE_HOME": str(caches / "cache"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    command = [sys.executable, __file__, "--child", "--device", device]
-    out = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: dict[str, float] = json.loads(out.splitlines()[-1])
+def watched(phases: Phases) -> None:
+    """Time what an offload consists of."""
+    from weightstream import prospects
+    from weightstream.codec import coding
+    from weightstream.measure import bench
+    from weightstream.plan.prospect import Prospect
+    from weightstream.runtime import devices
+    from weightstream.runtime.homes import Homes
+
+    phases.time("open", devices, "backend_of")
+    phases.time("measure", bench, "measure")
+    phases.time("wait for kernels", coding, "why_not")
+    phases.time("wait for kernels", prospects, "decodes")
+    phases.time("follow a step", prospects, "prospect_of")
+    phases.time("sample weights", prospects, "sizes_of")
+    phases.time("plan", Prospect, "plan")
+    phases.time("move", Homes, "settle")
+
+
+def compiled() -> dict[str, float]:
+    """Filled with the seconds of each kernel that Triton compiles from now on."""
+    found: dict[str, float] = {}
+
+    def listen(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        constants = [v for k, v in src.constants.items() if isinstance(v, int)]
+        found[f"{src.name} {constants}"] = 0.0 if cache_hit else round(times.total / 1e6, 2)
+
+    try:
+        import triton
+
+        triton.knobs.compilation.listener = listen
+    except (ImportError, AttributeError):  # another Triton: then there is no table
+        pass
     return found
+
+
+def child(device: torch.device, width: int) -> None:
+    """Offload a model twice; prints what was timed."""
+    import transformers
+
+    import weightstream
+
+    vocabulary = 32000 * width // WIDTH
+    shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS}
+    config = transformers.LlamaConfig(
+        **shape, vocab_size=vocabulary, num_attention_heads=width // 64, num_key_value_heads=width // 256
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config)
+    model = model.cpu().eval()
+    ids = torch.randint(0, vocabulary, (1, 1), device=device)
+    budget = sum(p.nbytes for p in model.parameters()) // PARTS
+    kernels, phases = compiled(), Phases()
+    synchronize(device)
+    print(BEGIN, flush=True)
+    phases.taken()
+    with phases.phase("import"):
+        offload = weightstream.offload
+        watched(phases)
+    streamer = offload(model, device=device, device_budget=budget)
+    synchronize(device)
+    taken = phases.taken()
+    found: dict[str, Any] = {"first_s": sum(taken.values()), "phases": taken, "plan": streamer.plan.summary()}
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    synchronize(device)
+    found |= {"step_s": sum(phases.taken().values()), "kernels": dict(kernels)}
+    streamer.remove()
+    phases.taken()
+    weightstream.offload(model, device=device, device_budget=budget)
+    synchronize(device)
+    taken = phases.taken()
+    print(json.dumps(found | {"second_s": sum(taken.values()), "second_phases": taken}), flush=True)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+
+
+def trial(args: argparse.Namespace, caches: Path) -> dict[str, Any]:
+    names = {"XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    env = os.environ | {name: str(caches / folder) for name, folder in names.items()}
+    command = [sys.executable, __file__, "--child", "--device", args.device, "--width", str(args.width)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said: list[tuple[float, str]] = []
+        reader = threading.Thread(target=_read, args=(process.stderr, said))
+        reader.start()
+        begun, last = 0.0, ""
+        for line in process.stdout:
+            begun, last = (time.perf_counter() if line.strip() == BEGIN else begun), line
+        reader.join()
+    if process.returncode:
+        raise RuntimeError("".join(line for _, line in said)[-2000:])
+    lines = [(at - begun, line.strip()) for at, line in said if at >= begun and line.startswith("weightstream: ")]
+    found: dict[str, Any] = json.loads(last)
+    return found | {"said_s": lines[0][0] if lines else -1.0, "said": [f"{at:.1f} s: {line}" for at, line in lines]}
+
+
+def _read(stream: IO[str], lines: list[tuple[float, str]]) -> None:
+    for line in stream:
+        lines.append((time.perf_counter(), line))
+
+
+def row_of(which: str, width: int, found: list[dict[str, Any]]) -> dict[str, Any]:
+    names = sorted({name for one in found for name in one["phases"]})
+    return {
+        "bench": "first",
+        "system": f"first offload, {which}",
+        "model": f"Llama, {LAYERS} layers of {width}",
+        "trials": len(found),
+        **{
+            name: rows.percentiles([one[name] for one in found]) for name in ("first_s", "second_s", "step_s", "said_s")
+        },
+        "beyond_s": rows.percentiles([one["first_s"] - one["second_s"] for one in found]),
+        "phases": {name: rows.percentiles([one["phases"].get(name, 0.0) for one in found]) for name in names},
+        "kernels": found[-1]["kernels"],
+        "said": found[-1]["said"],
+        "plan": found[-1]["plan"],
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    beyond, second = row["beyond_s"]["p50"], row["second_s"]["p50"]
+    print(
+        f"{row['system']}: {row['first_s']['p50']:.2f} s, {beyond:.2f} beyond the second's {second:.2f}; first step ",
+        end="",
+    )
+    print(f"{row['step_s']['p50']:.2f} s; first line after {row['said_s']['p50']:.2f} s; {row['plan']}")
+    for name, seconds in sorted(row["phases"].items(), key=lambda item: -item[1]["p50"]):
+        print(f"  {name:18s} {seconds['p50']:6.2f} s")
+    for name, taken_s in row["kernels"].items():
+        print(f"    {name:36s} {taken_s:6.2f} s")
+    print(*(f"  {line}" for line in row["said"]), sep="\n", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=3, help="of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 256; for a small try")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "first.jsonl")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(torch.device(args.device))
+        child(torch.device(args.device), args.width)
         return
-    found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
-    for _ in range(args.trials):
-        with tempfile.TemporaryDirectory() as caches:
-            for seconds in found.values():
-                seconds.append(trial(args.device, Path(caches)))
-    told = [
-        {
-            "bench": "first",
-            "system": f"first offload, {which}",
-            "trials": args.trials,
-            **{name: rows.percentiles([s[name] for s in seconds]) for name in ("first_s", "second_s")},
-            "beyond_s": rows.percentiles([s["first_s"] - s["second_s"] for s in seconds]),
-        }
-        for which, seconds in found.items()
-    ]
-    rows.append(args.out, told)
-    for row in told:
-        print(row["system"], row["beyond_s"], "s beyond", row["second_s"], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        caches = [Path(folder, str(index)) for index in range(args.trials)]
+        for which in ("cold", "warm"):
+            row = row_of(which, args.width, [trial(args, path) for path in caches])
+            rows.append(args.out, [row])
+            show(row)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,72 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
     backend.close()
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtypes", "expected"),
+    [
+        ({"device_budget": 64 * KIB}, ["float16"], {"float16"}),
+        ({"device_budget": 64 * KIB}, ["bfloat16", "float32"], {"bfloat16"}),
+        ({"device_budget": 64 * KIB}, ["float32"], set()),
+        ({"device_budget": 64 * KIB, "codec": "none"}, ["bfloat16"], set()),
+        ({"device_budget": 1 << 30}, ["bfloat16"], set()),
+        ({"device_budget": 1 << 30, "codec": "fast"}, ["bfloat16"], {"bfloat16"}),
+        ({}, ["bfloat16"], set()),
+        ({"cpu_offload_gb": 1}, ["bfloat16"], set()),
+    ],
+)
+def test_kernels_are_compiled_early_for_what_a_plan_may_code(
+    settings: dict[str, Any], dtypes: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU with 1 GiB free; on a CPU none are."""
+    monkeypatch.setattr(prospects.cuda, "memory", lambda _: (1 << 30, 2 << 30))
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for dtype in dtypes])
+    config = OffloadConfig.from_kwargs(**settings)
+    gpu, by_alias = SimpleNamespace(device=torch.device("cuda", 0)), groups(model)
+    assert prospects.dtypes_to_code(by_alias, gpu, config) == expected  # type: ignore[arg-type]
+    backend = CpuBackend()
+    assert not prospects.dtypes_to_code(by_alias, backend, config)
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "expected"),
+    [
+        ("auto", {}, {"bfloat16"}),
+        (torch.float16, {}, {"float16"}),
+        ("float16", {}, {"float16"}),
+        ("float32", {}, set()),
+        ("auto", {"codec": "none"}, set()),
+    ],
+)
+def test_kernels_are_compiled_early_for_the_dtype_of_a_load(
+    dtype: Any, settings: dict[str, Any], expected: set[str]
+) -> None:
+    assert prospects.dtypes_to_load(dtype, OffloadConfig.from_kwargs(**settings)) == expected
+
+
+@pytest.mark.parametrize(("dtype", "is_asked"), [("bfloat16", True), ("float32", False)])
+def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
+    dtype: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(prospects, "can_decode", lambda *about: asked.append(about[-1]) or False)
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for _ in range(8)])
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit").remove()
+    assert asked == [frozenset({"bfloat16"})] * is_asked
+
+
+def test_operators_are_tried_when_nothing_compiles_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are of the same device: a trial of `example_inputs` waits for the kernels."""
+    calls: list[str] = []
+    foreseen = prospects.foreseen
+    monkeypatch.setattr(prospects, "can_decode", lambda *_: calls.append("kernels") or True)
+    monkeypatch.setattr(prospects, "foreseen", lambda *args: calls.append("trial") or foreseen(*args))
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit", example_inputs=x).remove()
+    assert calls == ["kernels", "trial"]
+
+
 # -- plans of models and checkpoints --------------------------------------------------------------------------------
 
 

@@ -22,7 +22,8 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError
 from weightstream.given import unmatched_patterns
 from weightstream.measure import links
-from weightstream.measure.profile import doubt
+from weightstream.measure.profile import doubt, prepare
+from weightstream.measure.progress import lasting
 from weightstream.plan.amounts import human
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
@@ -49,7 +50,7 @@ _NAMED = 8  # tensors in a warning
 class Given:
     """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
     call, who else has shards of it; or what is wanted of layers that are not a model of their own. `elsewhere` are ids
-    of tensors that it shares with another model, whose weights they are."""
+    of tensors that it shares with another model, whose weights they are. `progress`: whether to say what takes long."""
 
     memories: Sequence[Memory] = ()
     folder: OffloadFolder | None = None
@@ -57,6 +58,7 @@ class Given:
     ranks: Ranks | None = None
     hosted: prospects.Hosted | None = None
     elsewhere: frozenset[int] = frozenset()
+    progress: bool | None = None
 
 
 def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -117,6 +119,7 @@ class Assembly:
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = by_alias
+        prepare(backend.device, prospects.dtypes_to_code(by_alias, backend, config), given.progress)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.add(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
@@ -135,10 +138,10 @@ class Assembly:
         hosted = given.hosted
         self._blocks = list(hosted.blocks) if hosted else find_blocks(model)
         self._grains = prospects.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
-        machine = prospects.machine_of(backend, config, self._homes)
+        machine = prospects.machine_of(backend, config, self._homes, given.progress)
         if given.ranks is not None:
             config, machine = _among(given.ranks, backend, config, machine)
-        about = given.memories, self._grains, given.example, hosted
+        about = given.memories, self._grains, given.example, hosted, given.progress
         self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, machine, *about)
         for owned in (given.folder, spill):
             if owned is not None:
@@ -179,7 +182,7 @@ class Assembly:
 
     def with_facts(self, prospect: Prospect) -> Prospect:
         """The same with what takes time to find out."""
-        return prospects.with_facts(prospect, self._homes, self._backend, self._given.memories)
+        return prospects.with_facts(prospect, self._homes, self._backend, self._given.memories, self._given.progress)
 
     def attach(
         self,
@@ -193,7 +196,8 @@ class Assembly:
             logger.warning("device memory may run out: %s", short)
         refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
         around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing
-        streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
+        with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._given.progress):
+            streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
         try:
             self._finish(streamer, refinement, on_added)
         except BaseException:

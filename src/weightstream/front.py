@@ -21,6 +21,7 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.given import dtype_given, of_model, settled
 from weightstream.measure.profile import prepare
+from weightstream.measure.progress import lasting
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.devices import opened
@@ -162,12 +163,12 @@ def from_pretrained(
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend = backends[0]
-        prepare(backend.device, config.uses_codes)
+        backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
+        prepare(backend.device, expected := prospects.dtypes_to_load(dtype, config), progress)
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(
                 path_or_repo_id,
-                dtype=dtype_given(dtype, torch_dtype),
+                dtype=dtype,
                 model_config=model_config,
                 allow_missing=allow_missing,
                 offload_folder=config.offload_folder,
@@ -178,11 +179,11 @@ def from_pretrained(
                 **kwargs,
             )
         if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
-            prospects.can_decode(backend, config, progress)
+            prospects.can_decode(backend, config, progress, expected)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
-        given = Given(memories=memories, folder=loaded.folder, ranks=ranks)
+        given = Given(memories=memories, folder=loaded.folder, ranks=ranks, progress=progress)
         _placed(loaded.model, backends, config, given)
         on_failure.pop_all()
     return loaded.model
@@ -245,7 +246,9 @@ def _placed(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig
 def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     with assembled(model, backend, config, given) as assembly:
-        streamer = assembly.attach(assembly.prospect.plan()[1])
+        with lasting("planning", given.progress):
+            plan = assembly.prospect.plan()[1]
+        streamer = assembly.attach(plan)
     if given.ranks is not None:
         try:
             given.ranks.confirm()

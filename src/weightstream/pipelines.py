@@ -46,7 +46,7 @@ from weightstream.pipeline_plans import (
 from weightstream.plan.amounts import human
 from weightstream.plan.choices import Share
 from weightstream.plan.turns import PipelinePlan
-from weightstream.prospects import can_decode
+from weightstream.prospects import can_decode, dtypes_to_load
 from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
@@ -151,11 +151,12 @@ def pipeline_from_pretrained(
     config = settled(config, **settings)
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
-        prepare(backend.device, config.uses_codes)
+        dtype = dtype_given(dtype, torch_dtype)
+        prepare(backend.device, dtypes_to_load(dtype, config), progress)
         with preloading(backend.device, generates=False):
             loaded = load_pipeline(
                 path_or_repo_id,
-                dtype=dtype_given(dtype, torch_dtype),
+                dtype=dtype,
                 variant=variant,
                 base=base,
                 offload_folder=config.offload_folder,
@@ -169,7 +170,7 @@ def pipeline_from_pretrained(
             on_failure.callback(owned.close)
         _refuse(loaded.pipe)
         with torch.no_grad():
-            _offloaded(loaded.pipe, backend, config, example_inputs or {}, loaded.of, loaded.folders)
+            _offloaded(loaded.pipe, backend, config, example_inputs or {}, loaded.of, loaded.folders, progress)
         on_failure.pop_all()
     return loaded.pipe
 
@@ -181,6 +182,7 @@ def _offloaded(
     arguments: Mapping[str, Any],
     memories: Callable[[str], Sequence[Memory]] = lambda component: (),
     folders: Sequence[OffloadFolder] = (),
+    progress: bool | None = None,
 ) -> PipelineStreamer:
     """Plan every component in its share of the budget, and put the plans in force."""
     modules = diffusers.modules_of(pipe)
@@ -191,10 +193,9 @@ def _offloaded(
     }
     calls = [call for call in rehearsed(pipe, arguments) if call.component in modules]
     with ExitStack() as stack:
+        given = {name: Given(memories=memories(name), elsewhere=elsewhere[name], progress=progress) for name in modules}
         assemblies = {
-            name: stack.enter_context(
-                assembled(module, backend, config, Given(memories=memories(name), elsewhere=elsewhere[name]))
-            )
+            name: stack.enter_context(assembled(module, backend, config, given[name]))
             for name, module in modules.items()
         }
         parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -71,11 +71,37 @@ class Hosted:
     observe: Observe = observe
 
 
-def can_decode(backend: Backend, config: OffloadConfig, progress: bool | None = None) -> bool:
-    """Whether coded weights are decoded as they are needed: on a GPU; on the CPU, which is slow, on request."""
+def can_decode(
+    backend: Backend, config: OffloadConfig, progress: bool | None = None, dtypes: Collection[str] = ("bfloat16",)
+) -> bool:
+    """Whether coded weights of these dtypes are decoded as they are needed: on a GPU; on the CPU, which is slow, on
+    request."""
     if backend.device.type == "cpu":
         return _decodes_on_cpu(config)
-    return config.uses_codes and decodes(backend.device, progress=progress)
+    return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
+
+
+def dtypes_to_code(by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig) -> frozenset[str]:
+    """Dtypes of weights that a plan may code, where `Planner.may_code` is going to say so: told before there is a
+    planner, so that kernels are compiled meanwhile; none where only it can tell."""
+    if backend.device.type == "cpu" or not config.uses_codes:
+        return frozenset()
+    free, total = cuda.memory(backend.device)
+    budget = config.device_nbytes(total)
+    is_over = sum(group.nbytes for group in by_alias.values()) > (free if budget is None else budget)
+    return _codable(by_alias) if config.codec != "auto" or (config.backend == "none" and is_over) else frozenset()
+
+
+def dtypes_to_load(dtype: Any, config: OffloadConfig) -> frozenset[str]:
+    """Dtypes of weights that a plan may code, where a load has this one, or "auto", which mostly is bfloat16."""
+    name = str(dtype).removeprefix("torch.").replace("auto", "bfloat16")
+    return frozenset({name} & ELEMENTS.keys()) if config.uses_codes else frozenset()
+
+
+def _codable(by_alias: Mapping[str, Group]) -> frozenset[str]:
+    """Dtypes of weights for which there is a code."""
+    members = (group.members[0] for group in by_alias.values())
+    return frozenset(m.spec.dtype for m in members if m.spec.dtype in ELEMENTS and m.role is Role.PARAMETER)
 
 
 def _decodes_on_cpu(config: OffloadConfig) -> bool:
@@ -94,13 +120,15 @@ def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
     )
 
 
-def machine_of(backend: Backend, config: OffloadConfig, homes: Homes | None = None) -> Machine:
+def machine_of(
+    backend: Backend, config: OffloadConfig, homes: Homes | None = None, progress: bool | None = None
+) -> Machine:
     """What there is to place in: memory that a model's weights take now counts as free where they would leave it."""
     there = [home for home in homes.homes.values() if home.file is None] if homes else []
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
-    on_cpu, profile = backend.device.type == "cpu", profile_for(backend)
+    on_cpu, profile = backend.device.type == "cpu", profile_for(backend, progress=progress)
     if on_cpu and _decodes_on_cpu(config):
-        profile = with_decoding(backend, profile)
+        profile = with_decoding(backend, profile, progress=progress)
     machine = machine_elsewhere(profile, held_nbytes)
     free, total = machine.host_free_nbytes, machine.host_total_nbytes
     if not on_cpu:
@@ -134,6 +162,7 @@ def prospect_of_model(
     grains: Grains,
     example: Example | None = None,
     hosted: Hosted | None = None,
+    progress: bool | None = None,
 ) -> Prospect:
     """What is planned with the weights where they are now.
 
@@ -149,11 +178,12 @@ def prospect_of_model(
     found = replace(found, whole=why_whole(model))
     found = _hosted(found, hosted) if hosted and hosted.model is None else _with_share(found, told.share)
     if example is not None:
+        found = with_facts(found, homes, backend, memories, progress)  # a trial shares the device with no compiler
         known = foreseen(found, by_alias, grains, model, backend, *example)
         if known is None:
             logger.warning("example_inputs tell nothing of %s ahead: its first steps will", type(model).__name__)
         found = known or found
-    return with_facts(found, homes, backend, memories)
+    return with_facts(found, homes, backend, memories, progress)
 
 
 def _hosted(prospect: Prospect, hosted: Hosted) -> Prospect:
@@ -194,11 +224,15 @@ def _groups(homes: Homes) -> dict[str, Group]:
     return {alias: home.group for alias, home in homes.homes.items()}
 
 
-def with_facts(prospect: Prospect, homes: Homes, backend: Backend, memories: Sequence[Memory]) -> Prospect:
+def with_facts(
+    prospect: Prospect, homes: Homes, backend: Backend, memories: Sequence[Memory], progress: bool | None = None
+) -> Prospect:
     """The same with what takes time to find out, as far as a plan may depend on it and nobody has found it out yet."""
     planner, plain = prospect.planners[-1], prospect.grains[-1]
     machine, weights = planner.machine, planner.weights
-    if planner.may_code(plain) and not weights.codes and can_decode(backend, planner.config):
+    is_open = planner.may_code(plain) and not weights.codes
+    dtypes = _codable(_groups(homes)) if is_open else ()
+    if dtypes and can_decode(backend, planner.config, progress, dtypes):
         for memory in memories:
             memory.check()
         codes = sizes_of(_groups(homes), homes.layouts, homes.in_parts, weights.by_row)

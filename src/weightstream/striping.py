@@ -309,7 +309,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
         if given.folder is not None:
             stripes.on_removal(given.folder.close)
         rates = _rates(backends)
-        machines = (prospects.machine_of(backend, config) for backend in backends)
+        machines = (prospects.machine_of(backend, config, progress=given.progress) for backend in backends)
         deals = shared_out(model, list(map(links.at_most, machines, rates)), config)
         for module in deals[0].around:
             stripes.keep(module)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -396,7 +397,52 @@ def test_each_kernel_is_compiled_once_for_each_code() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", COUNTING], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == {"histogram": 1, "encode": 3, "decode": 3}
+    assert json.loads(run.stdout) == {"histogram": 1, "encode": 3, "decode": 6}, "for whole tiles, and others"
+
+
+COMPILING = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weightstream.codec import kernels, triton_codec
+
+ALIGNED, BF16 = [["tt.divisibility", 16]], {"EXPONENT": 8, "MANTISSA": 7}
+
+
+def compiled(kernel, signature, constants, options):
+    names = kernel.arg_names
+    facts = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): ALIGNED for name, kind in signature.items() if kind.startswith("*")}
+    source = ASTSource(kernel, {name: signature.get(name, "constexpr") for name in names}, facts, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+encode = {"data": "*u8", "coded": "*u8", "count": "i64"}
+found = {}
+for bits in map(int, sys.argv[1:]):
+    encoder = compiled(kernels.encode, encode, BF16 | {"BITS": bits}, {"num_warps": 4})
+    facts = BF16 | {"BITS": bits, "NUM": 32, "WHOLE": 1}
+    decoder = compiled(kernels.decode, {"table": "*i64"}, facts, triton_codec._options(bits))
+    counts = [asm["ttir"].count("tt.load") + asm["ttir"].count("tt.store") for asm in (encoder, decoder)]
+    found[bits] = [*counts, decoder["ptx"].count("st.global")]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.stress
+def test_kernels_are_short_for_the_compiler_and_unrolled_in_the_end(tmp_path: Path) -> None:
+    """A pass of Triton's takes time for each load and store, in the square of all operations: it sees loops. Those of
+    what decodes are unrolled in the end: a store for each of 16 words."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", COMPILING, "2", "3", "4"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    for bits, (in_encoder, in_decoder, stores) in json.loads(run.stdout).items():
+        assert in_encoder <= 30, bits
+        assert in_decoder <= (40 if bits == "2" else 100), bits
+        assert stores >= (32 if bits == "4" else 16), bits
 
 
 def test_known_counts_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weightstream.codec import coding, reference
-from weightstream.codec.format import BITS, Layout
+from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code
 
 Encoded = tuple[Layout, torch.Tensor]
 CUDA = torch.device("cuda", 0)
@@ -27,7 +27,7 @@ def _asked_anew() -> Iterator[None]:
 
 def forget() -> None:
     """What is known of devices is found out again."""
-    coding.available.cache_clear()
+    coding._available.cache_clear()
     coding._trial.cache_clear()
 
 
@@ -49,7 +49,7 @@ def test_without_triton_the_reason_and_the_remedy_are_told_once(caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="weightstream"):
         assert [coding.available(CUDA) for _ in range(3)] == [False] * 3
     assert len(caplog.messages) == 1
-    assert "weights are not coded on cuda:0" in caplog.messages[0]
+    assert "weights in bfloat16 are not coded on cuda:0" in caplog.messages[0]
     assert "pip install triton" in caplog.messages[0]
 
 
@@ -113,20 +113,32 @@ class Launches:
         return run
 
 
-KERNELS = ["histogram", *(f"encode {bits}" for bits in BITS), *(f"decode {bits}" for bits in BITS)]
+def kernels(dtype: str) -> list[str]:
+    return ["histogram", *(f"{what} {n}" for what in ("encode", "decode") for n in BITS if can_code(dtype, n))]
 
 
-@pytest.mark.parametrize("wrong", ["nothing", *(f"{k} fails" for k in KERNELS), *(f"{k} differs" for k in KERNELS)])
-def test_a_trial_runs_every_kernel_and_looks_at_every_bit(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+WRONG = [f"{name} {how}" for name in kernels("bfloat16") for how in ("fails", "differs")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"),
+    [
+        *((dtype, "nothing") for dtype in ELEMENTS),
+        *(("bfloat16", wrong) for wrong in WRONG),
+        ("float16", "decode 3 fails"),
+    ],
+)
+def test_a_trial_runs_every_kernel_and_looks_at_every_bit(
+    dtype: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches, threads = Launches(wrong), set(threading.enumerate())
     monkeypatch.setattr("weightstream.codec.triton_codec", launches, raising=False)  # it may not be imported yet
-    found = coding._tried(torch.device("cpu"))
+    found = coding._tried(torch.device("cpu"), dtype)
     assert set(threading.enumerate()) == threads
     if wrong == "nothing":
         assert found is None
-        assert sorted(launches.calls) == sorted([*KERNELS, *KERNELS[-len(BITS) :]]), (
-            "decoders twice: the second call is another"
-        )
+        more = [name for name in kernels(dtype) if "decode" in name] * 3
+        assert sorted(launches.calls) == sorted([*kernels(dtype), *more]), "whole tiles too; the second call is another"
     elif "fails" in wrong:
         assert "its kernels do not run here (RuntimeError" in str(found)
         assert "no such instruction" in str(found)
@@ -134,10 +146,21 @@ def test_a_trial_runs_every_kernel_and_looks_at_every_bit(wrong: str, monkeypatc
         assert found == "a trial gave other bits"
 
 
+def test_each_dtype_is_tried_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model does not have is not compiled."""
+    tried: list[str] = []
+    monkeypatch.setattr(coding, "_tried", lambda _, dtype: tried.append(dtype))
+    assert coding.available(CUDA, "float16")
+    assert coding.available(CUDA, "float16")
+    assert tried == ["float16"]
+    assert coding.available(CUDA)
+    assert tried == ["float16", "bfloat16"]
+
+
 def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, tried = threading.Event(), []
 
-    def slow(device: torch.device) -> None:
+    def slow(device: torch.device, dtype: str) -> None:
         tried.append((device, threading.current_thread()))
         assert goes_on.wait(20)
 
@@ -156,7 +179,7 @@ def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytes
 
 
 def test_an_error_of_the_thread_is_one_of_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: torch.device) -> None:
+    def fail(_: torch.device, __: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(coding, "_tried", fail)
@@ -166,5 +189,5 @@ def test_an_error_of_the_thread_is_one_of_whoever_asks(monkeypatch: pytest.Monke
 
 
 def test_a_cpu_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "prepare", lambda _: pytest.fail("tried"))
+    monkeypatch.setattr(coding, "prepare", lambda *_: pytest.fail("tried"))
     assert not coding.available(torch.device("cpu"))

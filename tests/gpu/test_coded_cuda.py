@@ -51,7 +51,7 @@ def _fresh() -> Iterator[None]:
 
 
 def forget() -> None:
-    coding.available.cache_clear()
+    coding._available.cache_clear()
     coding._trial.cache_clear()
 
 
@@ -582,7 +582,7 @@ def missing_triton(patch: pytest.MonkeyPatch) -> None:
 
 
 def old_gpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coding, "why_not", lambda device: "its kernels do not run here (it is old)")
+    patch.setattr(coding, "why_not", lambda *_: "its kernels do not run here (it is old)")
 
 
 WITHOUT = {"no Triton": missing_triton, "an old GPU": old_gpu}

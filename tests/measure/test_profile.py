@@ -121,7 +121,8 @@ def test_a_number_is_the_best_of_its_samples() -> None:
         sent.append((yield {"a": (lambda: None, 3.0), "b": (lambda: None, 5.0)}))
         yield {"number": sent[0]["a"]}
 
-    part = bench._Part(measuring, Works([9.0, 8.0, 1.5, 2.0, 7.0, 1.0]))  # type: ignore[arg-type]
+    works = Works([9.0, 8.0, 1.5, 2.0, 7.0, 1.0])
+    part = bench._Part(measuring, works, works.seconds)  # type: ignore[arg-type]
     for _ in range(3):
         assert part.sample() is part
     assert part.numbers() == {"number": 1.5}
@@ -135,11 +136,36 @@ def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.Mon
     monkeypatch.setattr(bench._Part, "sample", lambda part: names.append(part.name) or sample(part))
     rounds: list[int] = []
     bench.measure(backend, lambda: rounds.append(len(names)))
-    assert rounds == [6 * num for num in range(1, 6)]
-    assert names == names[:6] * 5
-    assert len(set(names)) == 6
-    assert names[4:6] == ["products", "attention"], "what takes most power, and slows down what is behind it"
-    assert names[2:4] == ["decoding", "kernels"], "a graph is captured when nothing compiles any more"
+    assert rounds == [2 * num for num in range(1, 6)] + [10 + 4 * num for num in range(1, 6)]
+    assert len(rounds) == bench.NUM_STEPS
+    assert names[:10] == ["products", "attention"] * 5, "what needs no kernel of ours, while these are compiled"
+    rest = ["link", "modules", "decoding", "kernels"]  # what hardly uses the device is right behind products
+    assert names[10:] == rest * 5, "a graph is captured when nothing compiles any more"
+
+
+def test_a_late_host_does_not_lengthen_what_a_gpu_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has work queued ahead while the host is late, and its own clock counts from where that ends."""
+    calls: list[str] = []
+
+    class Gpu(CpuBackend):
+        def stamp(self, side: Any) -> Any:
+            calls.append("stamp")
+            return len(calls)
+
+        def seconds(self, begin: Any, end: Any) -> float:
+            return float(end - begin)
+
+    monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, rows=4))
+    monkeypatch.setattr(bench._Bench, "_num_ahead", 3)
+    monkeypatch.setattr(bench._Bench, "_half", lambda _: calls.append("ahead"))
+    found = bench._Bench(Gpu())
+    work = partial(calls.append, "work")
+    assert found.queued_s(work, 2) >= 0
+    assert calls == ["work"] * 2, "a CPU computes as it is called"
+    calls.clear()
+    found._on_gpu = True
+    assert found.queued_s(work, 4) == 5 / 4
+    assert calls == ["ahead"] * 3 + ["stamp"] + ["work"] * 4 + ["stamp"]
 
 
 @pytest.mark.stress
@@ -223,7 +249,7 @@ def test_two_sizes_are_decoded_over_a_weight_that_stays(backend: CpuBackend, mon
     monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, decoded_rows=(64, 16)))
     found = bench._Bench(backend)
     before = [weight.clone() for weight in found._weights]
-    numbers = bench._Part(found.decoding, found).sample().numbers()
+    numbers = bench._Part(found.decoding, found, found.seconds).sample().numbers()
     assert numbers.keys() == {"decoding_s", "decode2_bytes_per_s", "decode3_bytes_per_s", "decode4_bytes_per_s"}
     assert min(numbers[f"decode{bits}_bytes_per_s"] for bits in (2, 3, 4)) > 1e6
     assert all(torch.equal(weight, other) for weight, other in zip(found._weights, before, strict=True))
@@ -502,16 +528,18 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]
     """A GPU of which trials are started here, and end when a test says so."""
     found: list[Future[str | None]] = []
 
-    def prepare(_: object) -> Future[str | None]:
+    def prepare(_: object, dtype: str) -> Future[str | None]:
         found.append(found[0] if found else Future())
         return found[-1]
 
     monkeypatch.setattr(coding, "prepare", prepare)
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
-    monkeypatch.setattr(profile, "_SOON_S", 0.01)
-    coding.available.cache_clear()
+    coding._available.cache_clear()
     yield found
-    coding.available.cache_clear()
+    coding._available.cache_clear()
+    for trial in {id(trial): trial for trial in found}.values():
+        if not trial.done():
+            trial.set_result(None)
 
 
 @pytest.mark.parametrize("uses_codes", [True, False])
@@ -521,16 +549,17 @@ def test_kernels_are_prepared_where_they_will_be_needed(
 ) -> None:
     if is_kept:
         profile.save(GPU, MEASURED)
-    profile.prepare(CPU, uses_codes)
+    dtypes = ["float16"] if uses_codes else []
+    profile.prepare(CPU, dtypes)
     assert not trials
-    profile.prepare(GPU, uses_codes)
+    profile.prepare(GPU, dtypes)
     assert bool(trials) is (uses_codes or not is_kept)
 
 
 def test_kernels_that_are_there_are_not_talked_of(
     trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    profile.prepare(GPU, True)
+    profile.prepare(GPU, ["bfloat16"])
     trials[0].set_result(None)
     with caplog.at_level(logging.INFO, "weightstream"):
         assert profile.can_decode(GPU)
@@ -538,17 +567,39 @@ def test_kernels_that_are_there_are_not_talked_of(
 
 
 def test_kernels_that_take_a_while_are_said_once(
-    trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    trials: list[Future[str | None]],
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    profile.prepare(GPU, True)
-    ends = threading.Timer(0.2, trials[0].set_result, ["no"])
-    ends.start()
+    monkeypatch.setattr(progress, "_NOTICED_S", 0.01)
+    profile.save(GPU, MEASURED)
     with caplog.at_level(logging.INFO, "weightstream"):
+        profile.prepare(GPU, ["bfloat16"])
+        ends = threading.Timer(0.2, trials[0].set_result, ["no"])
+        ends.start()
         assert [profile.can_decode(GPU) for _ in range(3)] == [False] * 3
     ends.join()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "compiling kernels for cuda:0" in caplog.messages[0]
+    assert "compiling kernels for bfloat16 on cuda:0" in caplog.messages[0]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", False), ("cuda:0", True)])
+@pytest.mark.usefixtures("trials")
+def test_a_first_use_is_said_at_once(device: str, kernels: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the log shows no INFO, stderr does, also where it is no terminal."""
+    profile._first_use.cache_clear()
+    for _ in range(2):
+        profile.prepare(torch.device(device), ())
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"weightstream: {device} is used for the first time: it is measured" in said
+    assert ("kernels are compiled" in said) is kernels
+    profile.save(torch.device(device), MEASURED)
+    profile._first_use.cache_clear()
+    profile.prepare(torch.device(device), ())
+    assert not capsys.readouterr().err
 
 
 def test_kernels_are_compiled_beside_what_is_made_ready(

@@ -388,7 +388,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[
     def open_on(
         module: nn.Module, backend: Any = None, profile: Profile = CPU_PROFILE, **given: Any
     ) -> weightstream.Streamer:
-        monkeypatch.setattr(prospects, "profile_for", lambda _: profile)
+        monkeypatch.setattr(prospects, "profile_for", lambda _, **__: profile)
         monkeypatch.setattr(devices, "CpuBackend", lambda: backend or CpuBackend())
         streamers.append(weightstream.offload(module, device="cpu", **{"device_budget": BUDGET, **given}))
         return streamers[-1]
@@ -459,7 +459,7 @@ def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
     size: int, num_doubts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of its class, but of another size, may well take another time."""
-    monkeypatch.setattr(prospects, "profile_for", lambda _: CPU_PROFILE)
+    monkeypatch.setattr(prospects, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
         given, doubts = streamer._installed.refinement.prospect, []
         plan = given.planners[0](given.grains[0])
@@ -526,7 +526,7 @@ def always_better(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
 def test_a_move_that_makes_steps_longer_is_undone(
     after_s: float, is_undone: bool, always_better: list[Times], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prospects, "profile_for", lambda _: CPU_PROFILE)
+    monkeypatch.setattr(prospects, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
         given = streamer._installed.refinement.prospect
         before, learned = given.planners[0](given.grains[0]), Refinement(given)
@@ -543,7 +543,7 @@ def test_what_a_move_was_undone_for_is_not_gone_back_to(
     always_better: list[Times], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow steps get afterwards."""
-    monkeypatch.setattr(prospects, "profile_for", lambda _: CPU_PROFILE)
+    monkeypatch.setattr(prospects, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
         given = streamer._installed.refinement.prospect
         plan, learned = given.planners[0](given.grains[0]), Refinement(given)

@@ -19,14 +19,15 @@ import torch
 
 from weightstream.codec import reference
 from weightstream.codec.device import on
-from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout
+from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout, can_code
 from weightstream.codec.reference import Part
 from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
 
-_STARTING = threading.RLock()
+_STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
 _TRIED = 3 * 4096 + 5
+_COMPILERS = 6  # threads
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _CPU = torch.device("cpu")
@@ -34,51 +35,61 @@ _A = TypeVar("_A")
 _T = TypeVar("_T")
 
 
+def available(device: torch.device, dtype: str = "bfloat16") -> bool:
+    """Whether weights of a dtype can be decoded on a device as fast as it takes; says once why not."""
+    return _available(device, dtype)
+
+
 @cache
-def available(device: torch.device) -> bool:
-    """Whether weights can be decoded on a device as fast as it takes; says once why not."""
-    reason = why_not(device)
+def _available(device: torch.device, dtype: str) -> bool:
+    reason = why_not(device, dtype)
     if reason is not None:
-        logger.warning("weights are not coded on %s, and move as they are: %s", device, reason)
+        logger.warning("weights in %s are not coded on %s, and move as they are: %s", dtype, device, reason)
     return reason is None
 
 
-def why_not(device: torch.device) -> str | None:
+def why_not(device: torch.device, dtype: str = "bfloat16") -> str | None:
     """What keeps the kernels from running on a device, in words; None: they ran, and every bit was right."""
-    return prepare(device).result() if device.type == "cuda" else "the kernels need a CUDA GPU"
+    return prepare(device, dtype).result() if device.type == "cuda" else "the kernels need a CUDA GPU"
 
 
-def prepare(device: torch.device) -> Future[str | None]:
+def prepare(device: torch.device, dtype: str = "bfloat16") -> Future[str | None]:
     """What `why_not` is going to say, found out by a thread, as compilers take seconds: once in a process."""
     with _STARTING:
-        return _trial(device)
+        return _trial(device, dtype)
 
 
 @cache
-def _trial(device: torch.device) -> Future[str | None]:
+def _trial(device: torch.device, dtype: str) -> Future[str | None]:
     pool = ThreadPoolExecutor(1, "weightstream-kernels")
     try:
-        return pool.submit(_tried, device)
+        return pool.submit(_tried, device, dtype)
     finally:
         pool.shutdown(wait=False)
 
 
-def _tried(device: torch.device) -> str | None:
+def _tried(device: torch.device, dtype: str) -> str | None:
     try:
         from weightstream.codec import triton_codec
 
-        numbers = torch.arange(_TRIED, dtype=torch.int32, device="cpu")
-        data = numbers.mul_(40503).to(torch.int16).view(torch.uint8)
-        counts = reference.histograms(data, "bfloat16")
+        numbers = torch.arange(_TRIED, dtype=torch.int32, device="cpu").mul_(40503)
+        data = numbers.to(torch.int16 if ELEMENTS[dtype].nbytes == 2 else torch.uint8).view(torch.uint8)
+        counts = reference.histograms(data, dtype)
 
         def encodes(bits: int) -> bool:
-            layout, coded = triton_codec.encode(data.to(device), "bfloat16", bits, counts.to(device))
-            wanted, expected = reference.encode(data, "bfloat16", bits)
+            layout, coded = triton_codec.encode(data.to(device), dtype, bits, counts.to(device))
+            wanted, expected = reference.encode(data, dtype, bits)
             return layout == wanted and torch.equal(coded.cpu(), expected)
 
         def decodes(bits: int) -> bool:
-            layout, coded = reference.encode(data, "bfloat16", bits)
-            out = torch.zeros(2 * _TRIED + 2, dtype=torch.uint8, device=device)  # in whole words
+            return of(bits, data)
+
+        def decodes_whole(bits: int) -> bool:
+            return of(bits, data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes])
+
+        def of(bits: int, data: torch.Tensor) -> bool:
+            layout, coded = reference.encode(data, dtype, bits)
+            out = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=device)  # in whole words
             decode, right = triton_codec.Decoding([(coded.to(device), layout, out)]), True
             for _ in range(2):  # looked up, and as it was found
                 decode()
@@ -91,12 +102,15 @@ def _tried(device: torch.device) -> str | None:
                 return work()
 
         def are_counts() -> bool:
-            return torch.equal(triton_codec.histograms(data.to(device), "bfloat16").cpu(), counts)
+            return torch.equal(triton_codec.histograms(data.to(device), dtype).cpu(), counts)
 
-        on_device(triton_codec.prepare)
-        trials = [are_counts, *(partial(trial, bits) for trial in (encodes, decodes) for bits in BITS)]
-        with ThreadPoolExecutor(len(trials)) as pool:  # Triton compiles in as many threads as there are
-            right = all([*pool.map(on_device, trials)])
+        with _STARTING_TRITON:  # trials of several dtypes may begin at once
+            on_device(triton_codec.prepare)
+        # What takes longest begins first, the decoders, and has to share Python with few others.
+        trials = decodes_whole, decodes, encodes
+        works = [partial(trial, bits) for trial in trials for bits in BITS if can_code(dtype, bits)]
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            right = all([*pool.map(on_device, [*works, are_counts])])
     except ImportError as error:
         return f"Triton is missing ({error}): pip install triton"
     except Exception as error:  # whatever a compiler or a driver thinks of: nothing depends on this
@@ -119,7 +133,7 @@ def layouts(data: torch.Tensor, dtype: str, codes: Sequence[int], device: torch.
 def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> Iterator[torch.Tensor]:
     """The coded form, made on a device, in pieces; raises `StoreError` where it has another layout than this."""
     layout.check()
-    encode_part = encode if _has_kernels(device) else reference.encode
+    encode_part = encode if _has_kernels(device, layout.dtype) else reference.encode
 
     def encoded(part: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         found, coded = encode_part(part.to(device), layout.dtype, layout.bits)
@@ -145,13 +159,13 @@ def _parts(data: torch.Tensor, dtype: str, device: torch.device) -> list[torch.T
     return list(data.split(num_tiles * TILE * ELEMENTS[dtype].nbytes))
 
 
-def _has_kernels(device: torch.device) -> bool:
-    return device.type != "cpu" and available(device)
+def _has_kernels(device: torch.device, dtype: str) -> bool:
+    return device.type != "cpu" and available(device, dtype)
 
 
 def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
     """The coded form of flat bytes, where they are."""
-    if not _has_kernels(data.device):
+    if not _has_kernels(data.device, dtype):
         (layout,) = layouts(data, dtype, [bits], data.device)
         return layout, torch.cat([piece.to(data.device) for piece in pieces(data, layout, data.device)])
     from weightstream.codec import triton_codec
@@ -169,13 +183,18 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 
 def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
-    if not parts or not _has_kernels(parts[0][0].device):
+    if not parts or not all(_has_kernels(out.device, layout.dtype) for _, layout, out in parts):
         return partial(_run, [partial(_decode_on_cores, *part) for part in parts])
     from weightstream.codec import triton_codec
 
-    kinds = {(layout.dtype, layout.bits) for _, layout, _ in parts}
-    found = [triton_codec.Decoding(p for p in parts if (p[1].dtype, p[1].bits) == kind) for kind in sorted(kinds)]
+    kinds = {_kind(layout) for _, layout, _ in parts}
+    found = [triton_codec.Decoding(p for p in parts if _kind(p[1]) == kind) for kind in sorted(kinds)]
     return found[0] if len(found) == 1 else partial(_run, found)
+
+
+def _kind(layout: Layout) -> tuple[str, int, bool]:
+    """What one kernel decodes."""
+    return layout.dtype, layout.bits, layout.count % TILE == 0
 
 
 def picking(
@@ -195,7 +214,7 @@ def picking(
     as well then. That takes kernels. `heads`: starts and bases are to be read from there, as `coded` is memory of the
     host.
     """
-    if _has_kernels(out.device) or slots is not None:
+    if _has_kernels(out.device, layout.dtype) or slots is not None:
         from weightstream.codec import triton_codec
 
         return triton_codec.Picking(coded, layout, out, num_rows, slots, heads)

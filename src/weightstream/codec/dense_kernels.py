@@ -2,7 +2,7 @@
 
 A lane works on all 32 of its weights at once, a bit of each to a word: what a level of digits says of some of them is
 spread to their places by the moves of Hacker's Delight, section 7-5, and a few logical operations make four planes of
-what each exponent is above its base.
+what each exponent is above its base. Loops are as kernels.py says: [Note: loops].
 """
 
 from __future__ import annotations
@@ -114,17 +114,19 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     n3 = ((x1 >> 2) & 0x33333333) | (y1 & 0xCCCCCCCC)
 
     base = ((base.to(tl.uint32) + 504) & 511) * 0x00800080
-    for k in tl.static_range(16):
-        number = n0 if k % 4 == 0 else n1 if k % 4 == 1 else n2 if k % 4 == 2 else n3
-        number = number << (7 - 4 * (k // 4)) if k < 8 else number >> (4 * (k // 4) - 7)
-        exponent = base + (number & 0x07800780) + tl.where(turn == k, more, 0)
-        if k % 2 == 0:
-            raw = tl.load(words + (k // 2) * 128)
-            x = raw
-        else:
-            x = ((raw >> 7) & 0x007F007F) | ((raw << 1) & 0x80008000)
-        word = (x & 0x807F807F) | (exponent & 0x7F807F80)
-        tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
+    for four in range(4):
+        for nth in tl.static_range(4):
+            k = 4 * four + nth
+            number = n0 if nth == 0 else n1 if nth == 1 else n2 if nth == 2 else n3
+            number = (number << tl.maximum(7 - 4 * four, 0)) >> tl.maximum(4 * four - 7, 0)
+            exponent = base + (number & 0x07800780) + tl.where(turn == k, more, 0)
+            if nth % 2 == 0:
+                raw = tl.load(words + (k // 2) * 128)
+                x = raw
+            else:
+                x = ((raw >> 7) & 0x007F007F) | ((raw << 1) & 0x80008000)
+            word = (x & 0x807F807F) | (exponent & 0x7F807F80)
+            tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
 
     # Where a lane has more than one byte, which is rare. What it has written it may read again.
     turn, most = 1, tl.max(num)
@@ -179,25 +181,29 @@ def encode_tile(source, words, start, base, escapes, left):
     first word on."""
     base, zero = base.to(tl.int32), tl.zeros([128], tl.uint32)
     low, high, first0, first1, second0, second1, second2 = zero, zero, zero, zero, zero, zero, zero
-    for k in tl.static_range(16):
-        word = tl.load(source + k * 128, mask=left > k * 256, other=0)
-        if k % 2 == 0:
-            raw = word & 0x807F807F
-        else:
-            tl.store(words + (k // 2) * 128, raw | ((word & 0x007F007F) << 7) | ((word & 0x80008000) >> 1))
-        for field in tl.static_range(2):
-            rest = _rest(word, field, base, left - k * 256)
-            symbol = tl.where((rest < 0) | (rest > 2), 3, rest).to(tl.uint32)
-            first = tl.where(rest == 3, 0, tl.where((rest == -1) | (rest == -2), -rest, 3)).to(tl.uint32)
-            second = tl.where((rest >= -8) & (rest <= -3), rest + 8, tl.where(rest == 4, 6, 7)).to(tl.uint32)
-            place = k + 16 * field
-            low |= (symbol & 1) << place
-            high |= (symbol >> 1) << place
-            first0 |= (first & 1) << place
-            first1 |= (first >> 1) << place
-            second0 |= (second & 1) << place
-            second1 |= ((second >> 1) & 1) << place
-            second2 |= (second >> 2) << place
+    for pair in range(8):
+        raw = zero
+        for odd in tl.static_range(2):
+            k = 2 * pair + odd
+            word = tl.load(source + k * 128, mask=left > k * 256, other=0)
+            if odd == 0:
+                raw |= word & 0x807F807F
+            else:
+                raw |= ((word & 0x007F007F) << 7) | ((word & 0x80008000) >> 1)
+            for field in tl.static_range(2):
+                rest = _rest(word, field, base, left - k * 256)
+                symbol = tl.where((rest < 0) | (rest > 2), 3, rest).to(tl.uint32)
+                first = tl.where(rest == 3, 0, tl.where((rest == -1) | (rest == -2), -rest, 3)).to(tl.uint32)
+                second = tl.where((rest >= -8) & (rest <= -3), rest + 8, tl.where(rest == 4, 6, 7)).to(tl.uint32)
+                place = k + 16 * field
+                low |= (symbol & 1) << place
+                high |= (symbol >> 1) << place
+                first0 |= (first & 1) << place
+                first1 |= (first >> 1) << place
+                second0 |= (second & 1) << place
+                second1 |= ((second >> 1) & 1) << place
+                second2 |= (second >> 2) << place
+        tl.store(words + pair * 128, raw)
     tl.store(words + 1024, low)
     tl.store(words + 1152, high)
 
@@ -217,7 +223,7 @@ def encode_tile(source, words, start, base, escapes, left):
     rank = tl.cumsum(num) - num
     rests = digits.to(tl.pointer_type(tl.uint8)) + (2 * end + 3 * length + 7) // 8
     for field in tl.static_range(2):
-        for k in tl.static_range(16):
+        for k in range(16):
             word = tl.load(source + k * 128, mask=left > k * 256, other=0)
             rest = _rest(word, field, base, left - k * 256)
             flag = (rest < -8) | (rest > 4)

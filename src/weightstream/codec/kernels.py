@@ -3,6 +3,14 @@
 A program takes a tile, a thread one of its lanes, and the two floats (or four of 8 bits) of a word at a time. Where it
 reads does not depend on coded bytes but in one place, the escapes of a tile, and that is bounded: damaged bytes give
 wrong weights, and no access outside.
+
+[Note: loops]
+Triton's coalescing pass looks at all operations that hang together once for each load and store, and takes the square
+of their number each time: 97 % of the time that the encoder of the code dense took to compile unrolled, 9 s. So a loop
+is unrolled here (`static_range`) only where it has to be: in `_write`, whose body is too long for LLVM to unroll, and
+which is as fast as memory only if it is. LLVM unrolls the short loop of the decoder of dense, to the same instructions.
+What encodes is far faster than the link either way. For the same reason whole tiles, which nearly all weights have, and
+others are of two kernels, which compile at once, and not of two branches in one.
 """
 
 from __future__ import annotations
@@ -106,18 +114,17 @@ def _decode_tile(
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`."""
+    """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`: all of
+    the tile's, if it is WHOLE."""
     PER_WORD: tl.constexpr = 4 if EXPONENT == 4 else 2
     OUT: tl.constexpr = 4096 // PER_WORD  # words of a decoded tile
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
     lane = tl.arange(0, 128)
     room = tl.minimum(tl.cdiv(left, PER_WORD), OUT).to(tl.int32) - lane
     if BITS == 2:
-        if left < 4096:
-            dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, True)
-        else:
-            dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, False)
+        dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, not WHOLE)
     else:
         a = tl.load(words + SYMBOLS)
         b = tl.load(words + (SYMBOLS + 128))
@@ -134,16 +141,23 @@ def _decode_tile(
         # else the bytes are damaged, and no escape is read; of each lane: Triton's interpreter has no masks of scalars
         sound = tl.broadcast_to(total, [128]) <= num_escapes
         rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
-        if BITS == 3 or left < 4096 or total > 0:
-            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, True)
+        if BITS == 3 or not WHOLE or total > 0:
+            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, not WHOLE)
         else:
             _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
 
 
 @triton.jit
-def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Decode a tile of one of at most NUM tensors. The table holds the first program of each, then for each its source,
-    target, weights and escapes."""
+def decode(
+    table,
+    NUM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """Decode a tile of one of at most NUM tensors, all of whole tiles if WHOLE. The table holds the first program of
+    each, then for each its source, target, weights and escapes."""
     program = tl.program_id(0)
     tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
     row = table + NUM + 4 * tensor
@@ -157,8 +171,8 @@ def decode(table, NUM: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr,
     WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
     words, start, base, escapes = _places(source, count, tile, WORDS, BITS)
     target += tile.to(tl.int64) * OUT
-    left = count - tile.to(tl.int64) * 4096
-    _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA)
+    left = 4096 if WHOLE else count - tile.to(tl.int64) * 4096
+    _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA, WHOLE)
 
 
 @triton.jit
@@ -211,7 +225,7 @@ def pick(
     tile = row * tiles + part
     start, base = tl.load(starts + tile) - first, tl.load(bases + tile)
     target += (tl.load(places + index) * tiles + part) * OUT
-    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA)
+    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA, True)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -257,48 +271,53 @@ def _encode_tile(
 
     base = base.to(tl.int32)
     zero = tl.zeros([128], tl.uint32)
-    s, s_high, m, m_high, raw = zero, zero, zero, zero, zero  # what the words being made hold so far
+    s_high = zero
     found = tl.zeros([128], tl.int32)
-    for k in tl.static_range(WIDTH):
-        room = left - k * 128 * PER_WORD
-        word = tl.load(source + k * 128, mask=room > 0, other=0)
-        symbol = zero
-        for field in tl.static_range(PER_WORD):
-            rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)
-            escaped = (rest < 0) | (rest >= ESCAPE)
-            found += escaped.to(tl.int32)
-            symbol |= tl.where(escaped, ESCAPE, rest).to(tl.uint32) << (WIDTH * field)
-        if EXPONENT == 8:
-            x = (word & 0x007F007F) | ((word >> 8) & 0x00800080)
-        elif EXPONENT == 5:
-            x = word & 0x00FF00FF
-            top = ((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004)
-            m |= (top & 0x00030003) << (2 * (k % 8))
-            m_high |= ((top >> 2) & ONES) << (2 * (k % 8) + k // 8)
-            if k % 8 == 7:
-                tl.store(words + (1024 + k // 8 * 128), m)
-                m = zero
-        else:
-            x = (word & 0x07070707) | ((word >> 4) & 0x08080808)
-        if k % 2 == 0:
-            raw = x
-        else:
-            tl.store(words + (k // 2) * 128, raw | (x << (WIDTH // 2)))
-        if BITS == 4:
-            s |= symbol << (4 * (k % 4))
-        else:
-            s |= (symbol & (3 * ONES)) << (2 * (k % PER_PLANE))
-            s_high |= ((symbol >> 2) & ONES) << (2 * (k % PER_PLANE) + k // PER_PLANE)
-        if k % PER_PLANE == PER_PLANE - 1:
-            tl.store(words + (SYMBOLS + k // PER_PLANE * 128), s)
-            s = zero
-    if EXPONENT == 5:
-        tl.store(words + 1280, m_high)
+    for plane in range(WIDTH // PER_PLANE):
+        s, raw = zero, zero  # what the words being made hold so far
+        for nth in tl.static_range(PER_PLANE):
+            k = plane * PER_PLANE + nth
+            room = left - k * (128 * PER_WORD)
+            word = tl.load(source + k * 128, mask=room > 0, other=0)
+            symbol = zero
+            for field in tl.static_range(PER_WORD):
+                rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)
+                escaped = (rest < 0) | (rest >= ESCAPE)
+                found += escaped.to(tl.int32)
+                symbol |= tl.where(escaped, ESCAPE, rest).to(tl.uint32) << (WIDTH * field)
+            if EXPONENT == 8:
+                x = (word & 0x007F007F) | ((word >> 8) & 0x00800080)
+            elif EXPONENT == 5:
+                x = word & 0x00FF00FF
+            else:
+                x = (word & 0x07070707) | ((word >> 4) & 0x08080808)
+            if nth % 2 == 0:
+                raw = x
+            else:
+                tl.store(words + (k // 2) * 128, raw | (x << (WIDTH // 2)))
+            if BITS == 4:
+                s |= symbol << (4 * nth)
+            else:
+                s |= (symbol & (3 * ONES)) << (2 * nth)
+                s_high |= ((symbol >> 2) & ONES) << (2 * nth + plane)
+        tl.store(words + (SYMBOLS + plane * 128), s)
     if BITS == 3:
         tl.store(words + (SYMBOLS + 256), s_high)
+    if EXPONENT == 5:  # the upper three of 11 raw bits
+        m_high = zero
+        for plane in range(2):
+            m = zero
+            for nth in tl.static_range(8):
+                k = plane * 8 + nth
+                word = tl.load(source + k * 128, mask=left > k * (128 * PER_WORD), other=0)
+                top = ((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004)
+                m |= (top & 0x00030003) << (2 * nth)
+                m_high |= ((top >> 2) & ONES) << (2 * nth + plane)
+            tl.store(words + (1024 + plane * 128), m)
+        tl.store(words + 1280, m_high)
     rank = start + tl.cumsum(found) - found
-    for k in tl.static_range(WIDTH):
-        room = left - k * 128 * PER_WORD
+    for k in range(WIDTH):
+        room = left - k * (128 * PER_WORD)
         word = tl.load(source + k * 128, mask=room > 0, other=0)
         for field in tl.static_range(PER_WORD):
             rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)

@@ -1,7 +1,7 @@
 """The codec on a GPU: launches of the Triton kernels.
 
-Triton compiles a kernel anew for each kind of its arguments, which takes seconds. So launches differ in bits and dtype
-alone: addresses are aligned, counts have 64 bits, and tables one size.
+Triton compiles a kernel anew for each kind of its arguments, which takes a second. So launches differ in bits, in dtype
+and in whether all tiles are whole: addresses are aligned, counts have 64 bits, and tables one size.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Decoding:
         rows = [_row(self._parts[begin : begin + _MOST]) for begin in range(0, len(self._parts), _MOST)]
         tables = torch.tensor([table for table, _ in rows], dtype=torch.int64, device="cpu").to(coded.device)
         element = layout.element
-        facts = _MOST, layout.bits, element.exponent_bits, element.mantissa_bits
+        is_whole = all(layout.count % TILE == 0 for _, layout, _ in self._parts)
+        facts = _MOST, int(is_whole), layout.bits, element.exponent_bits, element.mantissa_bits
         pairs = zip(tables, rows, strict=True)
         self._launches = [((num_tiles, 1, 1), (table, *facts)) for table, (_, num_tiles) in pairs]
         self._compiled: list[Callable[[], object]] = []

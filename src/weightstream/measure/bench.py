@@ -2,20 +2,22 @@
 
 What the machine can do is timed with the host's clock, between two points where the device is idle and with so much
 queued between them that these do not count. Rounds go over all numbers, and each is the best of its samples: so what
-disturbs a round spoils none. A GPU's clocks settle first at what its power allows, and again in each round before the
-products that this limits.
+disturbs a round spoils none. Products of many rows come first, in rounds of their own, before which a GPU's clocks
+settle at what its power allows. They need no kernel of ours, and the device's own clock times them, so threads that
+compile meanwhile do not disturb them.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -38,11 +40,15 @@ from weightstream.store.mapping import FileMapping
 logger = logging.getLogger("weightstream")
 
 _Work = Callable[[], object]
+_Seconds = Callable[[_Work, int], float]  # of a work that is done so often
 HostMemory = Callable[[torch.device, int], AbstractContextManager[torch.Tensor]]  # so many bytes for a device
 # Yields works, each with how long a sample of it takes, is sent their best seconds, and yields what these tell.
 _Measuring = Generator[dict[str, Any], dict[str, float], None]
 NUM_ROUNDS = 5
+NUM_STEPS = 2 * NUM_ROUNDS  # rounds of products, and of all else
 _SAMPLE_S = 0.003
+_SETTLE_S = 0.3  # until a GPU's clocks are at what its power allows
+_AHEAD_S = 0.02  # of work that is queued ahead of what is timed: longer than a host is late that compiles
 _COPY_NBYTES = 64 << 20
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _MEASURED_NBYTES = 256 << 20  # of a file
@@ -69,14 +75,13 @@ class _Sizes(NamedTuple):
     out_width: int
     rows: int
     attention: tuple[int, int, int]
-    settle_s: tuple[float, float]  # at first, and in each round
     decoded_rows: tuple[int, ...]
 
 
-_CPU = _Sizes(4096, 16, (4, 512, 64), (0.0, 0.0), (256,))
+_CPU = _Sizes(4096, 16, (4, 512, 64), (256,))
 # 336 MiB of weights: no cache holds what is read again. A GPU at rest raises its clock, then lowers it to what its
 # power allows. The smaller of what is decoded takes longer than the host takes to launch it.
-_GPU = _Sizes(14336, 8192, (32, 8192, 128), (0.3, 0.2), (14336, 4096))
+_GPU = _Sizes(14336, 8192, (32, 8192, 128), (14336, 4096))
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -136,22 +141,31 @@ class _Bench:
     def measure(self, advance: Callable[[], object], *, decodes: bool) -> tuple[dict[str, Any], bool]:
         """All numbers that can be measured, and whether these are all."""
         numbers: dict[str, Any] = self._workspace()
-        # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth.
-        # Steps that are bound by weights have none. So they come last, and a round begins with what hardly uses the
-        # device. Decoding waits until its kernels are there, which a thread compiles that uses the device: only then a
-        # graph may be captured, for the kernels.
+        # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth. So
+        # what follows them in the first round hardly uses the device. Decoding waits until its kernels are there, which
+        # threads compile that use the device and the host: only then a graph may be captured, for the kernels, and
+        # what the host takes is timed.
         opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
         decoding = (self.decoding,) if decodes else ()
-        all_of_it = (self.link, self.modules, *decoding, *opening, self.kernels, self.products, self.attention)
-        found, complete = self.measure_parts(all_of_it, advance)
-        return numbers | ({} if decodes else dict.fromkeys(DECODE_RATES, NOT_MEASURED)) | found, complete
+        numbers |= {} if decodes else dict.fromkeys(DECODE_RATES, NOT_MEASURED)
+        is_complete = True
+        rest = (self.link, self.modules, *decoding, *opening, self.kernels)
+        for measurings, seconds in (((self.products, self.attention), self.queued_s), (rest, self.seconds)):
+            found, is_all = self.measure_parts(measurings, advance, seconds)
+            numbers |= found
+            is_complete &= is_all
+        return numbers, is_complete
 
     def measure_parts(
-        self, measurings: Sequence[Callable[[], _Measuring]], advance: Callable[[], object]
+        self,
+        measurings: Sequence[Callable[[], _Measuring]],
+        advance: Callable[[], object],
+        seconds: _Seconds | None = None,
     ) -> tuple[dict[str, Any], bool]:
         """The numbers of those that can be measured, in rounds over all of them, and whether these are all."""
         numbers: dict[str, Any] = {}
-        parts = self._tried({measuring.__name__: partial(_Part, measuring, self) for measuring in measurings})
+        about = self, seconds or self.seconds
+        parts = self._tried({measuring.__name__: partial(_Part, measuring, *about) for measuring in measurings})
         for _ in range(NUM_ROUNDS):
             parts = self._tried({part.name: part.sample for part in parts})
             advance()
@@ -182,6 +196,33 @@ class _Bench:
         self._backend.synchronize()
         return (time.perf_counter() - started) / repeats
 
+    def queued_s(self, work: _Work, repeats: int) -> float:
+        """The same by the clock of a GPU, which has so much to do first that the host may be late."""
+        if not self._on_gpu:
+            return self.seconds(work, repeats)
+        for _ in range(self._num_ahead):
+            self._half()
+        begin = self._backend.stamp(Side.COMPUTE)
+        for _ in range(repeats):
+            work()
+        end = self._backend.stamp(Side.COMPUTE)
+        self._backend.synchronize()
+        return (self._backend.seconds(begin, end) or math.inf) / repeats
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        return self._tensor(self._sizes.rows, _WIDTH)
+
+    def _half(self) -> object:
+        """The product of many rows."""
+        return F.linear(self._rows, self._weights[0])
+
+    @cached_property
+    def _num_ahead(self) -> int:
+        """Products that take the GPU `_AHEAD_S`, once its clocks have settled."""
+        self.seconds(self._half, self.repeats(self._half, _SETTLE_S))
+        return self.repeats(self._half, _AHEAD_S)
+
     def repeats(self, work: _Work, sample_s: float) -> int:
         """How often `work` fits into a sample."""
         self.seconds(work, 1)  # loads kernels
@@ -197,13 +238,10 @@ class _Bench:
 
     def products(self) -> _Measuring:
         """Products of many rows in bf16 and float32."""
-        rows, weight = self._tensor(self._sizes.rows, _WIDTH), self._weights[0]
+        rows, weight = self._rows, self._weights[0]
         few, part = rows[: len(rows) // 4].float(), weight[: len(weight) // 4].float()
-        half, single = partial(F.linear, rows, weight), partial(F.linear, few, part)
-        at_first_s, again_s = self._sizes.settle_s
-        self.seconds(half, self.repeats(half, at_first_s))
-        works = {"half": (half, 3 * _SAMPLE_S), "single": (single, _SAMPLE_S)}
-        best = yield {"settling": (half, again_s)} | works
+        single = partial(F.linear, few, part)
+        best = yield {"half": (self._half, 3 * _SAMPLE_S), "single": (single, _SAMPLE_S)}
         yield {
             "half_flops_per_s": 2 * len(rows) * weight.numel() / best["half"],
             "single_flops_per_s": 2 * len(few) * part.numel() / best["single"],
@@ -309,9 +347,9 @@ def decoding_parts(seconds: Mapping[int, Sequence[float]], sizes: Sequence[int])
 class _Part:
     """What is measured together: its works, and the best seconds of each so far."""
 
-    def __init__(self, measuring: Callable[[], _Measuring], bench: _Bench) -> None:
+    def __init__(self, measuring: Callable[[], _Measuring], bench: _Bench, seconds: _Seconds) -> None:
         self.name = measuring.__name__
-        self._measuring, self._seconds = measuring(), bench.seconds
+        self._measuring, self._seconds = measuring(), seconds
         works = next(self._measuring)
         self._works = {name: (work, bench.repeats(work, sample_s)) for name, (work, sample_s) in works.items()}
         self._best = dict.fromkeys(works, float("inf"))

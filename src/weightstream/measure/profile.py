@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import time
-from concurrent.futures import wait
+from collections.abc import Collection
+from concurrent.futures import Future, wait
 from dataclasses import fields, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from pydantic import TypeAdapter
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
-from weightstream.measure.progress import told
+from weightstream.measure.progress import announce, say, told
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
@@ -25,9 +27,9 @@ from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 10  # of what is kept; to be raised whenever a number is measured in another way
-_SOON_S = 0.3  # what was compiled before is loaded
+_FORMAT = 11  # of what is kept; to be raised whenever a number is measured in another way
 _FRESH_S = 3600.0
+_MEASURED = "bfloat16"  # what decoding is measured with
 QUIET = 0.2  # what others may use of a device that is measured
 
 
@@ -47,9 +49,10 @@ def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Prof
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found
-        prepare(backend.device, uses_codes=False)  # compiles beside what is made ready
+        if backend.device.type == "cuda":
+            _compile(backend.device, _MEASURED, progress)  # while other numbers are measured
         started, others = time.time(), _load(backend.device)
-        with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_ROUNDS) as advance:
+        with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_STEPS) as advance:
             found, complete = bench.measure(backend, advance, backend.device.type != "cpu")
         found = replace(found, measured_at=started, load=others)
         logger.info("measured in %.1f s: %s", time.time() - started, found)
@@ -77,23 +80,43 @@ def with_decoding(backend: Backend, found: Profile, *, progress: bool | None = N
         return replace(found, **assumed)
 
 
-def prepare(device: torch.device, uses_codes: bool) -> None:
-    """Start to compile what decodes weights, in a thread, where it will be needed: in use, or to be measured."""
-    if device.type == "cuda" and (uses_codes or not _path(device).exists()):
-        coding.prepare(device)
+def prepare(device: torch.device, dtypes: Collection[str], progress: bool | None = None) -> None:
+    """Start to compile what decodes weights of these dtypes, in threads, and what is to be measured.
+
+    Says when a device is used for the first time, which takes seconds.
+    """
+    is_kept = _path(device).exists()
+    if not is_kept:
+        _first_use(device, progress)
+    if device.type == "cuda":
+        for dtype in sorted({*dtypes} | ({_MEASURED} if not is_kept else set())):
+            _compile(device, dtype, progress)
 
 
-def can_decode(device: torch.device, *, progress: bool | None = None) -> bool:
-    """`coding.available`; says so, as `profile_for`, where that takes a while."""
-    _wait_for_kernels(device, progress)
-    return coding.available(device)
+def can_decode(device: torch.device, dtypes: Collection[str] = (_MEASURED,), *, progress: bool | None = None) -> bool:
+    """`coding.available` for all of these; says so, as `profile_for`, where that takes a while."""
+    if device.type == "cuda":
+        wait([_compile(device, dtype, progress) for dtype in dtypes])
+    return all(coding.available(device, dtype) for dtype in dtypes)
 
 
-def _wait_for_kernels(device: torch.device, progress: bool | None) -> None:
-    if device.type == "cuda" and wait([trial := coding.prepare(device)], _SOON_S).not_done:
-        with told(f"compiling kernels for {device}, once per machine", progress) as advance:
-            while wait([trial], _SOON_S).not_done:
-                advance()
+def _compile(device: torch.device, dtype: str, progress: bool | None) -> Future[str | None]:
+    """The trial of a device's kernels, which is announced once."""
+    trial = coding.prepare(device, dtype)
+    if not trial.done():
+        _announced(device, dtype, trial, progress)
+    return trial
+
+
+@cache
+def _first_use(device: torch.device, progress: bool | None) -> None:
+    what = "it is measured" if device.type == "cpu" else "it is measured, and kernels are compiled"
+    say(f"{device} is used for the first time: {what}, once per machine", progress)
+
+
+@cache
+def _announced(device: torch.device, dtype: str, trial: Future[str | None], progress: bool | None) -> None:
+    announce(trial, f"compiling kernels for {dtype} on {device}, once per machine", progress)
 
 
 def doubt(device: torch.device) -> None:

@@ -1,0 +1,157 @@
+"""Progress: what takes seconds is said within one, and again where it takes long, also where stderr is no terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import weightstream
+from weightstream.measure import progress
+from weightstream.plan.prospect import Prospect
+from weightstream.runtime.homes import Homes
+
+TEXT = "measuring it"
+STILL = f"weightstream: still {TEXT}"
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    for _ in range(100):
+        if set(threading.enumerate()) <= before:
+            return
+        time.sleep(0.01)
+    raise AssertionError("a thread is left")
+
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_NOTICED_S", 0.01)
+    monkeypatch.setattr(progress, "LONG_S", 0.03)
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_line_is_of_the_log_or_of_stderr(
+    level: int, asked: bool | None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(level, "weightstream"):
+        progress.say(TEXT, asked)
+    is_logged = level == logging.INFO
+    assert caplog.messages == ([TEXT] if is_logged else [])
+    wanted = "" if is_logged or asked is False else f"weightstream: {TEXT}\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_a_phase_of_steps_is_said_again_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No thread looks at the clock meanwhile: the steps do."""
+    now, threads, said = [100.0], set(threading.enumerate()), ""
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.told(TEXT) as advance:
+        for second, lines in ((104.9, 1), (105.1, 2), (106.0, 2), (120.0, 2)):
+            now[0] = second
+            advance()
+            said += capsys.readouterr().err
+            assert said.count("\n") == lines
+            assert set(threading.enumerate()) == threads
+    assert said.splitlines() == [f"weightstream: {TEXT}", f"{STILL}, 5 s so far"]
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("takes_s", [0.0, 0.3])
+def test_what_lasts_is_said_once(takes_s: float, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.lasting(TEXT):
+        time.sleep(takes_s)
+    assert capsys.readouterr().err.count(STILL) == (takes_s > 0)
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_an_error_ends_what_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError), progress.lasting(TEXT):
+        raise ZeroDivisionError
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_work_of_others_is_announced_when_it_takes_a_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    work: Future[None] = Future()
+    progress.announce(work, TEXT)
+    said, until = "", time.monotonic() + 10
+    while said.count("\n") < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    work.set_result(None)
+    lines = said.splitlines()
+    assert lines[0] == f"weightstream: {TEXT}"
+    assert lines[1].startswith(STILL)
+    assert len(lines) == 2
+    progress.announce(work, TEXT)
+    time.sleep(0.05)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("owner", "name", "said"), [(Homes, "settle", "moving 130.0KiB of weights"), (Prospect, "plan", "planning")]
+)
+def test_phases_of_an_offload_that_last_are_said(
+    owner: type, name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = getattr(owner, name)
+
+    def slow(*args: object) -> object:
+        time.sleep(0.3)
+        return plain(*args)
+
+    monkeypatch.setattr(owner, name, slow)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    weightstream.offload(model, device="cpu", device_budget="48KiB").remove()
+    assert capsys.readouterr().err.splitlines().count(f"weightstream: still {said}, 0 s so far") == 1
+
+
+FIRST = """
+import sys, time
+import torch
+from weightstream import offload
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+stderr, began, lines = sys.stderr, time.perf_counter(), []
+
+
+class Clocked:
+    def write(self, text):
+        lines.append(time.perf_counter() - began)
+        return stderr.write(text)
+
+    def __getattr__(self, name):
+        return getattr(stderr, name)
+
+
+sys.stderr = Clocked()
+offload(model, device="cpu", device_budget="48KiB")
+print(lines[0] if lines else "nothing")
+"""
+
+
+def test_a_first_offload_says_so_within_a_second(tmp_path: Path) -> None:
+    """In a process whose stderr is no terminal, with nothing kept from earlier ones."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    said = [line for line in run.stderr.splitlines() if line.startswith("weightstream: ")]
+    assert "cpu is used for the first time" in said[0]
+    assert float(run.stdout) < 1
