@@ -84,6 +84,8 @@ def test_streams_as_it_is(name: str) -> None:
 
 
 def test_captured(name: str) -> None:
+    if name == "quanto int4":
+        pytest.skip("its kernel is queued outside of the captured stream: a resident graph is wrong, too")
     plain, model, xs, wanted = pair(name)
     with weightstream.offload(
         model, device="cuda", device_budget=int(0.4 * held_nbytes(model)), codec="none"
@@ -196,12 +198,30 @@ def test_is_quantised_on_the_gpu_as_it_is_loaded(kind: str, tmp_path: Path) -> N
     llama().save_pretrained(tmp_path)
     wanted = loaded(tmp_path, quantization_config=on_the_fly(kind))(IDS.cuda()).logits
     model: Any = weightstream.from_pretrained(
-        tmp_path, device="cuda", device_budget="300KiB", quantization_config=on_the_fly(kind)
+        tmp_path, device="cuda", device_budget="200KiB", quantization_config=on_the_fly(kind)
     )
     for _ in range(3):
         assert torch.equal(model(IDS.cuda()).logits, wanted)
     assert model.weightstream.stats().fills > 0
     model.weightstream.remove()
+
+
+def test_nothing_is_captured_that_ignores_streams() -> None:
+    """quanto's kernel of unpacking is queued in the default stream."""
+    quanto = pytest.importorskip("optimum.quanto")
+    models: list[Any] = [llama().cuda().float() for _ in range(2)]
+    for model in models:
+        quanto.quantize(model, weights=quanto.qint4)
+        quanto.freeze(model)
+    plain, model = models
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    wanted = plain.generate(IDS.cuda(), **options, **STATIC)
+    told: list[Any] = []
+    with weightstream.offload(model, device="cuda", device_budget=int(0.5 * held_nbytes(model)), codec="none"):
+        for _ in range(2):
+            tokens = weightstream.generate(model, IDS.cuda(), on_decoding=told.append, **options)
+            assert torch.equal(tokens, wanted)
+    assert all("ignores CUDA streams" in decoding.reason for decoding in told)
 
 
 def test_adapters_over_nf4(tmp_path: Path) -> None:
@@ -219,7 +239,7 @@ def test_adapters_over_nf4(tmp_path: Path) -> None:
         return made
 
     wanted, model = adapted()(IDS.cuda()).logits, adapted()
-    with weightstream.offload(model, device="cuda", device_budget="300KiB") as streamer:
+    with weightstream.offload(model, device="cuda", device_budget="200KiB") as streamer:
         for _ in range(3):
             assert torch.equal(model(IDS.cuda()).logits, wanted)
         assert streamer.stats().fills > 0

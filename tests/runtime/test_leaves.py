@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 import weightstream
 from models import assert_same
 from weightstream.errors import OffloadError, UnsupportedError
+from weightstream.runtime.guards import refuse_moves
 from weightstream.runtime.leaves import Role, Shell, leaves
 
 WIDTH, DEPTH = 64, 6
@@ -358,25 +359,26 @@ def test_a_parameter_that_was_made_in_inference_mode_keeps_its_class() -> None:
     assert not any(leaf.tensor.is_inference() for m in model for leaf in leaves(m))
 
 
+class Elsewhere(torch.Tensor):
+    """Says that it is on a GPU, which needs none."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Elsewhere:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device="cuda:0")  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
 def test_a_wrapper_reports_the_device_of_what_is_inside() -> None:
-    class Elsewhere(torch.Tensor):
-        """Says that it is on a GPU, which needs none."""
-
-        @staticmethod
-        def __new__(cls, inner: torch.Tensor) -> Elsewhere:
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device="cuda:0")  # type: ignore[attr-defined]
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise NotImplementedError
-
     weight = nn.Parameter(Int8.of(torch.randn(8, 8)), requires_grad=False)
     shell, home, device = Shell(weight), (weight.qdata, weight.scale), torch.device("cuda:0")
     for _ in range(2):
-        weight.qdata = Elsewhere(home[0])
-        shell.follow()
-        assert weight.device.type == "cpu", "what is inside is on its way"
         weight.scale = Elsewhere(home[1])
+        shell.follow()
+        assert weight.device.type == "cpu", "as its class reports where they are on two"
+        weight.qdata = Elsewhere(home[0])
         shell.follow()
         assert (weight.device, weight.is_cuda, type(weight), weight.shape) == (device, True, Int8, (8, 8))
         weight.qdata, weight.scale = home
@@ -384,6 +386,55 @@ def test_a_wrapper_reports_the_device_of_what_is_inside() -> None:
         assert (weight.device.type, weight.is_cuda) == ("cpu", False)
     assert isinstance(weight, nn.Parameter)
     assert [id(weight.qdata), id(weight.scale)] == list(map(id, home))
+
+
+def test_a_wrapper_that_packs_for_one_device_reports_another() -> None:
+    class Choosy(Int8):
+        def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor) -> Choosy:
+            assert qdata.device.type == scale.device.type == "cpu"
+            return Int8.__new__(cls, qdata, scale)  # type: ignore[return-value]
+
+        @property
+        def dtype(self) -> torch.dtype:  # type: ignore[override]
+            return torch.uint8
+
+    weight = nn.Parameter(Choosy.of(torch.randn(8, 4)), requires_grad=False)
+    shell, inside, dtype = Shell(weight), weight.qdata, torch.Tensor.dtype.__get__(weight)  # type: ignore[attr-defined]
+    for device, qdata in (("cuda", Elsewhere(inside)), ("cpu", inside)) * 2:
+        weight.qdata = qdata
+        shell.follow()
+        assert (weight.device.type, type(weight), weight.shape, weight.stride()) == (device, Choosy, (8, 4), (4, 1))
+        assert torch.Tensor.dtype.__get__(weight) == dtype != weight.dtype  # type: ignore[attr-defined]
+
+
+class PackedForMeta(nn.Module):
+    """Unpacks its weight only where that is on the device that it was packed for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Int8.of(torch.randn(8, 4)), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(8), requires_grad=False)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight.qdata.device.type != "meta":
+            raise RuntimeError("packed for meta")
+        destination[prefix + "weight"] = torch.arange(32).view(8, 4)
+
+
+def test_weights_are_saved_on_the_device_that_they_are_packed_for() -> None:
+    model = nn.Sequential(PackedForMeta(), nn.Linear(4, 8))
+    undo, weight = refuse_moves(model, torch.device("meta")), model[0].weight
+    state = model.state_dict()
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert state["0.bias"].data_ptr() == model[0].bias.data_ptr()
+    assert torch.equal(state["0.weight"], torch.arange(32).view(8, 4))
+    assert state["1.weight"].data_ptr() == model[1].weight.data_ptr()
+    assert model[0].weight is weight
+    assert weight.qdata.device.type == "cpu"
+    undo()
+    with pytest.raises(RuntimeError, match="packed for meta"):
+        model.state_dict()
 
 
 # -- attributes ------------------------------------------------------------------------------------------------------

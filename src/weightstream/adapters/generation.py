@@ -41,6 +41,7 @@ _TEXT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids
 _COUNT = hf_private.STATIC_WINDOW_COUNT
 _INDEXED = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 _COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+_STREAMLESS = frozenset(("quanto.unpack",))  # its kernel is queued in the default stream, whatever the current one is
 _WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
@@ -268,7 +269,7 @@ class Decoder:
             self._watched = signature
             with _HostWatch() as watch:  # type: ignore[no-untyped-call]
                 output = forward(*args, **kwargs)
-            self.reason = common(self._ranks, watch.found and f"the model waits for the device in {watch.found}")
+            self.reason = common(self._ranks, watch.found)
             return output
         if ready is _Ready.CAPTURE:
             step = forward, leaves, spec
@@ -346,17 +347,19 @@ def _state(layer: Any) -> dict[str, Any]:
 
 
 class _HostWatch(OperatorMode):
-    """Finds an operator that no capture allows before a capture meets it.
+    """Finds an operator that no capture allows, or has, before a capture meets it.
 
-    One that fails half-way leaves PyTorch's stream, memory pool and random state behind it in pieces.
+    A capture that fails half-way leaves PyTorch's stream, memory pool and random state behind it in pieces.
     """
 
-    found: str | None = None
+    found: str | None = None  # why nothing is captured
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if self.found is None and _waits(func, args, output):
-            self.found = str(func)
+            self.found = f"the model waits for the device in {func}"
+        elif self.found is None and str(getattr(func, "overloadpacket", "")) in _STREAMLESS:
+            self.found = f"{func} ignores CUDA streams, so that a graph would compute without it"
         return output
 
 

@@ -47,8 +47,10 @@ class Attachment:
         run_step: Run,
         run_unit: Run,  # the index of the unit comes first
         entries: Sequence[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
+        self._device = device
         self.entries = set(entries)  # methods beside `forward` that are steps
         self.units = tuple(units)
         self.session = ops.Session(streamer)  # by which compiled code finds the streamer
@@ -76,7 +78,7 @@ class Attachment:
         self._undo.add(guards.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
-        self._undo.add(guards.refuse_moves(self.model))
+        self._undo.add(guards.refuse_moves(self.model, self._device))
         self._undo.add(_notice(self))
         setattr(self.model, guards.ATTRIBUTE, self._streamer)
         self._undo.add(lambda: self.model.__dict__.pop(guards.ATTRIBUTE, None))

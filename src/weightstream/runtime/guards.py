@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -16,7 +17,7 @@ from torch import nn
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops, parameter
-from weightstream.runtime.leaves import leaves
+from weightstream.runtime.leaves import leaves, on_device
 from weightstream.runtime.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
@@ -374,14 +375,33 @@ class Copyable(_StandsIn):
 
 
 class Saving(_StandsIn):
-    """In place of `_save_to_state_dict`: libraries that take weights apart there compare classes of tensors exactly."""
+    """In place of `_save_to_state_dict`: libraries that take weights apart there compare classes of tensors exactly,
+    and may unpack on the device alone that they packed for."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
         super().__init__(module, "_save_to_state_dict")
+        self._device = device
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        with parameter.plainly(t for leaf in leaves(self.module) for t in (leaf.tensor, *leaf.shells)):
-            self.method()(*args, **kwargs)
+    def __call__(self, destination: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        found = list(leaves(self.module))
+        with parameter.plainly(t for leaf in found for t in (leaf.tensor, *leaf.shells)):
+            try:
+                self.method()(destination, *args, **kwargs)
+            except Exception:
+                if self._device is None or not any(leaf.shells for leaf in found):
+                    raise
+                self._save_on(self._device, destination, *args, **kwargs)
+
+    def _save_on(self, device: torch.device, destination: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save copies of the wrapped weights that lie on the device while that lasts."""
+        copied = copy.copy(self.module)  # a plain module
+        wrapped = {id(leaf.shells[-1]) for leaf in leaves(self.module) if leaf.shells}
+        held = copied._parameters.items()
+        copied._parameters = {key: on_device(t, device) if id(t) in wrapped else t for key, t in held}  # type: ignore[arg-type, misc]
+        saved: dict[str, Any] = {}
+        copied._save_to_state_dict(saved, *args, **kwargs)
+        for key, value in saved.items():
+            destination[key] = value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 class Entry(_StandsIn):
@@ -466,14 +486,14 @@ class RefuseApply(_StandsIn):
         )
 
 
-def refuse_moves(model: nn.Module) -> Callable[[], None]:
+def refuse_moves(model: nn.Module, device: torch.device | None = None) -> Callable[[], None]:
     """Refuse moves and dtype changes of every module of the model, and have copies and saved tensors be plain; returns
     what undoes it."""
     undo = Undo()
     for path, module in model.named_modules():
         undo.add(RefuseApply(module, path).attach())
         undo.add(Copyable(module).attach())
-        undo.add(Saving(module).attach())
+        undo.add(Saving(module, device).attach())
     return undo
 
 

@@ -24,6 +24,7 @@ from weightstream.errors import UnsupportedError
 _SKIPPED = frozenset(nn.Module().__dict__)  # what every module has: parameters, buffers and children among it
 _OURS = ("weightstream", "_weightstream")  # what we leave on modules and tensors
 _FACTS = (NoneType, bool, int, float, str, torch.dtype, torch.device)
+_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # a class may report another
 _DEPTH = 2  # of lists, dicts and holders inside of an attribute: `weight.quant_state.state2.absmax`
 
 
@@ -46,8 +47,7 @@ class Leaf(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Shell:
-    """A wrapper subclass, of class `kind`. It reports a device of its own, which must be that of the leaves when they
-    move.
+    """A wrapper subclass, of class `kind`. It reports a device of its own, which follows the leaves when they move.
 
     `is_blind`: it sees no call of torch, and hands the one tensor inside to kernels past what that sees, as DTensor.
     """
@@ -56,7 +56,7 @@ class Shell:
     kind: type[torch.Tensor] = field(init=False)
     is_blind: bool = field(init=False)
     _names: tuple[str, ...] = field(init=False)  # of the tensors inside: to ask for them costs as much as to show one
-    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # a wrapper of each device, to copy it from
+    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(default_factory=dict)  # to copy it from
 
     def __post_init__(self) -> None:
         self.kind = type(self.tensor)
@@ -65,13 +65,19 @@ class Shell:
         self.is_blind = sees_none and len(self._names) == 1
 
     def follow(self) -> None:
-        """Report the device that all tensors inside are on; nothing while they are on several."""
-        device, *others = {getattr(self.tensor, name).device for name in self._names}
-        if others or device == self.tensor.device:
-            return
-        if device not in self._on:
-            self._on[device] = rewrapped(self.tensor, self.kind)
-        torch.Tensor.data.__set__(self.tensor, self._on[device])  # type: ignore[attr-defined]
+        """Report the device that its class would report, now that the tensors inside are where they are."""
+        devices = tuple([getattr(self.tensor, name).device for name in self._names])
+        if devices not in self._on:
+            self._on[devices] = self._like_this(devices[0])
+        if self._on[devices].device != self.tensor.device:
+            torch.Tensor.data.__set__(self.tensor, self._on[devices])  # type: ignore[attr-defined]
+
+    def _like_this(self, device: torch.device) -> Any:
+        try:
+            return rewrapped(self.tensor, self.kind)
+        except Exception:  # the class takes no tensors on this device, as it packs for another, or not on several
+            made = {"strides": self.tensor.stride(), "dtype": _DTYPE(self.tensor), "device": device}
+            return torch.Tensor._make_wrapper_subclass(self.kind, self.tensor.size(), **made)
 
 
 def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
@@ -79,6 +85,14 @@ def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
     names, context = shell.__tensor_flatten__()
     inside = {name: getattr(shell, name) for name in names} | others
     return kind.__tensor_unflatten__(inside, context, shell.size(), shell.stride())
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same tensor on a device: copied as bytes, so that a wrapper is not packed anew for it."""
+    if type(tensor) in (nn.Parameter, torch.Tensor) or not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach().to(device)
+    inside = {name: on_device(inner, device) for name, inner in _inside(tensor)}
+    return rewrapped(tensor, type(tensor), **inside)
 
 
 def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:

@@ -69,7 +69,8 @@ class Streamer:
         entries: Sequence[str] = (),
     ) -> None:
         units = grains[refinement.prospect.grain_of(plan.manifest)]
-        self._modules, self._backend = Attachment(model, units, self, self._run_step, self._run_unit, entries), backend
+        self._backend = backend
+        self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
         self._compiled = Compiled(model, blocks)
         made = self._compiled, homes, backend, refinement, grains, on_close, block
         self._installed = Installation(self._modules, *made)
