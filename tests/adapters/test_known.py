@@ -41,6 +41,38 @@ def overwritten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x if view.all() else x[:1]
 
 
+def overwritten_in_a_list(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """By an operator that returns nothing."""
+    kept = torch.ones_like(mask)
+    torch._foreach_copy_([kept], [x[:, 0].long()])
+    return x if kept.all() else x[:1]
+
+
+def filled_in_a_list(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros_like(mask)
+    torch._foreach_copy_([kept], [mask])
+    return x if kept.all() else x[:1]
+
+
+def masked_by_ones(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As OPT and others make the mask that they were not given."""
+    ones = torch.ones(len(x), device=x.device)
+    is_seen = torch.cat([ones, mask.float()]).bool()
+    return x if is_seen.all() else x[:1]
+
+
+def masked_by_a_bias(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    bias = torch.full((len(x),), torch.finfo(x.dtype).min, device=x.device).masked_fill(mask.bool(), 0.0)
+    return x[: int((bias.softmax(0) > 0).sum())]
+
+
+def cached(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A buffer of zeros that activations are written to has no values any more."""
+    kept = torch.zeros(2, *x.shape, device=x.device)
+    kept[1] = x
+    return x if kept[1].any() else x[:1]
+
+
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all": lambda x, mask: x if mask.all() else x[:1],
     "any": lambda x, mask: x[:2] if (mask == 0).any() else x,
@@ -53,6 +85,9 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "unique": lambda x, mask: x[: len(torch.unique(mask))],
     "positions": lambda x, mask: x if (torch.arange(len(x), device=x.device) > 3).any() else x[:1],
     "written": written,
+    "written in a list": filled_in_a_list,
+    "ones": masked_by_ones,
+    "bias": masked_by_a_bias,
     "where": lambda x, mask: x[torch.where(mask == 0)[0]],
 }
 
@@ -83,7 +118,14 @@ def test_the_way_that_values_of_a_mask_decide(name: str, num: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [overwritten, lambda x, mask: x if x.max() > 0 else x[:1], lambda x, mask: x[x[:, 0] > 0]]
+    "way",
+    [
+        overwritten,
+        overwritten_in_a_list,
+        cached,
+        lambda x, mask: x if x.max() > 0 else x[:1],
+        lambda x, mask: x[x[:, 0] > 0],
+    ],
 )
 def test_values_of_activations_are_not_known(way: Any) -> None:
     with pytest.raises(UnsupportedError):

@@ -608,6 +608,15 @@ def test_of_libraries_the_modules_of_a_models_classes_are_looked_into(monkeypatc
     assert not [name for name in found if name.startswith(("huggingface_hub", "httpx"))]
 
 
+def test_what_runs_tests_is_not_looked_into(request: pytest.FixtureRequest) -> None:
+    """From a module of tests its items would be noted, thousands of them, for each call that is followed."""
+    model = _bare(Calls)
+    assert surroundings._modules_of(model) == {__name__}
+    noted = {id(value) for value, _ in surroundings.Surroundings(model)._noted.values()}
+    assert id(DICT) in noted
+    assert not noted.intersection(map(id, (*map(vars, request.session.items), request.session.items)))
+
+
 def _bare(kind: type[nn.Module]) -> nn.Module:
     model = kind.__new__(kind)
     nn.Module.__init__(model)

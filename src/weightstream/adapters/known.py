@@ -1,8 +1,9 @@
 """Known values: what is asked of integers and masks while a call is followed on meta. Knows no model.
 
 A call's ids, masks and positions decide ways of a forward: whether a mask hides anything, where a sequence ends. Their
-values are at hand, and small. So what is computed of them alone is computed twice: on meta, and here on the CPU, where
-questions that tensors on meta cannot answer are answered. Activations and weights have no values.
+values are at hand, and small, as are those of constants that the forward makes. So what is computed of them alone, in
+any dtype, is computed twice: on meta, and here on the CPU, where questions that tensors on meta cannot answer are
+answered. Activations and weights have no values.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """An operator has given this: its values, too, if all that it is made of is known."""
         made = [tensor for tensor in tensors_in(output) if tensor.is_meta]
-        writes = func._schema.is_mutable
-        if not made or not (writes or all(is_small(tensor) and tensor not in self._values for tensor in made)):
+        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        if not (made or written) or not (written or all(t.numel() <= _MOST and t not in self._values for t in made)):
             return
-        found: list[torch.Tensor] = []
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            with suppress(Exception):  # of values that the operator does not take, or that are not known
+        is_known = not any(t.is_meta and t not in self._values for t in tensors_in((args, kwargs)))
+        found: list[torch.Tensor] | None = None
+        if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
+            with suppress(Exception):  # of values that the operator does not take
                 found = list(tensors_in(func(*self._real(args), **self._real(kwargs))))
-        if len(found) != len(made):
-            for tensor in made if writes else ():
+        if found is None or len(found) != len(made):
+            for tensor in written:
                 self._forget(tensor)
             return
         for tensor, value in zip(made, found, strict=True):
@@ -112,8 +114,20 @@ class KnownValues:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor whose values are followed."""
+    """Whether it is an argument whose values are followed: activations are given in floating point."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments of an operator that it writes to."""
+    arguments = func._schema.arguments
+    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    return [
+        tensor
+        for argument, value in zip(arguments, given, strict=True)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(value)
+    ]
 
 
 def _is_on_cpu(kwargs: dict[str, Any]) -> bool:

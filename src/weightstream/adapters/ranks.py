@@ -26,6 +26,7 @@ NAMES = ("distributed_config", "tp_plan", "tp_size")  # of keywords that ask for
 _IMAGINING = threading.RLock()  # the group is of the process
 _PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
 _OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+_EXPERTS = "enable_expert_parallel"  # without a size of its own up to transformers 5.17
 _TOLD = "_weightstream_is_told"  # to all ranks
 _RATES = ("link_bytes_per_s", "ranks_bytes_per_s")
 _FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
@@ -183,6 +184,8 @@ def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
     if wanted is None:
         return False
     others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
+    if not others and getattr(wanted, _EXPERTS, False):
+        others = [_EXPERTS]
     if others:
         raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
     if wanted.tp_size == 1:

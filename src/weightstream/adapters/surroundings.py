@@ -38,7 +38,8 @@ from torch.nn.modules import module as torch_modules
 from weightstream.adapters import meta
 from weightstream.errors import UnsupportedError
 
-_NEVER = frozenset(("torch", "weightstream", "numpy", *sys.stdlib_module_names))  # they keep no tensors of a model
+_TESTING = ("pytest", "_pytest", "pluggy", "hypothesis")  # from a test's module they lead to all other tests
+_NEVER = frozenset(("torch", "weightstream", "numpy", *_TESTING, *sys.stdlib_module_names))  # they keep none of a model
 # Their modules are looked into where they define a class of the model. Those that these import are most of all modules,
 # and hold no tensors of a forward.
 _LIBRARIES = frozenset(("transformers", "diffusers", "huggingface_hub", "accelerate", "peft"))
