@@ -5,7 +5,7 @@
     bound = min(plain, coded)
 
 `bytes` are those of all weights less tables of which a step reads a few rows. Coded bytes, buffer and decoding are of
-the plans of `codec="small"` at this budget, in that grain which makes the bound least.
+the plans of `codec="compressed"` at this budget, in that grain which makes the bound least.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bound:
 
 def bounds_of(model: nn.Module, budgets: Iterable[int], backend: Backend) -> dict[int, Bound]:
     """The bound of each budget. Asked of the planner before the model is offloaded; keeps nothing of the model."""
-    by_alias, config = groups(model), OffloadConfig(codec="small")
+    by_alias, config = groups(model), OffloadConfig(codec="compressed")
     tables, found = tables_of(model, by_alias), {}
     nbytes = sum(group.nbytes for group in by_alias.values())
     tables_nbytes = sum(by_alias[alias].nbytes for alias in tables)

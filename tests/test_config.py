@@ -443,7 +443,7 @@ def test_backend(values: dict[str, Any], backend: str) -> None:
         ({"device_budget": 5, "offload_group_size": 1}, ["device_budget = 5", "'prefetch'"]),
         ({"device_budget": "8%", "offload_group_size": 1}, ["device_budget = 8%", "'prefetch'"]),
         ({"max_memory": {0: 5, "cpu": 7}, "cpu_offload_gb": 1}, ["max_memory[0] = 5", "'uva'"]),
-        ({"codec": "3bit", "cpu_offload_gb": 1}, ["codec = 'small'", "'auto' selects 'uva'"]),
+        ({"codec": "compressed", "cpu_offload_gb": 1}, ["codec = 'small'", "'auto' selects 'uva'"]),
     ],
 )
 def test_an_ignored_setting_warns_once_and_says_how_to_silence_it(values: dict[str, Any], named: list[str]) -> None:
@@ -477,7 +477,7 @@ def test_a_budget_and_both_backends_give_a_warning_each() -> None:
         },
         {"device_budget": GIB, "host_budget": 0, "offload_folder": "/tmp", "pin_memory": False, "use_uva": False},
         {"codec": "none", "cpu_offload_gb": 1},
-        {"codec": "4bit", "offload_group_size": 1},
+        {"codec": "compressed", "offload_group_size": 1},
     ],
 )
 def test_a_configuration_without_conflict_is_silent(values: dict[str, Any]) -> None:
@@ -667,7 +667,7 @@ OTHER_VALUES: dict[str, Any] = {
     "pin_memory": False,
     "use_uva": False,
     "zero_copy_params": {"a"},
-    "codec": "3bit",
+    "codec": "compressed",
     "verify_checksums": False,
 }
 

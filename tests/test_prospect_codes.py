@@ -83,7 +83,7 @@ def test_weights_that_are_not_there_are_assumed() -> None:
 
 
 def test_what_is_coded_in_a_file_has_one_form() -> None:
-    layout = Layout(dtype="bfloat16", bits=4, count=WIDTH**2, num_escapes=77)
+    layout = Layout(dtype="bfloat16", count=WIDTH**2, num_escapes=77)
     found = sizes_of(groups(Several()), {"of_bfloat16": layout}, {}, frozenset())
     assert found["of_bfloat16"] == {4: layout.nbytes}
     assert found["tied"].keys() == set(BITS)
@@ -94,7 +94,7 @@ def test_what_is_coded_in_a_file_has_one_form() -> None:
     [
         ({"device_budget": 10**9, "codec": "auto"}, False),
         ({"device_budget": 10**6, "codec": "none"}, False),
-        ({"device_budget": 10**9, "codec": "3bit"}, True),
+        ({"device_budget": 10**9, "codec": "compressed"}, True),
     ],
 )
 def test_weights_are_read_where_a_plan_depends_on_them(
@@ -109,7 +109,7 @@ def test_weights_are_read_where_a_plan_depends_on_them(
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({}, False), ({"codec": "3bit"}, True), ({"codec": "none"}, False), ({"cpu_offload_gb": 1}, False)],
+    [({}, False), ({"codec": "compressed"}, True), ({"codec": "none"}, False), ({"cpu_offload_gb": 1}, False)],
 )
 def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) -> None:
     backend = CpuBackend()
@@ -125,7 +125,7 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
         ({"device_budget": 64 * KIB}, ["float32"], set()),
         ({"device_budget": 64 * KIB, "codec": "none"}, ["bfloat16"], set()),
         ({"device_budget": 1 << 30}, ["bfloat16"], set()),
-        ({"device_budget": 1 << 30, "codec": "fast"}, ["bfloat16"], {"bfloat16"}),
+        ({"device_budget": 1 << 30, "codec": "compressed"}, ["bfloat16"], {"bfloat16"}),
         ({}, ["bfloat16"], set()),
         ({"cpu_offload_gb": 1}, ["bfloat16"], set()),
     ],
@@ -167,7 +167,7 @@ def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
     asked: list[Any] = []
     monkeypatch.setattr(prospects, "can_decode", lambda *about: asked.append(about[-1]) or False)
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for _ in range(8)])
-    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit").remove()
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="compressed").remove()
     assert asked == [frozenset({"bfloat16"})] * is_asked
 
 
@@ -179,7 +179,7 @@ def test_operators_are_tried_when_nothing_compiles_any_more(monkeypatch: pytest.
     monkeypatch.setattr(prospects, "foreseen", lambda *args: calls.append("trial") or foreseen(*args))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit", example_inputs=x).remove()
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="compressed", example_inputs=x).remove()
     assert calls == ["kernels", "trial"]
 
 
@@ -205,14 +205,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packs") / "coded"
-    done = CliRunner().invoke(app, ["pack", str(folder), str(path), "--codec", "3bit"])
+    done = CliRunner().invoke(app, ["pack", str(folder), str(path), "--codec", "compressed"])
     assert done.exit_code == 0, done.output
     return path
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["900KiB", "2MiB", "16MiB"])
-@pytest.mark.parametrize("codec", ["3bit", "4bit"])
+@pytest.mark.parametrize("codec", ["compressed", "compressed"])
 def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, codec: str, budget: str) -> None:
     """Its coded bytes are known from the headers, and there is no other form of them."""
     settings = {"device": "cpu", "device_budget": budget, "codec": codec}
@@ -227,7 +227,7 @@ def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, codec: str
 
 
 def test_codes_of_a_checkpoint_are_assumed(folder: Path) -> None:
-    plan = weightstream.plan_model(folder, device="cpu", device_budget="2MiB", codec="4bit")
+    plan = weightstream.plan_model(folder, device="cpu", device_budget="2MiB", codec="compressed")
     codes = plan.manifest.codes
     assert "model.layers.0.mlp.up_proj.weight" in codes
     assert "model.embed_tokens.weight" not in codes
@@ -255,12 +255,12 @@ def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.stress
 def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
-    found = {codec: plan("--codec", codec) for codec in ("none", "3bit", "4bit", "auto")}
-    assert [found[codec]["code"] for codec in ("none", "3bit", "4bit")] == [None, "small", "fast"]
-    assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["3bit"]["nbytes"]
-    assert found["3bit"]["held_nbytes"] < found["4bit"]["held_nbytes"] < found["none"]["nbytes"]
-    assert found["3bit"]["buffer_nbytes"] > 0 == found["none"]["buffer_nbytes"]
-    assert found["3bit"]["decode_s"] > 0 == found["none"]["decode_s"]
+    found = {codec: plan("--codec", codec) for codec in ("none", "compressed", "compressed", "auto")}
+    assert [found[codec]["code"] for codec in ("none", "compressed", "compressed")] == [None, "small", "fast"]
+    assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["compressed"]["nbytes"]
+    assert found["compressed"]["held_nbytes"] < found["compressed"]["held_nbytes"] < found["none"]["nbytes"]
+    assert found["compressed"]["buffer_nbytes"] > 0 == found["none"]["buffer_nbytes"]
+    assert found["compressed"]["decode_s"] > 0 == found["none"]["decode_s"]
     assert found["auto"] == plan()
 
 
@@ -270,7 +270,7 @@ def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.M
     sizes: list[int] = []
     plain = bench.copies_s
     monkeypatch.setattr(bench, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
-    flags = ["--device", "cpu", "--device-budget", "2MiB", "--codec", "3bit", "--seconds", "0.05", "--context", "8"]
+    flags = ["--device", "cpu", "--device-budget", "2MiB", "--codec", "compressed", "--seconds", "0.05", "--context", "8"]
     done = CliRunner().invoke(app, ["bench", str(folder), *flags, "--json"])
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)

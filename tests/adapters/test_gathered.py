@@ -117,7 +117,7 @@ def test_updates_arrive(saved: Any) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("saved", ["qwen3_moe-bf16"], indirect=True)
-@pytest.mark.parametrize("codec", ["3bit", "4bit"])
+@pytest.mark.parametrize("codec", ["compressed", "compressed"])
 def test_what_is_in_parts_can_be_coded(codec: str, saved: Any, caplog: Any) -> None:
     original, folder = saved
     expected = reference(original, folder)

@@ -330,7 +330,7 @@ def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(pipelines.image(pipe, "sd3"), pipelines.image(plain(folder), "sd3"))
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.stress), {"codec": "4bit"}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.stress), {"codec": "compressed"}])
 def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
     """Decoded into the offload folder where nothing decodes as it is needed, and for another dtype."""
     folder = tmp_path / "coded"
@@ -340,7 +340,7 @@ def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
     want = pipelines.image(plain(folder, dtype=torch.bfloat16), "flux")
     from weightstream.adapters.packing import pack
 
-    pack(str(folder), tmp_path / "packed", codec="4bit", verify=True)
+    pack(str(folder), tmp_path / "packed", codec="compressed", verify=True)
     pipe = loaded(tmp_path / "packed", share=0.6, **options)
     assert torch.equal(pipelines.image(pipe, "flux"), want)
     pipe.weightstream.remove()

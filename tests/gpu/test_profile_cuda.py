@@ -80,7 +80,7 @@ def test_measuring_and_sizes_compile_nothing_more(backend: CudaBackend, monkeypa
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
     for bits in BITS:
         for nbytes, offset, num in ((2, 0, 1), (10002, 2, 5), (65536, 16, 33)):
-            layout, coded = coding.encode(memory[offset : offset + nbytes], "bfloat16", bits)
+            layout, coded = coding.encode(memory[offset : offset + nbytes], "bfloat16")
             coding.decoding([(coded, layout, memory[1 << 19 :])] * num)()
     assert not compiled
 

@@ -701,7 +701,7 @@ def test_a_cpu_measures_no_decoding_that_no_plan_uses(
 def test_it_measures_decoding_when_it_is_first_asked_for(encoded: list[int]) -> None:
     profile.save(CPU, replace(MEASURED, **dict.fromkeys(bench.DECODE_RATES, bench.NOT_MEASURED)))
     for _ in range(2):
-        with weightstream.offload(linears(), device="cpu", device_budget="40KiB", codec="small"):
+        with weightstream.offload(linears(), device="cpu", device_budget="40KiB", codec="compressed"):
             pass
         assert encoded == [1]
     kept = profile.load(CPU)

@@ -468,7 +468,7 @@ def assert_sound(plan: Plan) -> None:
     assert " slots for experts of " in plan.summary()
 
 
-@pytest.mark.parametrize("codec", ["none", "auto", "small"])
+@pytest.mark.parametrize("codec", ["none", "auto", "compressed"])
 @pytest.mark.parametrize("percent", [10, 25, 50])
 def test_a_small_budget_has_a_cache(percent: int, codec: str) -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
@@ -504,9 +504,9 @@ def made(candidates: Iterable[Any]) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("on", [IN_GRAPHS, machine()], ids=["in graphs", "eager"])
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_what_is_fetched_and_what_streams_share_the_link(codec: str, on: Machine) -> None:
-    share = SHARES[3] if codec == "small" else 1.0
+    share = SHARES[3] if codec == "compressed" else 1.0
     least = BUFFER_NBYTES + round(1.02 * share * NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048))
     planner = planner_of(least + REST_NBYTES * 3 // 4, codec=codec, on=on)
     plan = planner(MIXTURE)
@@ -556,7 +556,7 @@ def test_to_open_what_is_cached_takes_the_host_as_long_as_what_is_decoded() -> N
     assert planner_of(plan.budget or 0, on=slow).priced(plan).step_s > NUM_LAYERS * 5e-3
 
 
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_a_plan_that_is_priced_again_keeps_its_cache(codec: str) -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec=codec)
     plan = planner(MIXTURE)

@@ -232,7 +232,7 @@ def test_without_codes_plans_are_what_they_were(settings: Mapping[str, Any]) -> 
 
 
 @pytest.mark.parametrize("on", [machine(), machine(on_cpu=True, free_nbytes=4 * GIB)])
-@pytest.mark.parametrize(("codec", "bits"), [("3bit", 3), ("4bit", 4)])
+@pytest.mark.parametrize(("codec", "bits"), [("compressed", 3), ("compressed", 4)])
 @pytest.mark.parametrize("percent", [30, 100, 200])
 def test_a_code_that_is_asked_for_is_used_everywhere(on: Machine, codec: str, bits: int, percent: int) -> None:
     whole = decoder("block", **SMALL)
@@ -244,7 +244,7 @@ def test_a_code_that_is_asked_for_is_used_everywhere(on: Machine, codec: str, bi
 
 
 def test_classic_settings_code_what_streams() -> None:
-    raw, plan = (plan_of(SMALL, offload_group_size=2, codec=codec) for codec in ("none", "3bit"))
+    raw, plan = (plan_of(SMALL, offload_group_size=2, codec=codec) for codec in ("none", "compressed"))
     streamed = raw.manifest.aliases.keys() - raw.resident
     assert plan.manifest.aliases.keys() - plan.resident == streamed
     assert plan.manifest.codes.keys() == {alias for alias in streamed if "norm" not in alias}
@@ -325,9 +325,9 @@ def test_the_buffer_is_as_large_as_pays() -> None:
 
 def test_a_budget_that_the_buffer_breaks_is_refused_with_its_sum() -> None:
     with pytest.raises(PlanError, match=r"ring \S+ \+ decode buffer \S+ = \S+ \(\d+ bytes\)") as error:
-        plan_of(SMALL, on=machine(on_cpu=True), device_budget=40 * MIB, codec="3bit")
+        plan_of(SMALL, on=machine(on_cpu=True), device_budget=40 * MIB, codec="compressed")
     needed = int(str(error.value).split("(")[2].split()[0])
-    assert plan_of(SMALL, on=machine(on_cpu=True), device_budget=needed, codec="3bit").device_nbytes <= needed
+    assert plan_of(SMALL, on=machine(on_cpu=True), device_budget=needed, codec="compressed").device_nbytes <= needed
 
 
 # -- the host and the disk ----------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_what_is_coded_in_a_file_is_on_disk_in_that_form() -> None:
     assert plan.disk <= plan.manifest.codes.keys()
     assert plan.host_nbytes <= 100 * MIB
     assert plan.disk_s < plan_of(SMALL, **{**settings, "weights": {}}).disk_s
-    assert bits_of(plan_of(SMALL, **settings, codec="4bit")) == {3}, "there is no other form"
+    assert bits_of(plan_of(SMALL, **settings, codec="compressed")) == {3}, "there is no other form"
     with pytest.raises(PlanError, match="must be in host memory"):
         plan_of(SMALL, **settings, codec="none")
 

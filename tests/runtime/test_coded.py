@@ -35,10 +35,10 @@ __all__ = ["code_all"]
     ("codec", "dtype", "places", "name"),
     [  # each has one of the codes: at the least budget, which is the hardest, and every fourth at all
         pytest.param(
-            codec, dtype, places, name, marks=[pytest.mark.stress] * ((i % 3 == 0) is (codec == "3bit") or left)
+            codec, dtype, places, name, marks=[pytest.mark.stress] * ((i % 3 == 0) is (codec == "compressed") or left)
         )
         for i, name in enumerate(NAMES)
-        for codec, dtype in (("3bit", torch.bfloat16), ("4bit", torch.float16))
+        for codec, dtype in (("compressed", torch.bfloat16), ("compressed", torch.float16))
         for places, left in ((("streams",), i % 4 == 1), (PLACES, i % 4 != 1))
     ],
 )
@@ -297,7 +297,7 @@ def test_a_compiled_step_is_equal(place: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
     prefetch = PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=1, offload_prefetch_step=2)
-    config = OffloadConfig(offload_backend="prefetch", codec="3bit", prefetch=prefetch)
+    config = OffloadConfig(offload_backend="prefetch", codec="compressed", prefetch=prefetch)
     layers, plain = ([*random_model().blocks, *random_model().blocks] for _ in range(2))
     offloader = create_offloader(config)
     assert offloader.wrap_modules(iter(layers)) == layers
@@ -318,7 +318,7 @@ def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
 def test_two_models_take_turns() -> None:
     models = [random_model(lambda n=n: Chain(num_blocks=n)) for n in (3, 5)]
     plain = [random_model(lambda n=n: Chain(num_blocks=n)) for n in (3, 5)]
-    with offload(models[0]), offload(models[1], "in part", "4bit"):
+    with offload(models[0]), offload(models[1], "in part", "compressed"):
         for seed in range(4):
             for model, other in zip(models, plain, strict=True):
                 assert_same(step(model, {"x": rows(seed)}), step(other, {"x": rows(seed)}))
@@ -352,7 +352,7 @@ def test_a_cpu_codes_nothing_that_was_not_asked_for(codec: str) -> None:
         assert streamer.plan.buffer_nbytes == 0
 
 
-@pytest.mark.parametrize("codec", ["3bit", "4bit"])
+@pytest.mark.parametrize("codec", ["compressed", "compressed"])
 def test_weights_without_a_code_move_as_they_are(codec: str) -> None:
     model, plain = built("Stack", torch.float32), built("Stack", torch.float32)
     with weightstream.offload(model.module, device="cpu", device_budget="32KiB", codec=codec) as streamer:

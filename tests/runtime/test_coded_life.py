@@ -69,7 +69,7 @@ def allocated_nbytes(plan: Plan) -> int:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("codec", ["3bit", "4bit"])
+@pytest.mark.parametrize("codec", ["compressed", "compressed"])
 def test_the_device_holds_what_the_plan_says(place: str, codec: str, counted: list[Counted]) -> None:
     model = random_model()
     streamer = offload(model, place, codec)
@@ -154,7 +154,7 @@ RUN = """
     x = torch.randn(2, 2048).bfloat16()
     with torch.no_grad():
         warm = linears(1)
-        with weightstream.offload(warm, device="cpu", device_budget="40MiB", codec="3bit"):
+        with weightstream.offload(warm, device="cpu", device_budget="40MiB", codec="compressed"):
             warm(x)
         del warm
         own = anonymous()
@@ -165,7 +165,7 @@ RUN = """
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # the peak starts again from here
             before = status("VmRSS")
-            streamer = weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit")
+            streamer = weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed")
             found = dict(plain=plain, peak=status("VmHWM") - before, settled=anonymous() - own)
             same = torch.equal(model(x), expected) and torch.equal(model(x), expected)
             found |= dict(after=anonymous() - own, held=streamer.stats().held_nbytes, ring=streamer.plan.ring_nbytes)
@@ -219,10 +219,10 @@ def test_sizes_that_were_too_small_are_planned_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, counted: list[Counted]
 ) -> None:
     model, plain = random_model(), random_model()
-    budget = budgets(model, "3bit", (place,))[place]
+    budget = budgets(model, "compressed", (place,))[place]
     real = {a: n for a, (_, n) in _codes(model, budget).items()}
     estimated = estimate_less(monkeypatch, share)
-    with weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit") as streamer:
+    with weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed") as streamer:
         assert estimated
         assert {a: n for a, (_, n) in streamer.plan.manifest.codes.items()} == real
         assert counted[-1].held_nbytes == allocated_nbytes(streamer.plan)
@@ -233,7 +233,7 @@ def test_sizes_that_were_too_small_are_planned_again(
 
 
 def _codes(model: nn.Module, budget: int) -> dict[str, tuple[int, int]]:
-    with weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit") as streamer:
+    with weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed") as streamer:
         return dict(streamer.plan.manifest.codes)
 
 
@@ -261,10 +261,10 @@ def test_weights_that_get_a_new_unit_are_coded_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, plain = random_model(Strays), random_model(Strays)
-    budget = 2 * budgets(model, "3bit", (place,))[place]
+    budget = 2 * budgets(model, "compressed", (place,))[place]
     estimate_less(monkeypatch, share)
     caplog.set_level(logging.INFO, logger="weightstream")
-    with weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit") as streamer:
+    with weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed") as streamer:
         for seed in range(5):
             assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
         assert any("read outside" in record.getMessage() for record in caplog.records)
@@ -288,7 +288,7 @@ def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
     device = Limit(CpuBackend(), max(0, needed - less))
     monkeypatch.setattr(devices, "CpuBackend", lambda: device)
     with pytest.raises(torch.OutOfMemoryError):
-        weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit")
+        weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed")
     gc.collect()
     assert device.held_nbytes == 0
     assert exact(model) == exact(plain)
@@ -306,7 +306,7 @@ def test_encoding_that_fails_leaves_the_model_as_it_was(
     place: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = random_model(), random_model()
-    budget = budgets(model, "3bit", (place,))[place]
+    budget = budgets(model, "compressed", (place,))[place]
     real, calls = moves_module.coding.encode, []
 
     def encode(*args: Any) -> Any:
@@ -317,7 +317,7 @@ def test_encoding_that_fails_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(moves_module.coding, "encode", encode)
     with pytest.raises(FAILURES[kind], match="told to"):
-        weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit")
+        weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed")
     del calls[:]
     assert exact(model) == exact(plain)
     assert not hasattr(model, "weightstream")
@@ -328,7 +328,7 @@ def test_encoding_that_fails_leaves_the_model_as_it_was(
 
 def test_a_copy_that_fails_is_told_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = random_model(), random_model()
-    budget = budgets(model, "3bit", ("streams",))["streams"]
+    budget = budgets(model, "compressed", ("streams",))["streams"]
     num, failing = [0], [5, 6, 11]
 
     def fail(copy: Any) -> bool:
@@ -337,7 +337,7 @@ def test_a_copy_that_fails_is_told_and_the_next_step_is_right(monkeypatch: pytes
 
     monkeypatch.setattr(devices, "CpuBackend", lambda: Fault(CpuBackend(), fail))
     told = 0
-    with weightstream.offload(model, device="cpu", device_budget=budget, codec="3bit"):
+    with weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed"):
         for seed in range(6):
             try:
                 found = step(model, {"x": rows(seed)})
@@ -405,12 +405,12 @@ ENDS: dict[str, Callable[[Any], object]] = {
 def test_remove_brings_everything_back_and_it_can_be_offloaded_again(place: str, end: str) -> None:
     model, plain = random_model(), random_model()
     identities = {name: id(tensor) for name, tensor in weights(model).items()}
-    for turn, codec in enumerate(("3bit", "4bit", "none", "3bit")):
+    for turn, codec in enumerate(("compressed", "compressed", "none", "compressed")):
         with_codes = codec != "none"
-        budget = budgets(model, "3bit", (place,))[place]
+        budget = budgets(model, "compressed", (place,))[place]
         settings = {"device_budget": budget if with_codes else 1 << 30, "codec": codec}
-        if codec == "4bit":
-            settings["device_budget"] = budgets(model, "4bit", (place,))[place]
+        if codec == "compressed":
+            settings["device_budget"] = budgets(model, "compressed", (place,))[place]
         streamer = weightstream.offload(model, device="cpu", **settings)
         assert bool(streamer.plan.manifest.codes) is with_codes
         for seed in range(turn):

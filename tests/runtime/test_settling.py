@@ -85,7 +85,7 @@ def columns_in(tensor: torch.Tensor, path: Path) -> LazyMemory:
 
 
 def coded_in(tensor: torch.Tensor, path: Path) -> DecodedMemory:
-    layout, coded = reference.encode(tensor.detach().view(-1).view(torch.uint8), "bfloat16", 3)
+    layout, coded = reference.encode(tensor.detach().view(-1).view(torch.uint8), "bfloat16")
     path.write_bytes(bytes(64) + coded.numpy().tobytes())
     mapping, end = FileMapping(path), 64 + layout.nbytes
 
@@ -142,7 +142,7 @@ class Rig:
             sizes = {}
             for name in names:
                 flat = self.expected[name].view(-1).view(torch.uint8)
-                sizes[name] = (3, reference.encode(flat, "bfloat16", 3)[0].nbytes + room)
+                sizes[name] = (3, reference.encode(flat, "bfloat16")[0].nbytes + room)
             made = made.coded(sizes)
         resident = frozenset(names if place.endswith("resident") else ())
         mapped = frozenset(names if place == "mapped" else ())

@@ -147,7 +147,7 @@ def held(
     model: Any, form: str, num_slots: int = 4, device: str = "cpu", ahead: int = 0
 ) -> Iterator[weightstream.Streamer]:
     """Offloaded in one of `FORMS`, or on a GPU "cached, coded"."""
-    room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "small"
+    room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "compressed"
     with weightstream.offload(model, device=device, device_budget=room, codec=codec) as streamer:
         plan = plan_of(streamer, form, num_slots, ahead=ahead)
         prove(plan)
