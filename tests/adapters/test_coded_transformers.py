@@ -62,8 +62,6 @@ NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "vit": ("ViTModel", VISION),
     }
 )
-CODECS = ("compressed", "compressed")
-EVERY_SECOND = thinned(NAMES, CODECS)  # a model has one of the codes; CI draws some
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +99,11 @@ def inputs(name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[st
 _BUDGETS: dict[tuple[Any, ...], int] = {}  # that were found
 
 
-def open_coded(path: Path, codec: str, share: float = 0.4, **options: Any) -> Any:
+def open_coded(path: Path, share: float = 0.4, **options: Any) -> Any:
     """The model in a share of the bytes that it takes when all is coded, or the least that plans."""
     key, options = (
-        (path, codec, share, *options.items()),
-        options | {"device": "cpu", "codec": codec, "progress": False},
+        (path, share, *options.items()),
+        options | {"device": "cpu", "codec": "compressed", "progress": False},
     )
     if key in _BUDGETS:
         return weightstream.from_pretrained(path, device_budget=_BUDGETS[key], **options)
@@ -132,10 +130,10 @@ def assert_equal_for_a_while(model: Any, reference: Any, name: str, dtype: torch
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("name", "codec"), EVERY_SECOND)
-def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, codec: str, folder: Any, told: list[str]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
-    model = open_coded(folder(name), codec)
+    model = open_coded(folder(name))
     streamer = model.weightstream
     assert streamer.plan.manifest.codes
     assert streamer.plan.step_nbytes > 0
@@ -180,18 +178,16 @@ def values(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        *EVERY_SECOND,
+        *((name, "compressed") for name in NAMES),
         *(pytest.param(name, "auto", marks=[pytest.mark.stress] * (i != 2)) for i, name in enumerate(NAMES)),
     ],
 )
 def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
-    codec, bits = {"auto": ("dense", 2), "compressed": ("compressed", 3), "compressed": ("compressed", 4)}[packed]
-    model = open_coded(folder(name, packed), codec)
+    model = open_coded(folder(name, packed))
     streamer = model.weightstream
     codes = streamer.plan.manifest.codes
     assert codes
-    assert {n for n, _ in codes.values()} == {bits}
     coded = [alias for alias in codes if alias not in streamer.plan.resident]
     assert coded
     assert all(streamer._homes.homes[alias].coded is None for alias in coded), "it is in the file"
@@ -247,8 +243,8 @@ def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Pa
     damaged[at : at + 200_000] = bytes(255 - byte for byte in damaged[at : at + 200_000])
     file.write_bytes(damaged)
     with pytest.raises(CheckpointError, match="checksum"):
-        open_coded(tmp_path, "compressed")
-    model = open_coded(tmp_path, "compressed", verify_checksums=False)
+        open_coded(tmp_path)
+    model = open_coded(tmp_path, verify_checksums=False)
     (found,) = step(model, {"input_ids": tokens(0), "use_cache": False})
     (expected,) = step(plain(folder("llama"), "llama"), {"input_ids": tokens(0), "use_cache": False})
     assert found.shape == expected.shape
@@ -257,7 +253,7 @@ def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Pa
 
 def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama tied"), "llama tied")
-    model = open_coded(folder("llama tied", "compressed"), "compressed")
+    model = open_coded(folder("llama tied", "compressed"))
     assert model.num_parameters() == reference.num_parameters()
     assert model.get_memory_footprint() == reference.get_memory_footprint()
     assert model.dtype is torch.bfloat16
@@ -274,7 +270,7 @@ def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) 
 def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama"), "llama")
     options = {"host_budget": "300KiB"} | ({"offload_folder": tmp_path} if kind == "plain" else {})
-    model = open_coded(folder("llama", kind), "compressed", 0.65, **options)
+    model = open_coded(folder("llama", kind), 0.65, **options)
     streamer = model.weightstream
     assert streamer.stats().held_nbytes["host"] <= 300 << 10
     if kind == "compressed":
@@ -288,10 +284,10 @@ def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(("packed", "host_budget"), thinned(CODECS, [None, "250KiB"]))
-def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | None, folder: Any) -> None:
+@pytest.mark.parametrize("host_budget", [None, "250KiB"])
+def test_a_pack_whose_weights_get_a_new_unit(host_budget: str | None, folder: Any) -> None:
     reference = plain(folder("llama"), "llama")
-    model = open_coded(folder("llama", packed), packed, 0.6, host_budget=host_budget)
+    model = open_coded(folder("llama", "compressed"), 0.6, host_budget=host_budget)
     streamer = model.weightstream
     assert (len(streamer.plan.disk) > 0) is (host_budget is not None)
     for one in (model, reference):

@@ -67,7 +67,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, place: str, seed: int, nested: bool = False) -> None:
         self.model = random_model(lambda: Blocks(nested))
-        budget = budgets(self.model, "compressed", (place,))[place]
+        budget = budgets(self.model, (place,))[place]
         self.expected = [[p.detach().clone() for p in block.parameters()] for block in self.model.blocks]
         self.clock = ClockBackend(Poison(Delay(QueueBackend(), seed, 0.002)))
         self.mismatches: list[str] = []

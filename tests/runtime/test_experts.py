@@ -594,7 +594,7 @@ def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
         aliases = streamer.plan.manifest.aliases
         biases = {alias for alias in aliases if alias.endswith("gate_up_proj_bias")}
         sizes_of = streamer._installed.refinement.prospect.planners[0].weights.codes
-        codes = streamer.plan.manifest.codes | {a: (3, sizes_of[a][3]) for a in biases}
+        codes = streamer.plan.manifest.codes | {a: sizes_of[a] for a in biases}
         streamer.switch(plan_of(streamer, "coded", MOST, codes))
         assert biases <= streamer.plan.manifest.codes.keys()
         assert_equal(model, plain, 2, 5, 12)

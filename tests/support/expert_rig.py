@@ -139,7 +139,7 @@ def plan_of(
 def _row_nbytes(stack: TensorSpec) -> int:
     """Of a coded one a row may have more escapes than the mean."""
     mean = stack.nbytes // stack.shape[0]
-    return mean * 11 // 10 + 2048 if stack.bits else mean
+    return mean * 11 // 10 + 2048 if stack.is_coded else mean
 
 
 @contextmanager

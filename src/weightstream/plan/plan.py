@@ -262,8 +262,8 @@ class Plan:
         lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}{graph}"}
         if codes := self.manifest.codes:
             nbytes, span = sum(codes.values()), sum(self.manifest.spans[alias] for alias in codes)
-            coded = f"{human(nbytes)} instead of {human(span)}, without loss"
-            lines["compressed"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
+            coded = f"{human(nbytes)} compressed without loss from {human(span)}"
+            lines["weights"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
         if self.cached:
             ahead = f", up to {self.ahead} ahead for each layer" if self.ahead else ""
             lines["experts"] = (
