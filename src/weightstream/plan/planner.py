@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from weightstream.config import OffloadConfig
@@ -34,7 +35,7 @@ _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
-_WORTH = 0.97  # of its bytes: to decode what saves less does not pay
+_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of its bytes, as decoding takes time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,9 +294,8 @@ class Planner:
         plain = placement.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
-        worth, aliases = _WORTH if self.config.codec == "auto" else 1.0, manifest.aliases
-        every = [(a, nbytes) for a, nbytes in self.weights.codes.items() if a in aliases and a not in plain]
-        return {a: nbytes for a, nbytes in every if nbytes < aliases[a] and nbytes <= worth * aliases[a]}
+        most = {a: _WORTH[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
+        return {a: nbytes for a, nbytes in self.weights.codes.items() if nbytes < most.get(a, 0.0)}
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
         """Alias groups that kernels read from host memory: each set that is worth a try."""

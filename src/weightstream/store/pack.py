@@ -31,7 +31,7 @@ from weightstream.store.mapping import Memory
 _PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
 _LEAST_CODED = 64 << 10  # weights
-_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of the bytes: decoding has a price
+_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of the bytes, as decoding takes time
 
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
 _PICKLE_NBYTES = 16 << 20
@@ -137,7 +137,7 @@ def choose(
         if codec != "none" and tensor.numel() >= _LEAST_CODED and dtype in ELEMENTS:
             with _readable(tensor, mappings) as data:
                 layout = coding.counted_layout(data, dtype, device)
-            if layout.nbytes < tensor.nbytes and layout.nbytes <= _WORTH[codec] * tensor.nbytes:
+            if layout.nbytes < _WORTH[codec] * tensor.nbytes:
                 layouts[name] = layout
         advance(tensor.nbytes)
     return layouts
