@@ -19,7 +19,7 @@ def pack(
         str,
         typer.Option(
             "--codec",
-            help="Compress the weights without loss: auto where that saves 3 %, compressed where it saves anything, none.",
+            help="Compress weights without loss: auto where that saves 3 %, compressed where it saves anything; none.",
         ),
     ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,
