@@ -106,7 +106,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 100
     labels = re.findall(r"^ *(\w+): ", text, re.MULTILINE)
-    assert labels == ["model", "machine", "memory", "moves", "predicted", "coded", "limit", "note"]
+    assert labels == ["model", "machine", "memory", "moves", "predicted", "weights", "limit", "note"]
     assert f"{NUM_PARAMETERS / 1e6:.1f}M parameters" in " ".join(text.split())  # a long path folds the line
     assert "Test GPU, measured" in text
     assert "(batch 4, tokens 1, context 2048)" in text
