@@ -126,14 +126,17 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
 def test_kernels_are_compiled_early_for_what_a_plan_may_code(
     settings: dict[str, Any], dtypes: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU with 1 GiB free; on a CPU none are."""
+    """On a GPU with 1 GiB free; on a CPU rates are measured on request only."""
     monkeypatch.setattr(prospects.cuda, "memory", lambda _: (1 << 30, 2 << 30))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for dtype in dtypes])
     config = OffloadConfig.from_kwargs(**settings)
     gpu, by_alias = SimpleNamespace(device=torch.device("cuda", 0)), groups(model)
     assert prospects.dtypes_to_code(by_alias, gpu, config) == expected  # type: ignore[arg-type]
     backend = CpuBackend()
-    assert not prospects.dtypes_to_code(by_alias, backend, config)
+    assert prospects.dtypes_to_code(by_alias, backend, config) == (expected if config.codec == "compressed" else set())
+    codable = {dtype for dtype in dtypes if dtype in ELEMENTS}
+    among = prospects.dtypes_to_code(by_alias, gpu, config, among=True)  # type: ignore[arg-type]
+    assert among == (codable if config.uses_codes else set()), "all of them know the same rates before they plan"
     backend.close()
 
 

@@ -119,7 +119,8 @@ class Assembly:
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = by_alias
-        prepare(backend.device, expected := prospects.dtypes_to_code(by_alias, backend, config), given.progress)
+        expected = prospects.dtypes_to_code(by_alias, backend, config, among=given.ranks is not None)
+        prepare(backend.device, expected, given.progress)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.add(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names

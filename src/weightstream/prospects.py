@@ -85,11 +85,15 @@ def decoding(machine: Machine, backend: Backend, dtypes: Collection[str], progre
     return replace(machine, can_decode=True, profile=replace(machine.profile, **rates))
 
 
-def dtypes_to_code(by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig) -> frozenset[str]:
+def dtypes_to_code(
+    by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig, *, among: bool = False
+) -> frozenset[str]:
     """Dtypes of weights that a plan may compress, where `Planner.may_code` is going to say so: known before there is a
-    planner, so that kernels are compiled meanwhile; none where only it can tell."""
+    planner, so that kernels are compiled meanwhile. None where only it can tell, but `among` processes, which agree on
+    a machine before they plan."""
     nbytes = sum(group.nbytes for group in by_alias.values())
-    return _codable(by_alias) if _may_code(nbytes, backend, config) else frozenset()
+    may_code = _may_code(nbytes, backend, config) or (among and config.uses_codes)
+    return _codable(by_alias) if may_code else frozenset()
 
 
 def dtypes_to_load(dtype: torch.dtype, nbytes: int, backend: Backend, config: OffloadConfig) -> frozenset[str]:
@@ -104,9 +108,9 @@ def dtypes_of(model: nn.Module) -> frozenset[str]:
 
 
 def _may_code(nbytes: int, backend: Backend, config: OffloadConfig) -> bool:
-    """Whether a plan of weights of so many bytes may compress them on a GPU."""
+    """Whether a plan of weights of so many bytes may compress them; a CPU does so on request only."""
     if backend.device.type == "cpu" or not config.uses_codes:
-        return False
+        return config.uses_codes and config.codec != "auto"
     free, total = cuda.memory(backend.device)
     budget = config.device_nbytes(total)
     is_over = nbytes > (free if budget is None else budget)
