@@ -101,7 +101,7 @@ def load_pipeline(
     **kwargs: Any,
 ) -> LoadedPipeline:
     """Loads a pipeline without a second copy of its weights in memory; arguments are those of `load_pretrained`, and
-    of `weightstream.pipeline_from_pretrained`.
+    of `weightstream.pipeline_from_pretrained`. `expect` is called once, with the dtype that most components have.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError`, `StoreError`.
     """
@@ -120,8 +120,9 @@ def load_pipeline(
     path = Path(path_or_repo_id).expanduser()
     with refused_as_checkpoint(path_or_repo_id, "load", "diffusers"), diffusers_private.progress_bars(progress):
         if path.is_file():
-            checkpoint = Checkpoint.open(path)
-            expect(dtype_of(dtype, checkpoint), checkpoint.plain_nbytes)
+            if path.suffix == ".safetensors":
+                checkpoint = Checkpoint.open(path)
+                expect(dtype_of(dtype, checkpoint), checkpoint.plain_nbytes)
             return _single_file(path, base, options, hub | kwargs)
         if base is not None:
             raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
@@ -129,9 +130,9 @@ def load_pipeline(
         check_keywords(folder, kwargs)
         check_variant(folder, specs := specs_of(folder), variant)
         files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
-        checkpoints = [Checkpoint.open(file) for file in files.values() if file is not None]
+        read = [file for file in files.values() if file is not None and file.suffix in (".safetensors", ".json")]
         common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
-        expect(common, sum(checkpoint.plain_nbytes for checkpoint in checkpoints))
+        expect(common, sum(Checkpoint.open(file).plain_nbytes for file in read))
         return _assembled(folder, specs, options, kwargs)
 
 
