@@ -5,7 +5,7 @@
     bound = min(plain, coded)
 
 `bytes` are those of all weights less tables of which a step reads a few rows. Coded bytes, buffer and decoding are of
-the plans of `codec="small"` at this budget, in that grain which makes the bound least.
+the plans of `codec="compressed"` at this budget, in that grain which makes the bound least.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from torch import nn
 
 from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.plan.planner import Planner
-from weightstream.prospects import can_decode, grains_of, machine_of, prospect_of, sizes_of, tables_of, weights_of
+from weightstream.prospects import (
+    can_decode,
+    dtypes_of,
+    grains_of,
+    machine_of,
+    prospect_of,
+    sizes_of,
+    tables_of,
+    weights_of,
+)
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.weights import groups
 
@@ -52,12 +61,13 @@ class Bound:
 
 def bounds_of(model: nn.Module, budgets: Iterable[int], backend: Backend) -> dict[int, Bound]:
     """The bound of each budget. Asked of the planner before the model is offloaded; keeps nothing of the model."""
-    by_alias, config = groups(model), OffloadConfig(codec="small")
+    by_alias, config = groups(model), OffloadConfig(codec="compressed")
     tables, found = tables_of(model, by_alias), {}
     nbytes = sum(group.nbytes for group in by_alias.values())
     tables_nbytes = sum(by_alias[alias].nbytes for alias in tables)
-    known = machine_of(backend, config)
-    machine = replace(known, host_free_nbytes=2 * nbytes, can_decode=can_decode(backend, config))
+    dtypes = dtypes_of(model)
+    known = machine_of(backend, config, dtypes=dtypes)
+    machine = replace(known, host_free_nbytes=2 * nbytes, can_decode=can_decode(backend, config, dtypes))
     weights = weights_of(by_alias, by_row=tables, codes=sizes_of(by_alias, {}, {}, tables))
     planner = Planner(config=config, machine=machine, weights=weights)
     prospect = prospect_of(model, by_alias, grains_of(model, by_alias), planner)

@@ -31,7 +31,16 @@ from weightstream.plan.manifest import Workload
 from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
-from weightstream.prospects import can_decode, grains_of, machine_of, prospect_of, sizes_of, tables_of, weights_of
+from weightstream.prospects import (
+    can_decode,
+    dtypes_of,
+    grains_of,
+    machine_of,
+    prospect_of,
+    sizes_of,
+    tables_of,
+    weights_of,
+)
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.cuda import CudaBackend
 from weightstream.runtime.weights import groups
@@ -115,8 +124,9 @@ class Cells:
         self.model = build(shape, device)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
-        decodes = can_decode(self.backend, OffloadConfig())
-        machine = replace(machine_of(self.backend, OffloadConfig()), can_decode=decodes)
+        config, dtypes = OffloadConfig(), dtypes_of(self.model)
+        decodes = can_decode(self.backend, config, dtypes)
+        machine = replace(machine_of(self.backend, config, dtypes=dtypes), can_decode=decodes)
         print(machine.profile, flush=True)
         self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
         self.resident: dict[str, float] = {}

@@ -25,7 +25,7 @@ import torch
 from rows import percentiles
 
 from weightstream.codec import reference
-from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code
+from weightstream.codec.format import ELEMENTS, Layout
 
 SHAPES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 SETS = 3
@@ -51,10 +51,6 @@ class Material:
     @property
     def count(self) -> int:
         return sum(w.numel() for w in self.sets[0].values()) // ELEMENTS[self.dtype].nbytes
-
-    @property
-    def codes(self) -> tuple[int, ...]:
-        return tuple(bits for bits in BITS if can_code(self.dtype, bits))
 
 
 def gaussian(args: argparse.Namespace) -> Iterator[Material]:
@@ -105,29 +101,26 @@ def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 class Sets:
-    """The sets of a material, coded, and the decoding of each into targets that all share."""
+    """The sets of a material, compressed, and the decoding of each into targets that all share."""
 
-    def __init__(self, material: Material, codes: dict[str, int], codec: Any) -> None:
-        self.material, self.codes = material, codes
+    def __init__(self, material: Material, codec: Any) -> None:
+        self.material = material
         self.coded = [
-            {name: codec.encode(data, material.dtype, codes[name]) for name, data in weights.items()}
-            for weights in material.sets
+            {name: codec.encode(data, material.dtype) for name, data in weights.items()} for weights in material.sets
         ]
         first = material.sets[0]
         self.outs = [{name: torch.empty_like(data) for name, data in first.items()} for _ in range(material.num_copies)]
         self._decodings = [self._decoding(coded, codec) for coded in self.coded]
 
-    def _decoding(self, coded: Coded, codec: Any) -> list[Any]:
-        """A launch for each code in use."""
-        parts: dict[int, list[Any]] = {}
+    def _decoding(self, coded: Coded, codec: Any) -> Any:
+        parts: list[Any] = []
         for index, outs in enumerate(self.outs):
             for name, (layout, data) in coded.items():
-                parts.setdefault(layout.bits, []).append((data.clone() if index else data, layout, outs[name]))
-        return [codec.Decoding(each) for each in parts.values()]
+                parts.append((data.clone() if index else data, layout, outs[name]))
+        return codec.Decoding(parts)
 
     def decode(self, index: int) -> None:
-        for decoding in self._decodings[index % SETS]:
-            decoding()
+        self._decodings[index % SETS]()
 
     def decode_in_torch(self, index: int) -> None:
         for name, (layout, data) in self.coded[index % SETS].items():
@@ -145,25 +138,24 @@ class Sets:
         return True
 
 
-def measure(material: Material, label: str, codes: dict[str, int], codec: Any, args: argparse.Namespace) -> Row:
-    """The row of one material in a code, or in one of each tensor's own."""
-    sets = Sets(material, codes, codec)
+def measure(material: Material, codec: Any, args: argparse.Namespace) -> Row:
+    """The row of one material."""
+    sets = Sets(material, codec)
     equal = sets.equal(sets.decode, num_copies=material.num_copies) and sets.equal(sets.decode_in_torch, num_copies=1)
     if not equal:
-        raise SystemExit(f"{material.name}, {material.dtype}, {label}: decoded weights differ from what was encoded")
+        raise SystemExit(f"{material.name}, {material.dtype}: decoded weights differ from what was encoded")
     once, num = sum(data.numel() for data in material.sets[0].values()), 3 if args.smoke else args.steps
     nbytes = once * material.num_copies
     ms = percentiles(laps_ms(sets.decode, num, args.device))
     copy_ms = percentiles(copies_ms(nbytes, num, args.device))
     reference_ms = statistics.median(laps_ms(sets.decode_in_torch, REFERENCES, args.device))
-    encode_ms = encodes_ms(material, codes, codec, args.device)
+    encode_ms = encodes_ms(material, codec, args.device)
     sizes = {name: layout.nbytes for name, (layout, _) in sets.coded[0].items()}
     return {
         "bench": "codec",
-        "system": f"{material.name}, {material.dtype}, {label}",
+        "system": f"{material.name}, {material.dtype}",
         "weights": material.name,
         "dtype": material.dtype,
-        "code": label,
         "count": material.count,
         "bits_per_weight": round(8 * sum(sizes.values()) / material.count, 4),
         "tensor_bits": _tensor_bits(material, sizes) if material.num_copies > 1 else None,
@@ -206,24 +198,17 @@ def copies_ms(nbytes: int, num: int, device: torch.device) -> list[float]:
     return laps_ms(lambda _: target.copy_(source), num, device)
 
 
-def encodes_ms(material: Material, codes: dict[str, int], codec: Any, device: torch.device) -> dict[str, float]:
+def encodes_ms(material: Material, codec: Any, device: torch.device) -> dict[str, float]:
     """Of a whole set by the clock on the wall: encoding waits for the count of escapes."""
     found = []
     for index in range(2 + ENCODES):
         timing.synchronize(device)
         started = time.perf_counter()
-        for name, data in material.sets[index % SETS].items():
-            codec.encode(data, material.dtype, codes[name])
+        for data in material.sets[index % SETS].values():
+            codec.encode(data, material.dtype)
         timing.synchronize(device)
         found.append(1e3 * (time.perf_counter() - started))
     return percentiles(found[2:])
-
-
-def choices(found: dict[int, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Label -> the code of each tensor: each code for all of them, and the smaller of each, by their sizes in both."""
-    chosen = {f"{bits}-bit": dict.fromkeys(sizes, bits) for bits, sizes in found.items()}
-    smaller = {name: min(found, key=lambda bits: (found[bits][name], bits)) for name in next(iter(found.values()))}
-    return chosen if smaller in chosen.values() else chosen | {"smaller of each": smaller}
 
 
 def main() -> None:
@@ -243,15 +228,9 @@ def main() -> None:
     torch.manual_seed(time.time_ns() % 2**31)
     for group in (group for group in GROUPS if group in args.only.split(",")):
         for material in GROUPS[group](args):
-            first = material.sets[0]
-            sizes = {
-                bits: {name: codec.encode(data, material.dtype, bits)[0].nbytes for name, data in first.items()}
-                for bits in material.codes
-            }
-            for label, codes in choices(sizes).items():
-                row = measure(material, label, codes, codec, args)
-                rows.append(args.out, [row], common)
-                show(row)
+            row = measure(material, codec, args)
+            rows.append(args.out, [row], common)
+            show(row)
 
 
 def show(row: Row) -> None:

@@ -245,7 +245,7 @@ def _prompt_tokens(bench: Bench) -> int:
 
 
 def _auto(bench: Bench) -> str:
-    return "auto" if bench.device.type == "cuda" else "small"  # on the CPU nothing is coded unless it is asked for
+    return "auto" if bench.device.type == "cuda" else "compressed"  # on the CPU nothing is coded unless it is asked for
 
 
 def _share(bench: Bench, gib: float, of: Shape | None = None) -> int:

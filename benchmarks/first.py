@@ -87,6 +87,7 @@ def watched(phases: Phases) -> None:
 
     phases.time("open", devices, "backend_of")
     phases.time("measure", bench, "measure")
+    phases.time("measure", bench, "measure_decoding")
     phases.time("wait for kernels", coding, "why_not")
     phases.time("wait for kernels", prospects, "decodes")
     phases.time("follow a step", prospects, "prospect_of")

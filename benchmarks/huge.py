@@ -19,7 +19,6 @@ from torch import nn
 from weightstream.adapters import hf_sharded
 from weightstream.assembly import Given
 from weightstream.codec import coding
-from weightstream.config import CODES
 from weightstream.front import _offload
 from weightstream.runtime.devices import opened
 from weightstream.store.decoded import DecodedMemory
@@ -33,7 +32,7 @@ SHAPE = {
     "num_attention_heads": 128,
     "vocab_size": 128256,
 }
-DISTINCT, CODEC = 4, "dense"
+DISTINCT, CODEC = 4, "compressed"
 _ALIGNMENT = 4096
 
 
@@ -51,7 +50,7 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
             local = here(params[name])
             random.manual_seed(crc32(name.encode()) + (local is not params[name]) * torch.distributed.get_rank())
             plain = torch.randn(local.shape, generator=random, device=device, dtype=torch.bfloat16).mul_(0.02)
-            layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16", CODES[CODEC])
+            layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16")
             out.seek(-(-out.tell() // _ALIGNMENT) * _ALIGNMENT)
             written[name] = layout, out.tell()
             out.write(coded.cpu().numpy())

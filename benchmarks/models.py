@@ -227,7 +227,7 @@ def facts(plan: Plan) -> Row:
         "plan": plan.summary(),
         "units": len(plan.manifest.units),
         "limit": plan.limit,
-        "code": plan.code,
+        "compressed_nbytes": sum(plan.manifest.codes.values()),
         "step_nbytes": plan.step_nbytes,
         "device_nbytes": plan.device_nbytes,
         "ring_gib": round(plan.ring_nbytes / GIB, 4),

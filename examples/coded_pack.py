@@ -27,7 +27,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     print(f"{nbytes(packed)} bytes in place of {nbytes(source)}: {nbytes(packed) / nbytes(source):.2f}")
 
     # On a GPU leave codec out. Here RAM plays the device, and decoding is slow: only an explicit codec does it.
-    model = weightstream.from_pretrained(packed, device="cpu", device_budget="4MiB", codec="small", progress=False)
+    model = weightstream.from_pretrained(packed, device="cpu", device_budget="4MiB", codec="compressed", progress=False)
     plan = model.weightstream.plan
     print(plan.summary())
     logits = [model(ids).logits for _ in range(3)]

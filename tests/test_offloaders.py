@@ -276,7 +276,7 @@ def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.Monkey
         ({"prefetch": PrefetchOffloadConfig(offload_group_size=2), "pin_memory": False}, PrefetchOffloader),
         ({"uva": UVAOffloadConfig(cpu_offload_gb=0.5), "use_uva": False}, UVAOffloader),
         ({"device_budget": "6GiB"}, BudgetOffloader),
-        ({"device_budget": "40%", "codec": "3bit"}, BudgetOffloader),
+        ({"device_budget": "40%", "codec": "compressed"}, BudgetOffloader),
         ({"max_memory": {0: "6GiB"}}, BudgetOffloader),
         ({"max_memory": {"cpu": "6GiB"}}, NoopOffloader),
     ],
@@ -598,7 +598,7 @@ def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(share: float
 
     like = 64, torch.bfloat16
     plain = list(wide())
-    offloader = BudgetOffloader(int(share * nbytes(plain)), codec="4bit")
+    offloader = BudgetOffloader(int(share * nbytes(plain)), codec="compressed")
     modules = offloader.wrap_modules(wide())
     offloader.post_init(lambda: profile(modules, *like), is_compiled=True)
     assert offloader.streamer is not None

@@ -22,7 +22,7 @@ from weightstream import prospects
 from weightstream.cli import app
 from weightstream.codec import reference
 from weightstream.codec.estimate import ASSUMED_BITS
-from weightstream.codec.format import BITS, ELEMENTS, Layout, can_code
+from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
 from weightstream.measure import profile as profiles
 from weightstream.plan.check import prove
@@ -58,35 +58,28 @@ def _random(dtype: str) -> torch.Tensor:
 
 def test_parameters_of_floats_can_be_coded() -> None:
     by_alias = groups(Several())
-    found = sizes_of(by_alias, {}, {}, frozenset({"table"}))
-    sizes = {alias: codes for alias, codes in found.items() if codes}
+    sizes = sizes_of(by_alias, {}, {}, frozenset({"table"}))
     assert sizes.keys() == {*(f"of_{name}" for name in ELEMENTS), "tied"}
-    for alias, codes in sizes.items():
-        dtype = by_alias[alias].members[0].spec.dtype
-        assert set(codes) == {bits for bits in BITS if can_code(dtype, bits)}
-        for bits, nbytes in codes.items():
-            layout, _ = reference.encode(by_alias[alias].home, dtype, bits)
-            assert layout.nbytes == nbytes < by_alias[alias].nbytes
+    for alias, nbytes in sizes.items():
+        layout, _ = reference.encode(by_alias[alias].home, by_alias[alias].members[0].spec.dtype)
+        assert layout.nbytes == nbytes < by_alias[alias].nbytes
 
 
 def test_weights_that_are_not_there_are_assumed() -> None:
     by_alias = groups(Several().to("meta"), allow_meta=True)
     codes = sizes_of(by_alias, {}, {}, frozenset())
     for name in ELEMENTS:
-        for bits, share in ASSUMED_BITS[name].items():
-            assert 0 <= codes[f"of_{name}"][bits] - share * WIDTH**2 / 8 < 512
+        assert 0 <= codes[f"of_{name}"] - ASSUMED_BITS[name] * WIDTH**2 / 8 < 512
     with torch.device("meta"):
         little = nn.Linear(5, 3, bias=False, dtype=torch.bfloat16)
-    (sizes,) = sizes_of(groups(little, allow_meta=True), {}, {}, frozenset()).values()
-    for bits, nbytes in sizes.items():
-        assert nbytes == Layout(dtype="bfloat16", bits=bits, count=15, num_escapes=0).nbytes, "a tile is whole"
+    (nbytes,) = sizes_of(groups(little, allow_meta=True), {}, {}, frozenset()).values()
+    assert nbytes == Layout(dtype="bfloat16", count=15, num_escapes=0).nbytes, "a tile is whole"
 
 
-def test_what_is_coded_in_a_file_has_one_form() -> None:
-    layout = Layout(dtype="bfloat16", bits=4, count=WIDTH**2, num_escapes=77)
+def test_the_size_of_what_is_coded_in_a_file_is_known() -> None:
+    layout = Layout(dtype="bfloat16", count=WIDTH**2, num_escapes=76)
     found = sizes_of(groups(Several()), {"of_bfloat16": layout}, {}, frozenset())
-    assert found["of_bfloat16"] == {4: layout.nbytes}
-    assert found["tied"].keys() == set(BITS)
+    assert found["of_bfloat16"] == layout.nbytes < found["tied"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +87,7 @@ def test_what_is_coded_in_a_file_has_one_form() -> None:
     [
         ({"device_budget": 10**9, "codec": "auto"}, False),
         ({"device_budget": 10**6, "codec": "none"}, False),
-        ({"device_budget": 10**9, "codec": "3bit"}, True),
+        ({"device_budget": 10**9, "codec": "compressed"}, True),
     ],
 )
 def test_weights_are_read_where_a_plan_depends_on_them(
@@ -109,11 +102,11 @@ def test_weights_are_read_where_a_plan_depends_on_them(
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({}, False), ({"codec": "3bit"}, True), ({"codec": "none"}, False), ({"cpu_offload_gb": 1}, False)],
+    [({}, False), ({"codec": "compressed"}, True), ({"codec": "none"}, False), ({"cpu_offload_gb": 1}, False)],
 )
 def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) -> None:
     backend = CpuBackend()
-    assert can_decode(backend, OffloadConfig.from_kwargs(**settings)) is expected
+    assert can_decode(backend, OffloadConfig.from_kwargs(**settings), ["bfloat16"]) is expected
     backend.close()
 
 
@@ -125,7 +118,7 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
         ({"device_budget": 64 * KIB}, ["float32"], set()),
         ({"device_budget": 64 * KIB, "codec": "none"}, ["bfloat16"], set()),
         ({"device_budget": 1 << 30}, ["bfloat16"], set()),
-        ({"device_budget": 1 << 30, "codec": "fast"}, ["bfloat16"], {"bfloat16"}),
+        ({"device_budget": 1 << 30, "codec": "compressed"}, ["bfloat16"], {"bfloat16"}),
         ({}, ["bfloat16"], set()),
         ({"cpu_offload_gb": 1}, ["bfloat16"], set()),
     ],
@@ -133,31 +126,56 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
 def test_kernels_are_compiled_early_for_what_a_plan_may_code(
     settings: dict[str, Any], dtypes: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU with 1 GiB free; on a CPU none are."""
+    """On a GPU with 1 GiB free; on a CPU rates are measured on request only."""
     monkeypatch.setattr(prospects.cuda, "memory", lambda _: (1 << 30, 2 << 30))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for dtype in dtypes])
     config = OffloadConfig.from_kwargs(**settings)
     gpu, by_alias = SimpleNamespace(device=torch.device("cuda", 0)), groups(model)
     assert prospects.dtypes_to_code(by_alias, gpu, config) == expected  # type: ignore[arg-type]
     backend = CpuBackend()
-    assert not prospects.dtypes_to_code(by_alias, backend, config)
+    assert prospects.dtypes_to_code(by_alias, backend, config) == (expected if config.codec == "compressed" else set())
+    codable = {dtype for dtype in dtypes if dtype in ELEMENTS}
+    among = prospects.dtypes_to_code(by_alias, gpu, config, among=True)  # type: ignore[arg-type]
+    assert among == (codable if config.uses_codes else set()), "all of them know the same rates before they plan"
     backend.close()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "settings", "expected"),
+    ("dtype", "nbytes", "settings", "expected"),
     [
-        ("auto", {}, {"bfloat16"}),
-        (torch.float16, {}, {"float16"}),
-        ("float16", {}, {"float16"}),
-        ("float32", {}, set()),
-        ("auto", {"codec": "none"}, set()),
+        (torch.bfloat16, 2 << 30, {}, {"bfloat16"}),
+        (torch.float16, 2 << 30, {}, {"float16"}),
+        (torch.float32, 2 << 30, {}, set()),
+        (torch.bfloat16, 2 << 30, {"codec": "none"}, set()),
+        (torch.bfloat16, 1 << 20, {}, set()),
+        (torch.bfloat16, 1 << 20, {"device_budget": 1 << 19}, {"bfloat16"}),
+        (torch.bfloat16, 1 << 20, {"codec": "compressed"}, {"bfloat16"}),
+        (torch.bfloat16, 2 << 30, {"offload_group_size": 2}, set()),
     ],
 )
 def test_kernels_are_compiled_early_for_the_dtype_of_a_load(
-    dtype: Any, settings: dict[str, Any], expected: set[str]
+    dtype: torch.dtype, nbytes: int, settings: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prospects.dtypes_to_load(dtype, OffloadConfig.from_kwargs(**settings)) == expected
+    monkeypatch.setattr(prospects.cuda, "memory", lambda _: (1 << 30, 2 << 30))
+    gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    assert prospects.dtypes_to_load(dtype, nbytes, gpu, OffloadConfig.from_kwargs(**settings)) == expected
+
+
+@pytest.mark.parametrize(("dtype", "codec"), [("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "none")])
+def test_a_load_tells_what_it_is_going_to_need(
+    dtype: str, codec: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a weight is read, with the dtype and the bytes of the checkpoint; nothing else is compiled."""
+    asked: list[tuple[torch.dtype, int]] = []
+    prepared: list[set[str]] = []
+    front = importlib.import_module("weightstream.front")
+    monkeypatch.setattr(prospects, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
+    monkeypatch.setattr(front, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
+    model = weightstream.from_pretrained(folder, device="cpu", dtype=dtype, codec=codec, progress=False)
+    nbytes = sum(parameter.numel() for parameter in model.parameters()) * 2
+    model.weightstream.remove()
+    assert asked == [(getattr(torch, dtype), nbytes)]
+    assert prepared == [set(), {"bfloat16"}]
 
 
 @pytest.mark.parametrize(("dtype", "is_asked"), [("bfloat16", True), ("float32", False)])
@@ -165,9 +183,9 @@ def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
     dtype: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(prospects, "can_decode", lambda *about: asked.append(about[-1]) or False)
+    monkeypatch.setattr(prospects, "can_decode", lambda *about: asked.append(about[2]) or False)
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for _ in range(8)])
-    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit").remove()
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="compressed").remove()
     assert asked == [frozenset({"bfloat16"})] * is_asked
 
 
@@ -179,7 +197,7 @@ def test_operators_are_tried_when_nothing_compiles_any_more(monkeypatch: pytest.
     monkeypatch.setattr(prospects, "foreseen", lambda *args: calls.append("trial") or foreseen(*args))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    weightstream.offload(model, device="cpu", device_budget=10**6, codec="3bit", example_inputs=x).remove()
+    weightstream.offload(model, device="cpu", device_budget=10**6, codec="compressed", example_inputs=x).remove()
     assert calls == ["kernels", "trial"]
 
 
@@ -205,20 +223,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packs") / "coded"
-    done = CliRunner().invoke(app, ["pack", str(folder), str(path), "--codec", "3bit"])
+    done = CliRunner().invoke(app, ["pack", str(folder), str(path), "--codec", "compressed"])
     assert done.exit_code == 0, done.output
     return path
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["900KiB", "2MiB", "16MiB"])
-@pytest.mark.parametrize("codec", ["3bit", "4bit"])
-def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, codec: str, budget: str) -> None:
-    """Its coded bytes are known from the headers, and there is no other form of them."""
-    settings = {"device": "cpu", "device_budget": budget, "codec": codec}
+def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, budget: str) -> None:
+    """Its compressed bytes are known from the headers."""
+    settings: dict[str, Any] = {"device": "cpu", "device_budget": budget, "codec": "compressed"}
     plan = weightstream.plan_model(packed, **settings)
     prove(plan)
-    assert {bits for bits, _ in plan.manifest.codes.values()} == {3}
+    assert plan.manifest.codes
     loaded = weightstream.from_pretrained(packed, progress=False, **settings)
     try:
         assert loaded.weightstream.plan == plan
@@ -227,11 +244,11 @@ def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, codec: str
 
 
 def test_codes_of_a_checkpoint_are_assumed(folder: Path) -> None:
-    plan = weightstream.plan_model(folder, device="cpu", device_budget="2MiB", codec="4bit")
+    plan = weightstream.plan_model(folder, device="cpu", device_budget="2MiB", codec="compressed")
     codes = plan.manifest.codes
     assert "model.layers.0.mlp.up_proj.weight" in codes
     assert "model.embed_tokens.weight" not in codes
-    assert all(bits == 4 and n < plan.manifest.spans[alias] for alias, (bits, n) in codes.items())
+    assert all(nbytes < plan.manifest.spans[alias] for alias, nbytes in codes.items())
     assert weightstream.plan_model(folder, device="cpu", device_budget="2MiB").manifest.codes == {}, "not asked for"
 
 
@@ -255,12 +272,12 @@ def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.stress
 def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
-    found = {codec: plan("--codec", codec) for codec in ("none", "3bit", "4bit", "auto")}
-    assert [found[codec]["code"] for codec in ("none", "3bit", "4bit")] == [None, "small", "fast"]
-    assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["3bit"]["nbytes"]
-    assert found["3bit"]["held_nbytes"] < found["4bit"]["held_nbytes"] < found["none"]["nbytes"]
-    assert found["3bit"]["buffer_nbytes"] > 0 == found["none"]["buffer_nbytes"]
-    assert found["3bit"]["decode_s"] > 0 == found["none"]["decode_s"]
+    found = {codec: plan("--codec", codec) for codec in ("none", "compressed", "auto")}
+    assert found["compressed"]["compressed_nbytes"] > 0 == found["none"]["compressed_nbytes"]
+    assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["compressed"]["nbytes"]
+    assert found["compressed"]["held_nbytes"] < found["none"]["nbytes"]
+    assert found["compressed"]["buffer_nbytes"] > 0 == found["none"]["buffer_nbytes"]
+    assert found["compressed"]["decode_s"] > 0 == found["none"]["decode_s"]
     assert found["auto"] == plan()
 
 
@@ -270,12 +287,23 @@ def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.M
     sizes: list[int] = []
     plain = bench.copies_s
     monkeypatch.setattr(bench, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
-    flags = ["--device", "cpu", "--device-budget", "2MiB", "--codec", "3bit", "--seconds", "0.05", "--context", "8"]
+    flags = [
+        "--device",
+        "cpu",
+        "--device-budget",
+        "2MiB",
+        "--codec",
+        "compressed",
+        "--seconds",
+        "0.05",
+        "--context",
+        "8",
+    ]
     done = CliRunner().invoke(app, ["bench", str(folder), *flags, "--json"])
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)
     assert row["equal"] is True
-    assert row["code"] == "small"
+    assert row["compressed_nbytes"] > 0
     assert [system["name"] for system in row["systems"]] == ["raw link floor", "offloaded", "resident"]
     assert row["step_nbytes"] < 0.8 * sum(sizes), "the floor moves what the step streams as it is without a code"
     assert sum(sizes) < row["nbytes"]
@@ -288,14 +316,14 @@ def test_doctor_tells_how_fast_codes_are() -> None:
     backend.profile = MACHINE
     finding = importlib.import_module("weightstream.measure.findings")._codec(backend)
     backend.close()
-    assert finding.text.startswith("lossless: decoded at 1.1 TB/s (dense), 1.2 TB/s (small), 1.7 TB/s (fast)")
-    assert "--codec small" in finding.text
-    assert finding.value == {"dense": 1.15e12, "small": 1.2e12, "fast": 1.7e12}
+    assert finding.text.startswith("lossless: decoded at 1.1 TB/s (bfloat16), 1.1 TB/s (float16), 750.0 GB/s (float8")
+    assert "--codec compressed" in finding.text
+    assert finding.value == {"bfloat16": 1.15e12, "float16": 1.05e12, "float8_e4m3fn": 0.75e12}
     assert "a launch" not in finding.text
 
 
 def test_doctor_tells_what_a_launch_takes_where_codes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = importlib.import_module("weightstream.measure.findings")
-    monkeypatch.setattr(findings.coding, "why_not", lambda device: None)
+    monkeypatch.setattr(findings.coding, "why_not", lambda device, dtype: None)
     backend = SimpleNamespace(device=torch.device("cuda", 0), profile=replace(MACHINE, decoding_s=7.46e-6))
-    assert findings._codec(backend).text.endswith("1.7 TB/s (fast), beside 7.46 us a launch")
+    assert findings._codec(backend).text.endswith("(float8_e4m3fn), besides 7.46 us a launch")

@@ -119,7 +119,8 @@ class Assembly:
         self.recast: device_map.Recast | None = None
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = by_alias
-        prepare(backend.device, prospects.dtypes_to_code(by_alias, backend, config), given.progress)
+        expected = prospects.dtypes_to_code(by_alias, backend, config, among=given.ranks is not None)
+        prepare(backend.device, expected, given.progress)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.add(surroundings.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
@@ -138,7 +139,7 @@ class Assembly:
         hosted = given.hosted
         self._blocks = list(hosted.blocks) if hosted else find_blocks(model)
         self._grains = prospects.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
-        machine = prospects.machine_of(backend, config, self._homes, given.progress)
+        machine = prospects.machine_of(backend, config, self._homes, given.progress, expected)
         if given.ranks is not None:
             config, machine = _among(given.ranks, backend, config, machine)
         about = given.memories, self._grains, given.example, hosted, given.progress

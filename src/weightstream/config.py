@@ -11,7 +11,6 @@ import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
@@ -40,12 +39,6 @@ _Count = Annotated[int, Field(strict=True, ge=0), "a whole number >= 0"]
 _Positive = Annotated[int, Field(strict=True, ge=1), "a whole number >= 1"]
 _OptionalPositive = Annotated[int | None, Field(strict=True, ge=1), "a whole number >= 1"]
 _Switch = Annotated[bool, "true or false"]
-CODES: Mapping[str, int] = MappingProxyType({"dense": 2, "small": 3, "fast": 4})  # bits that each keeps of an exponent
-_OLD_CODECS = MappingProxyType({"3bit": "small", "4bit": "fast"})
-_Codec = Annotated[
-    Literal["auto", "none", "dense", "small", "fast"],
-    BeforeValidator(lambda value: _OLD_CODECS.get(value, value) if isinstance(value, str) else value),
-]
 _Names = Annotated[
     frozenset[str],
     PlainSerializer(sorted, return_type=list[str], when_used="json"),
@@ -138,10 +131,10 @@ class OffloadConfig(_Settings):
     pin_memory: _Switch = True
     use_uva: _Switch = True
     zero_copy_params: _Names = _setting(frozenset(), "Read matching weights from host memory.")
-    codec: _Codec = _setting(
+    codec: Literal["auto", "compressed", "none"] = _setting(
         "auto",
         "Compress weights without loss, and decode them on the GPU as they are needed: auto (the default) where that "
-        "is predicted to be faster, small or fast (to decode) always, none never.",
+        "is predicted to be faster, compressed always, none never.",
     )
     verify_checksums: _Switch = True
 
@@ -292,7 +285,7 @@ class OffloadConfig(_Settings):
                     f"{listed} ignored: {why}. Remove to silence this; to use, set "
                     f"offload_backend = {section!r} and {section}.{switch} > 0"
                 )
-        if self.codec in CODES and self.backend == "uva":
+        if self.codec == "compressed" and self.backend == "uva":
             yield f"codec = {self.codec!r} ignored: {why}, whose weights are read as they are. Remove to silence this"
         budget = f"max_memory[{self._of_map[0]}] = {self._of_map[1]}" if self._of_map else None
         if self.device_budget is not None:

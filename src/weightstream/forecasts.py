@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,8 @@ def sketch_pipeline(
     """What `plan_model` plans with for a pipeline, at any budget; `options` are `dtype`, `variant`, and `call`."""
     from weightstream.pipeline_plans import sketch_of_files
 
-    return sketch_of_files(path_or_repo_id, config, _machine(config, device, profile), **options)
+    machine = partial(_machine, config, device, profile)
+    return sketch_of_files(path_or_repo_id, config, machine, **options)
 
 
 def plan_stripes(
@@ -132,9 +133,10 @@ def plan_stripes(
     """What `plan_model` plans for several GPUs, all as the one here; `options` as for `prospect`."""
     from weightstream.adapters.transformers import described
 
-    _find(path_or_repo_id, options)
-    machine = _machine(config.within(next(iter(config.stripes.values()))), device, profile)
-    return sketched(*described(path_or_repo_id, **options), [machine] * len(config.stripes), config)
+    model, checkpoint = described(path_or_repo_id, **options)
+    alone = config.within(next(iter(config.stripes.values())))
+    machine = _machine(alone, device, profile, prospects.dtypes_of(model))
+    return sketched(model, checkpoint, [machine] * len(config.stripes), config)
 
 
 def prospect(
@@ -148,14 +150,15 @@ def prospect(
     """What `plan_model` plans with, for several budgets; `options` are `dtype`, `trust_remote_code` and what asks for
     tensor parallelism."""
     from weightstream.adapters import hf_sharded
+    from weightstream.adapters.transformers import described
 
-    _find(path_or_repo_id, options)
     wanted = hf_sharded.wanted(options)
     is_sharded = ranks.is_wanted(wanted, config)
-    machine = _machine(config, device, profile)
+    model, checkpoint = described(path_or_repo_id, **options)
+    machine = _machine(config, device, profile, prospects.dtypes_of(model))
     if wanted is not None and is_sharded:
         config, machine = ranks.alike(config, machine, wanted.tp_size)
-    found = prospects.prospect_of_checkpoint(path_or_repo_id, config, machine, **options)
+    found = prospects.sketch_of(model, checkpoint, config, machine).prospect
     if wanted is not None and is_sharded and not found.planners[0].demand.work:
         logger.warning(
             "%s: a step of one of %d processes cannot be followed (the log has why): it may fail, as where "
@@ -165,22 +168,22 @@ def prospect(
     return found
 
 
-def _find(path_or_repo_id: str | Path, options: Mapping[str, Any]) -> None:
-    """See that what describes a model is here, before the machine is judged."""
-    from weightstream.adapters.hub import DESCRIBING, local_path
-
-    local_path(path_or_repo_id, bool(options.get("trust_remote_code")), files=DESCRIBING)
-
-
-def _machine(config: OffloadConfig, device: torch.device | str | None, profile: Profile | str | Path | None) -> Machine:
-    """The machine to plan for: that of a profile, this one's GPU, or one that is assumed."""
+def _machine(
+    config: OffloadConfig,
+    device: torch.device | str | None,
+    profile: Profile | str | Path | None,
+    dtypes: Collection[str],
+) -> Machine:
+    """The machine to plan for: that of a profile, this one's GPU, or one that is assumed. `dtypes`: of weights that a
+    plan may compress."""
     device = config.device_for(device)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(backend_of(device, config)) as backend:
-            can_decode = prospects.can_decode(backend, config)
-            return replace(prospects.machine_of(backend, config), can_decode=can_decode)
+            if not config.uses_codes or not prospects.can_decode(backend, config, dtypes):
+                return prospects.machine_of(backend, config)
+            return prospects.decoding(prospects.machine_of(backend, config, dtypes=dtypes), backend, dtypes)
     machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
     given = config.device_nbytes(machine.total_nbytes or -1)
     if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):

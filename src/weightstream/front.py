@@ -164,7 +164,13 @@ def from_pretrained(
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
-        prepare(backend.device, expected := prospects.dtypes_to_load(dtype, config), progress)
+        prepare(backend.device, (), progress)
+        expected: set[str] = set()
+
+        def expect(loaded: torch.dtype, nbytes: int) -> None:
+            expected.update(prospects.dtypes_to_load(loaded, nbytes, backend, config))
+            prepare(backend.device, expected, progress)
+
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(
                 path_or_repo_id,
@@ -174,12 +180,13 @@ def from_pretrained(
                 offload_folder=config.offload_folder,
                 progress=progress,
                 verify_checksums=config.verify_checksums,
-                decode=lambda: not prospects.can_decode(backend, config, progress),
+                expect=expect,
+                decode=lambda dtypes: not prospects.can_decode(backend, config, dtypes, progress),
                 device=backend.device,
                 **kwargs,
             )
-        if config.uses_codes:  # nothing is left to a thread that might use the device later, in a capture
-            prospects.can_decode(backend, config, progress, expected)
+        if expected:  # nothing is left to a thread that might use the device later, in a capture
+            prospects.can_decode(backend, config, expected, progress)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy

@@ -1,4 +1,4 @@
-"""What callers give beside settings: a dtype under either name, a codec by an old one, patterns of names."""
+"""What callers give beside settings: a dtype under either name, patterns of names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[st
     """Those of `patterns` that match none of `names`, sorted."""
     known = tuple(names)
     return sorted(p for p in set(patterns) if not any(name_matches(p, name) for name in known))
-
-
-def codec_named(name: str) -> str:
-    """The name of a codec, also by an older spelling of it; raises `ConfigError`."""
-    return OffloadConfig(codec=name).codec  # type: ignore[arg-type]
 
 
 def dtype_given(dtype: Any, torch_dtype: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -261,13 +261,14 @@ class PipelineSketch:
 def sketch_of_files(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
-    machine: Machine,
+    machine_of: Callable[[Collection[str]], Machine],
     *,
     dtype: str | torch.dtype = "auto",
     variant: str | None = None,
     call: Mapping[str, Any],
 ) -> PipelineSketch:
-    """The pipeline in a folder, or in a repository on the hub, whose weights nobody reads, and a call of it.
+    """The pipeline in a folder, or in a repository on the hub, whose weights nobody reads, and a call of it, for the
+    machine that `machine_of` gives for the dtypes that it may compress.
 
     Raises `CheckpointError`, `ConfigError`, `OffloadError`, `UnsupportedError`.
     """
@@ -276,9 +277,10 @@ def sketch_of_files(
     check_given(config, call)
     pipe, checkpoints = sketched(path_or_repo_id, dtype=dtype, variant=variant)
     calls, notes = told(pipe, call)
+    modules = diffusers.modules_of(pipe)
+    machine = machine_of(frozenset().union(*map(prospects.dtypes_of, modules.values())))
     plain = {
-        name: prospects.sketch_of(module, checkpoints.get(name), config, machine)
-        for name, module in diffusers.modules_of(pipe).items()
+        name: prospects.sketch_of(module, checkpoints.get(name), config, machine) for name, module in modules.items()
     }
     cast = partial(prospects.sketch_of, checkpoint=None, config=config, machine=machine)
     return PipelineSketch(Parts(plain, calls, cast), calls, notes)

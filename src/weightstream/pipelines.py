@@ -152,7 +152,13 @@ def pipeline_from_pretrained(
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         dtype = dtype_given(dtype, torch_dtype)
-        prepare(backend.device, dtypes_to_load(dtype, config), progress)
+        prepare(backend.device, (), progress)
+        expected: set[str] = set()
+
+        def expect(common: torch.dtype, nbytes: int) -> None:
+            expected.update(dtypes_to_load(common, nbytes, backend, config))
+            prepare(backend.device, expected, progress)
+
         with preloading(backend.device, generates=False):
             loaded = load_pipeline(
                 path_or_repo_id,
@@ -162,10 +168,13 @@ def pipeline_from_pretrained(
                 offload_folder=config.offload_folder,
                 progress=progress,
                 verify_checksums=config.verify_checksums,
-                decode=lambda: not can_decode(backend, config, progress),
+                expect=expect,
+                decode=lambda dtypes: not can_decode(backend, config, dtypes, progress),
                 device=backend.device,
                 **kwargs,
             )
+        if expected:  # as in `from_pretrained`
+            can_decode(backend, config, expected, progress)
         for owned in loaded.folders:
             on_failure.callback(owned.close)
         _refuse(loaded.pipe)

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from weightstream.adapters import trial
 from weightstream.adapters.experts import why_whole
 from weightstream.adapters.module import GRAINS, Grain, find_units, row_tables
 from weightstream.adapters.shapes import Footprint, follow, observe
-from weightstream.codec.estimate import ASSUMED_BITS, estimates
+from weightstream.codec.estimate import ASSUMED_BITS, estimate
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
@@ -29,7 +28,7 @@ from weightstream.measure import bench
 from weightstream.measure.profile import can_decode as decodes
 from weightstream.measure.profile import profile_for, with_decoding
 from weightstream.plan.codes import Sizes
-from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload
+from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload, decode_rate
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.prospect import Prospect
 from weightstream.plan.schedule import aligned
@@ -71,41 +70,57 @@ class Hosted:
     observe: Observe = observe
 
 
-def can_decode(
-    backend: Backend, config: OffloadConfig, progress: bool | None = None, dtypes: Collection[str] = ("bfloat16",)
-) -> bool:
-    """Whether coded weights of these dtypes are decoded as they are needed: on a GPU; on the CPU, which is slow, on
-    request."""
+def can_decode(backend: Backend, config: OffloadConfig, dtypes: Collection[str], progress: bool | None = None) -> bool:
+    """Whether compressed weights of these dtypes are decoded as they are needed: on a GPU; on the CPU, which is slow,
+    on request."""
     if backend.device.type == "cpu":
-        return _decodes_on_cpu(config)
+        return config.uses_codes and config.codec != "auto"
     return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
 
 
-def dtypes_to_code(by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig) -> frozenset[str]:
-    """Dtypes of weights that a plan may code, where `Planner.may_code` is going to say so: told before there is a
-    planner, so that kernels are compiled meanwhile; none where only it can tell."""
+def decoding(machine: Machine, backend: Backend, dtypes: Collection[str], progress: bool | None = None) -> Machine:
+    """A machine that decodes these dtypes, at the rates of its backend."""
+    found = with_decoding(backend, machine.profile, dtypes, progress=progress)
+    rates = {name: getattr(found, name) for name in (*map(decode_rate, dtypes), "decoding_s")}
+    return replace(machine, can_decode=True, profile=replace(machine.profile, **rates))
+
+
+def dtypes_to_code(
+    by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig, *, among: bool = False
+) -> frozenset[str]:
+    """Dtypes of weights that a plan may compress, where `Planner.may_code` is going to say so: known before there is a
+    planner, so that kernels are compiled meanwhile. None where only it can tell, but `among` processes, which agree on
+    a machine before they plan."""
+    nbytes = sum(group.nbytes for group in by_alias.values())
+    may_code = _may_code(nbytes, backend, config) or (among and config.uses_codes)
+    return _codable(by_alias) if may_code else frozenset()
+
+
+def dtypes_to_load(dtype: torch.dtype, nbytes: int, backend: Backend, config: OffloadConfig) -> frozenset[str]:
+    """The same for a model of so many bytes that is about to be loaded in one dtype."""
+    found = {str(dtype).removeprefix("torch.")} & ELEMENTS.keys()
+    return frozenset(found) if _may_code(nbytes, backend, config) else frozenset()
+
+
+def dtypes_of(model: nn.Module) -> frozenset[str]:
+    """Dtypes of a model's parameters for which there is a code."""
+    return frozenset({str(p.dtype).removeprefix("torch.") for p in model.parameters()} & ELEMENTS.keys())
+
+
+def _may_code(nbytes: int, backend: Backend, config: OffloadConfig) -> bool:
+    """Whether a plan of weights of so many bytes may compress them; a CPU does so on request only."""
     if backend.device.type == "cpu" or not config.uses_codes:
-        return frozenset()
+        return config.uses_codes and config.codec != "auto"
     free, total = cuda.memory(backend.device)
     budget = config.device_nbytes(total)
-    is_over = sum(group.nbytes for group in by_alias.values()) > (free if budget is None else budget)
-    return _codable(by_alias) if config.codec != "auto" or (config.backend == "none" and is_over) else frozenset()
-
-
-def dtypes_to_load(dtype: Any, config: OffloadConfig) -> frozenset[str]:
-    """Dtypes of weights that a plan may code, where a load has this one, or "auto", which mostly is bfloat16."""
-    name = str(dtype).removeprefix("torch.").replace("auto", "bfloat16")
-    return frozenset({name} & ELEMENTS.keys()) if config.uses_codes else frozenset()
+    is_over = nbytes > (free if budget is None else budget)
+    return config.codec != "auto" or (config.backend == "none" and is_over)
 
 
 def _codable(by_alias: Mapping[str, Group]) -> frozenset[str]:
     """Dtypes of weights for which there is a code."""
     members = (group.members[0] for group in by_alias.values())
     return frozenset(m.spec.dtype for m in members if m.spec.dtype in ELEMENTS and m.role is Role.PARAMETER)
-
-
-def _decodes_on_cpu(config: OffloadConfig) -> bool:
-    return config.uses_codes and config.codec != "auto"
 
 
 def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
@@ -121,14 +136,19 @@ def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
 
 
 def machine_of(
-    backend: Backend, config: OffloadConfig, homes: Homes | None = None, progress: bool | None = None
+    backend: Backend,
+    config: OffloadConfig,
+    homes: Homes | None = None,
+    progress: bool | None = None,
+    dtypes: Collection[str] = (),
 ) -> Machine:
-    """What there is to place in: memory that a model's weights take now counts as free where they would leave it."""
+    """What there is to place in: memory that a model's weights take now counts as free where they would leave it.
+
+    `dtypes`: of weights that a plan may compress, as far as they are known.
+    """
     there = [home for home in homes.homes.values() if home.file is None] if homes else []
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
-    on_cpu, profile = backend.device.type == "cpu", profile_for(backend, progress=progress)
-    if on_cpu and _decodes_on_cpu(config):
-        profile = with_decoding(backend, profile, progress=progress)
+    on_cpu, profile = backend.device.type == "cpu", profile_for(backend, dtypes=dtypes, progress=progress)
     machine = machine_elsewhere(profile, held_nbytes)
     free, total = machine.host_free_nbytes, machine.host_total_nbytes
     if not on_cpu:
@@ -232,11 +252,11 @@ def with_facts(
     machine, weights = planner.machine, planner.weights
     is_open = planner.may_code(plain) and not weights.codes
     dtypes = _codable(_groups(homes)) if is_open else ()
-    if dtypes and can_decode(backend, planner.config, progress, dtypes):
+    if dtypes and can_decode(backend, planner.config, dtypes, progress):
         for memory in memories:
             memory.check()
         codes = sizes_of(_groups(homes), homes.layouts, homes.in_parts, weights.by_row)
-        machine, weights = replace(machine, can_decode=True), replace(weights, codes=codes)
+        machine, weights = decoding(machine, backend, dtypes, progress), replace(weights, codes=codes)
     if machine.disk_bytes_per_s is None and planner.may_use_disk(plain):
         machine = replace(machine, disk_bytes_per_s=bench.rate_of_files(homes.files))
     planners = (replace(planner, machine=machine, weights=weights) for planner in prospect.planners)
@@ -321,17 +341,6 @@ class Sketch:
         return prospect
 
 
-def prospect_of_checkpoint(path: str | Path, config: OffloadConfig, machine: Machine, **options: Any) -> Prospect:
-    """What `from_pretrained` would plan with, from config.json and the headers of the shards alone; of a quantised one
-    its library makes a model of files that nobody reads.
-
-    `options` are the `dtype`, `trust_remote_code` and `distributed_config` of a load.
-    """
-    from weightstream.adapters.transformers import described
-
-    return sketch_of(*described(path, **options), config, machine).prospect
-
-
 def sketch_of(
     model: nn.Module, checkpoint: Checkpoint | None, config: OffloadConfig, machine: Machine, told: Hosted | None = None
 ) -> Sketch:
@@ -411,25 +420,26 @@ def sizes_of(
     in_parts: Mapping[str, Sequence[torch.Tensor]],
     by_row: frozenset[str],
 ) -> Sizes:
-    """What each of these groups takes in each code. Reads samples of the weights.
+    """What those of these groups that can be compressed take then. Reads samples of the weights.
 
-    `coded` are those that are in a file in coded form, `in_parts` the bytes of those whose memory holds none yet.
+    `coded` are those that are compressed in a file, `in_parts` the bytes of those whose memory holds none yet.
     """
-    return {a: _sizes(group, coded.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
+    every = ((a, _size(group, coded.get(a), in_parts.get(a))) for a, group in by_alias.items() if a not in by_row)
+    return {alias: nbytes for alias, nbytes in every if nbytes is not None}
 
 
-def _sizes(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> dict[int, int]:
-    """The bytes of a group by the bits of each code: in a file, from a sample, or assumed; parameters can be coded."""
+def _size(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> int | None:
+    """The bytes of a compressed group: in a file, from a sample, or assumed; parameters can be compressed."""
     dtype = group.members[0].spec.dtype
     if layout is not None:
-        return {layout.bits: layout.nbytes}
+        return layout.nbytes
     if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.role is not Role.PARAMETER for m in group.members):
-        return {}
+        return None
     if not group.home.is_meta:
-        return estimates(parts or [group.home], dtype)
+        return estimate(parts or [group.home], dtype)
     count = group.nbytes // ELEMENTS[dtype].nbytes
-    least = {bits: Layout(dtype=dtype, bits=bits, count=count, num_escapes=0).nbytes for bits in ASSUMED_BITS[dtype]}
-    return {bits: max(n, aligned(round(count * ASSUMED_BITS[dtype][bits] / 8))) for bits, n in least.items()}
+    least = Layout(dtype=dtype, count=count, num_escapes=0).nbytes
+    return max(least, aligned(round(count * ASSUMED_BITS[dtype] / 8)))
 
 
 def tables_of(model: nn.Module, by_alias: dict[str, Group]) -> frozenset[str]:

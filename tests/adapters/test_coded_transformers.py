@@ -62,8 +62,6 @@ NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "vit": ("ViTModel", VISION),
     }
 )
-CODECS = ("3bit", "4bit")
-EVERY_SECOND = thinned(NAMES, CODECS)  # a model has one of the codes; CI draws some
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +99,11 @@ def inputs(name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[st
 _BUDGETS: dict[tuple[Any, ...], int] = {}  # that were found
 
 
-def open_coded(path: Path, codec: str, share: float = 0.4, **options: Any) -> Any:
+def open_coded(path: Path, share: float = 0.4, **options: Any) -> Any:
     """The model in a share of the bytes that it takes when all is coded, or the least that plans."""
     key, options = (
-        (path, codec, share, *options.items()),
-        options | {"device": "cpu", "codec": codec, "progress": False},
+        (path, share, *options.items()),
+        options | {"device": "cpu", "codec": "compressed", "progress": False},
     )
     if key in _BUDGETS:
         return weightstream.from_pretrained(path, device_budget=_BUDGETS[key], **options)
@@ -132,10 +130,10 @@ def assert_equal_for_a_while(model: Any, reference: Any, name: str, dtype: torch
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("name", "codec"), EVERY_SECOND)
-def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, codec: str, folder: Any, told: list[str]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
-    model = open_coded(folder(name), codec)
+    model = open_coded(folder(name))
     streamer = model.weightstream
     assert streamer.plan.manifest.codes
     assert streamer.plan.step_nbytes > 0
@@ -155,7 +153,7 @@ def test_pages_of_what_was_coded_are_not_held_beside_it(tmp_path: Path) -> None:
     kind = transformers.LlamaForCausalLM
     kind(transformers.LlamaConfig(**settings)).to(torch.bfloat16).save_pretrained(tmp_path)
     shares = []
-    for codec in ("3bit", "none"):
+    for codec in ("compressed", "none"):
         options = {"device": "cpu", "codec": codec, "progress": False}
         with weightstream.from_pretrained(tmp_path, device_budget="5MiB", **options).weightstream as streamer:
             (file,) = streamer._homes.files
@@ -180,18 +178,16 @@ def values(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        *EVERY_SECOND,
+        *((name, "compressed") for name in NAMES),
         *(pytest.param(name, "auto", marks=[pytest.mark.stress] * (i != 2)) for i, name in enumerate(NAMES)),
     ],
 )
 def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
     reference = plain(folder(name), name)
-    codec, bits = {"auto": ("dense", 2), "3bit": ("3bit", 3), "4bit": ("4bit", 4)}[packed]
-    model = open_coded(folder(name, packed), codec)
+    model = open_coded(folder(name, packed))
     streamer = model.weightstream
     codes = streamer.plan.manifest.codes
     assert codes
-    assert {n for n, _ in codes.values()} == {bits}
     coded = [alias for alias in codes if alias not in streamer.plan.resident]
     assert coded
     assert all(streamer._homes.homes[alias].coded is None for alias in coded), "it is in the file"
@@ -213,7 +209,7 @@ def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
     reference = plain(folder(name), name)
     nbytes = sum(tensor.nbytes for tensor in reference.parameters())
     model = weightstream.from_pretrained(
-        folder(name, "3bit"), device="cpu", device_budget=nbytes * 3 // 4, codec=codec, progress=False
+        folder(name, "compressed"), device="cpu", device_budget=nbytes * 3 // 4, codec=codec, progress=False
     )
     assert not model.weightstream.plan.manifest.codes
     assert model.weightstream.plan.step_nbytes > 0
@@ -224,13 +220,13 @@ def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("kind", "codec"), thinned(["plain", "3bit"], ["3bit", "none", "auto"]))
+@pytest.mark.parametrize(("kind", "codec"), thinned(["plain", "compressed"], ["compressed", "none", "auto"]))
 def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, folder: Any) -> None:
     reference = plain(folder("llama"), "llama", dtype=torch.float16)
     model = weightstream.from_pretrained(
         folder("llama", kind), device="cpu", device_budget="1MiB", codec=codec, dtype=torch.float16, progress=False
     )
-    assert bool(model.weightstream.plan.manifest.codes) is (codec == "3bit")
+    assert bool(model.weightstream.plan.manifest.codes) is (codec == "compressed")
     assert all(parameter.dtype is torch.float16 for parameter in model.parameters())
     assert_equal_for_a_while(model, reference, "llama", torch.float16)
     model.weightstream.remove()
@@ -239,7 +235,7 @@ def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, 
 
 
 def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Path) -> None:
-    source = folder("llama", "3bit")
+    source = folder("llama", "compressed")
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     file = next(tmp_path.glob("*.safetensors"))
     damaged = bytearray(file.read_bytes())
@@ -247,8 +243,8 @@ def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Pa
     damaged[at : at + 200_000] = bytes(255 - byte for byte in damaged[at : at + 200_000])
     file.write_bytes(damaged)
     with pytest.raises(CheckpointError, match="checksum"):
-        open_coded(tmp_path, "3bit")
-    model = open_coded(tmp_path, "3bit", verify_checksums=False)
+        open_coded(tmp_path)
+    model = open_coded(tmp_path, verify_checksums=False)
     (found,) = step(model, {"input_ids": tokens(0), "use_cache": False})
     (expected,) = step(plain(folder("llama"), "llama"), {"input_ids": tokens(0), "use_cache": False})
     assert found.shape == expected.shape
@@ -257,7 +253,7 @@ def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Pa
 
 def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama tied"), "llama tied")
-    model = open_coded(folder("llama tied", "3bit"), "3bit")
+    model = open_coded(folder("llama tied", "compressed"))
     assert model.num_parameters() == reference.num_parameters()
     assert model.get_memory_footprint() == reference.get_memory_footprint()
     assert model.dtype is torch.bfloat16
@@ -270,14 +266,14 @@ def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["plain", "3bit"])
+@pytest.mark.parametrize("kind", ["plain", "compressed"])
 def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama"), "llama")
     options = {"host_budget": "300KiB"} | ({"offload_folder": tmp_path} if kind == "plain" else {})
-    model = open_coded(folder("llama", kind), "3bit", 0.65, **options)
+    model = open_coded(folder("llama", kind), 0.65, **options)
     streamer = model.weightstream
     assert streamer.stats().held_nbytes["host"] <= 300 << 10
-    if kind == "3bit":
+    if kind == "compressed":
         assert streamer.plan.disk
         assert streamer.plan.disk & streamer.plan.manifest.codes.keys()
     assert_equal_for_a_while(model, reference, "llama")
@@ -288,10 +284,10 @@ def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(("packed", "host_budget"), thinned(CODECS, [None, "250KiB"]))
-def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | None, folder: Any) -> None:
+@pytest.mark.parametrize("host_budget", [None, "250KiB"])
+def test_a_pack_whose_weights_get_a_new_unit(host_budget: str | None, folder: Any) -> None:
     reference = plain(folder("llama"), "llama")
-    model = open_coded(folder("llama", packed), packed, 0.6, host_budget=host_budget)
+    model = open_coded(folder("llama", "compressed"), 0.6, host_budget=host_budget)
     streamer = model.weightstream
     assert (len(streamer.plan.disk) > 0) is (host_budget is not None)
     for one in (model, reference):
@@ -323,8 +319,8 @@ def test_a_pack_whose_weights_get_a_new_unit(packed: str, host_budget: str | Non
 @pytest.mark.usefixtures("code_all")
 def test_an_architecture_offloaded_in_place(name: str) -> None:
     model, reference = built(name), built(name)
-    budget = least_budget(model.module, "cpu", codec="3bit")
-    with weightstream.offload(model.module, device="cpu", device_budget=budget, codec="3bit") as streamer:
+    budget = least_budget(model.module, "cpu", codec="compressed")
+    with weightstream.offload(model.module, device="cpu", device_budget=budget, codec="compressed") as streamer:
         assert streamer.plan.manifest.codes
         for seed in range(3):
             assert_same(step(model.module, model.inputs(seed)), step(reference.module, reference.inputs(seed)))

@@ -629,7 +629,7 @@ def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | sizes)), tmp_path / "base"
     model.bfloat16().save_pretrained(folder)
-    packing.pack(str(folder), tmp_path / "pack", codec="dense")
+    packing.pack(str(folder), tmp_path / "pack", codec="compressed")
     adapter_of(folder, folder, use_dora=True)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder / name, tmp_path / "pack")
@@ -909,7 +909,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("read") / "experts"
     transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    packing.pack(str(folder), folder.parent / "pack", codec="small")
+    packing.pack(str(folder), folder.parent / "pack", codec="compressed")
     return folder
 
 

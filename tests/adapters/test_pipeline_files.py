@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -330,7 +331,7 @@ def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(pipelines.image(pipe, "sd3"), pipelines.image(plain(folder), "sd3"))
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.stress), {"codec": "4bit"}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.stress), {"codec": "compressed"}])
 def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
     """Decoded into the offload folder where nothing decodes as it is needed, and for another dtype."""
     folder = tmp_path / "coded"
@@ -340,10 +341,26 @@ def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
     want = pipelines.image(plain(folder, dtype=torch.bfloat16), "flux")
     from weightstream.adapters.packing import pack
 
-    pack(str(folder), tmp_path / "packed", codec="4bit", verify=True)
+    pack(str(folder), tmp_path / "packed", codec="compressed", verify=True)
     pipe = loaded(tmp_path / "packed", share=0.6, **options)
     assert torch.equal(pipelines.image(pipe, "flux"), want)
     pipe.weightstream.remove()
+
+
+@pytest.mark.parametrize(("option", "dtype"), [({}, torch.float32), ({"dtype": "float16"}, torch.float16)])
+def test_a_load_tells_what_it_is_going_to_need(
+    option: dict[str, str], dtype: torch.dtype, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled for the dtype and the bytes of the files, from before these are read."""
+    asked: list[tuple[torch.dtype, int]] = []
+    prepared: list[set[str]] = []
+    module = importlib.import_module("weightstream.pipelines")
+    monkeypatch.setattr(module, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
+    monkeypatch.setattr(module, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
+    loaded(saved("flux"), **option).weightstream.remove()
+    held = [load_file(file) for file in saved("flux").rglob("*.safetensors")]
+    assert asked == [(dtype, sum(tensor.nbytes for tensors in held for tensor in tensors.values()))]
+    assert prepared == [set(), {"bfloat16"}]
 
 
 def test_the_plan_of_files(saved: Callable[[str], Path], tmp_path: Path) -> None:

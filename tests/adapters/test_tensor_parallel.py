@@ -96,7 +96,7 @@ def make_checkpoints(path: Path) -> None:
     config = json.loads((path / "mixtral" / "config.json").read_text())  # whose dtype is that of its tensors
     (path / "mixtral" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
     with patch.object(store, "_LEAST_CODED", 8192):
-        pack(str(path / "llama"), path / "pack", codec="small")
+        pack(str(path / "llama"), path / "pack", codec="compressed")
 
 
 def launched(device: str, folder: Path, *checks: str, by_torchrun: bool = True) -> subprocess.CompletedProcess[str]:

@@ -91,7 +91,7 @@ def plan_in_matrices(streamer: weightstream.Streamer) -> Plan:
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
-    ("implementation", "codec"), thinned(["batched_mm", "grouped_mm", "eager"], ["small", "none"], every=3)
+    ("implementation", "codec"), thinned(["batched_mm", "grouped_mm", "eager"], ["compressed", "none"], every=3)
 )
 def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None:
     model, plain = in_float8(implementation), in_float8(implementation)
@@ -103,7 +103,7 @@ def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None
         prove(plan)
         streamer.switch(plan)
         codes = streamer.plan.manifest.codes
-        assert any(name.endswith("experts.gate_up_proj") for name in codes) is (codec == "small")
+        assert any(name.endswith("experts.gate_up_proj") for name in codes) is (codec == "compressed")
         for _ in range(2):
             for length, found in zip((1, 2, 9), wanted, strict=True):
                 assert same(generated(model, prompt(length), 4), found)

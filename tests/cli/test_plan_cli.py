@@ -106,7 +106,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 100
     labels = re.findall(r"^ *(\w+): ", text, re.MULTILINE)
-    assert labels == ["model", "machine", "memory", "moves", "predicted", "coded", "limit", "note"]
+    assert labels == ["model", "machine", "memory", "moves", "predicted", "weights", "limit", "note"]
     assert f"{NUM_PARAMETERS / 1e6:.1f}M parameters" in " ".join(text.split())  # a long path folds the line
     assert "Test GPU, measured" in text
     assert "(batch 4, tokens 1, context 2048)" in text
@@ -125,15 +125,16 @@ def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(
     assert [row[0] for row in rows if "▶" in row[0]] == ["▶ 8.00"]
     assert "budget MiB" in text
     assert rows[-1][6] == "all fits"
-    codes = {"small": "small", "fast": "fast", "small and fast": "both", None: ""}
-    assert {(row[3], row[4]) for row in rows} == {(codes[p["code"]], f"{1e3 * p['step_s']:,.1f}") for p in plans}
-    assert swept["code"] == "small"
+    assert {(row[3], row[4]) for row in rows} == {
+        ("yes" if p["compressed_nbytes"] else "", f"{1e3 * p['step_s']:,.1f}") for p in plans
+    }
+    assert swept["compressed_nbytes"] > 0
     assert rows[-1][3] == "", "all of it fits as it is"
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize(
-    ("width", "lost"), [(60, {"", "code"}), (80, set()), pytest.param(100, set(), marks=pytest.mark.stress)]
+    ("width", "lost"), [(60, {"", "compressed"}), (80, set()), pytest.param(100, set(), marks=pytest.mark.stress)]
 )
 def test_a_sweep_is_a_line_per_budget_at_any_width(
     plan: Callable[..., Result], swept: dict[str, Any], width: int, lost: set[str], monkeypatch: pytest.MonkeyPatch
@@ -145,7 +146,7 @@ def test_a_sweep_is_a_line_per_budget_at_any_width(
     assert sum(line.startswith("│") for line in lines) == len(swept["sweep"]) + 1
     heads = zip(*(line.strip("┃").split("┃") for line in lines if line.startswith("┃")), strict=True)
     shown = {" ".join(" ".join(head).split()).replace(" /", "/") for head in heads}
-    assert {"budget MiB", "resident", "ring", "code", "step ms", "tokens/s", "limit", ""} - shown == lost
+    assert {"budget MiB", "resident", "ring", "compressed", "step ms", "tokens/s", "limit", ""} - shown == lost
 
 
 @pytest.mark.stress

@@ -101,7 +101,7 @@ def test_what_is_read_in_place_is_a_column() -> None:
 
 def test_blocks_whose_coded_bytes_differ_by_chance_are_one_kind() -> None:
     manifest = Manifest(units=tuple(unit_of(i, MIB) for i in range(9)), order=tuple(range(9)))
-    codes = {alias: (3, 700_000 + 512 * i) for i, alias in enumerate(manifest.aliases)}
+    codes = {alias: 700_000 + 512 * i for i, alias in enumerate(manifest.aliases)}
     plan = Plan.build(manifest.coded(codes), frozenset(), 4 * MIB)
     assert cells(printed(plan)) == [
         ["unit", "units", "plain each", "resident each", "streams each"],

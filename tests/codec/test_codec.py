@@ -13,23 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patterns import KINDS, PATTERNS, SIZES, flat, gaussian, noise, spread
+from patterns import PATTERNS, SIZES, flat, gaussian, noise, spread
 from repeats import examples, only, thinned
 from weightstream.codec import reference
-from weightstream.codec.format import BITS, DENSE, ELEMENTS, Layout, can_code, layout_of
+from weightstream.codec.format import ELEMENTS, Layout, UnknownCodeError, layout_of
 from weightstream.errors import StoreError
 
 DOCS = (Path(__file__).parent / "golden.md").read_text(encoding="utf-8")
 GOLDEN = re.findall(
-    r"^(hashed|peaked) (\w+) bits=(\d) escapes=(\d+) nbytes=(\d+)\n"
+    r"^(hashed|peaked) (\w+) escapes=(\d+) nbytes=(\d+)\n"
     r"  sha256  (\w{64})\n  head    (\w{128})\n  symbols (\w{64})\n  tail    (\w{64})$",
     DOCS,
     re.M,
 )
 GUARD = 77
-TILE_NBYTES = 6656  # of the code dense, behind the symbols, at most
-kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS)
-COUNTED = [(dtype, bits) for dtype, bits in KINDS if bits != DENSE]  # whose escapes are a byte each
+TILE_NBYTES = 6656  # of bfloat16, behind the symbols, at most
+kinds = pytest.mark.parametrize("dtype", ELEMENTS)
+COUNTED = ["float16", "float8_e4m3fn"]  # whose escapes are a byte each
 
 
 def documented() -> dict[str, Callable[..., Any]]:
@@ -49,88 +49,81 @@ def decoded(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
     return whole[64:-64]
 
 
-def assert_exact(data: torch.Tensor, dtype: str, bits: int) -> Layout:
-    layout, coded = reference.encode(data, dtype, bits)
+def assert_exact(data: torch.Tensor, dtype: str) -> Layout:
+    layout, coded = reference.encode(data, dtype)
     assert layout.raw_nbytes == data.numel()
     assert coded.numel() == layout.nbytes
     assert torch.equal(decoded(coded, layout), data)
     assert not coded[layout.escapes_at + layout.num_escapes :].any()
-    record = {"bits": layout.bits, "escapes": layout.num_escapes}
+    record = {"bits": layout.element.symbol_bits, "escapes": layout.num_escapes}
     assert layout_of(dtype, layout.count, record, layout.nbytes) == layout
     return layout
 
 
-@pytest.mark.parametrize(("dtype", "bits", "pattern"), thinned(KINDS, PATTERNS))
-def test_every_bit_comes_back(dtype: str, bits: int, pattern: str) -> None:
-    assert_exact(PATTERNS[pattern](dtype), dtype, bits)
+@pytest.mark.parametrize(("dtype", "pattern"), thinned(ELEMENTS, PATTERNS))
+def test_every_bit_comes_back(dtype: str, pattern: str) -> None:
+    assert_exact(PATTERNS[pattern](dtype), dtype)
 
 
-@pytest.mark.parametrize(("dtype", "bits", "count"), thinned(KINDS, SIZES))
-def test_any_number_of_weights(dtype: str, bits: int, count: int) -> None:
-    assert_exact(gaussian(dtype, count), dtype, bits)
-    assert_exact(noise(dtype, count), dtype, bits)
+@pytest.mark.parametrize(("dtype", "count"), thinned(ELEMENTS, SIZES))
+def test_any_number_of_weights(dtype: str, count: int) -> None:
+    assert_exact(gaussian(dtype, count), dtype)
+    assert_exact(noise(dtype, count), dtype)
 
 
 @examples(60)
 @given(
-    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(list(ELEMENTS)),
     count=st.integers(1, 13_000),
     centre=st.floats(0, 1),
     width=st.sampled_from([0.0, 0.4, 1.0, 2.0, 6.0, 40.0]),
     seed=st.integers(0, 2**31),
 )
-def test_any_distribution(kind: tuple[str, int], count: int, centre: float, width: float, seed: int) -> None:
-    assert_exact(spread(kind[0], count, centre, width, seed), *kind)
+def test_any_distribution(dtype: str, count: int, centre: float, width: float, seed: int) -> None:
+    assert_exact(spread(dtype, count, centre, width, seed), dtype)
 
 
 @kinds
-def test_encoding_is_deterministic(dtype: str, bits: int) -> None:
+def test_encoding_is_deterministic(dtype: str) -> None:
     data = gaussian(dtype, 9000)
-    (layout, coded), (again, coded_again) = (reference.encode(data.clone(), dtype, bits) for _ in range(2))
+    (layout, coded), (again, coded_again) = (reference.encode(data.clone(), dtype) for _ in range(2))
     assert layout == again
     assert torch.equal(coded, coded_again)
 
 
-MOST_BITS = {
-    ("bfloat16", 2): 10.8,
-    ("bfloat16", 3): 11.4,
-    ("bfloat16", 4): 12.1,
-    ("float16", 3): 14.4,
-    ("float16", 4): 15.1,
-    ("float8_e4m3fn", 3): 7.4,
-}
+MOST_BITS = {"bfloat16": 10.8, "float16": 14.4, "float8_e4m3fn": 7.4}
 
 
 @pytest.mark.few(6)
 @kinds
 @pytest.mark.parametrize("scale", [1.0, 1.2, 1.41, 1.7, 64.0])
-def test_gaussian_weights_take_few_bits(dtype: str, bits: int, scale: float) -> None:
-    layout = assert_exact(gaussian(dtype, 512 * 1024, scale), dtype, bits)
-    assert 8 * layout.nbytes / layout.count < MOST_BITS[dtype, bits]
+def test_gaussian_weights_take_few_bits(dtype: str, scale: float) -> None:
+    layout = assert_exact(gaussian(dtype, 512 * 1024, scale), dtype)
+    assert 8 * layout.nbytes / layout.count < MOST_BITS[dtype]
 
 
 # The format, as docs/codec.md tells it.
 
 
-@pytest.mark.parametrize(("dtype", "bits", "pattern"), thinned(KINDS, ["random bits", "wide"]))
-def test_the_documented_decoder(dtype: str, bits: int, pattern: str) -> None:
+@pytest.mark.parametrize(("dtype", "pattern"), thinned(ELEMENTS, ["random bits", "wide"]))
+def test_the_documented_decoder(dtype: str, pattern: str) -> None:
     data = PATTERNS[pattern](dtype)
-    layout, coded = reference.encode(data, dtype, bits)
-    values = documented()["decode"](bytes(coded.tolist()), dtype, bits, layout.count, layout.num_escapes)
+    layout, coded = reference.encode(data, dtype)
+    values = documented()["decode"](bytes(coded.tolist()), dtype, layout.count, layout.num_escapes)
     assert torch.equal(flat(torch.tensor(values), dtype), data)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "bits", "escapes", "nbytes", "sha256", "head", "symbols", "tail"),
+    ("name", "dtype", "escapes", "nbytes", "sha256", "head", "symbols", "tail"),
     GOLDEN,
-    ids=[f"{name}-{dtype}-{bits}" for name, dtype, bits, *_ in GOLDEN],
+    ids=[f"{name}-{dtype}" for name, dtype, *_ in GOLDEN],
 )
 def test_golden_vectors(
-    name: str, dtype: str, bits: str, escapes: str, nbytes: str, sha256: str, head: str, symbols: str, tail: str
+    name: str, dtype: str, escapes: str, nbytes: str, sha256: str, head: str, symbols: str, tail: str
 ) -> None:
     pattern = documented()[name]
     data = flat(torch.tensor([pattern(dtype, i) for i in range(5000)]), dtype)
-    layout, coded = reference.encode(data, dtype, int(bits))
+    layout, coded = reference.encode(data, dtype)
     content = bytes(coded.tolist())
     symbols_at = 512 * layout.element.raw_bits
     assert (layout.num_escapes, len(content)) == (int(escapes), int(nbytes))
@@ -141,65 +134,60 @@ def test_golden_vectors(
 
 
 def test_there_is_a_golden_vector_of_every_kind() -> None:
-    found = sorted((name, dtype, int(bits)) for name, dtype, bits, *_ in GOLDEN)
-    assert found == sorted((name, *kind) for kind in KINDS for name in ("hashed", "peaked"))
+    found = sorted((name, dtype) for name, dtype, *_ in GOLDEN)
+    assert found == sorted((name, dtype) for dtype in ELEMENTS for name in ("hashed", "peaked"))
 
 
 # Layouts
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "count", "num_escapes", "expected"),
+    ("dtype", "count", "num_escapes", "expected"),
     [
         # (tiles, tile_nbytes, starts_at, bases_at, escapes_at, nbytes)
-        ("bfloat16", 3, 0, 0, (0, 5632, 0, 4, 4, 512)),
-        ("bfloat16", 3, 1, 1, (1, 5632, 5632, 5640, 5641, 6144)),
-        ("bfloat16", 4, 4096, 0, (1, 6144, 6144, 6152, 6153, 6656)),
-        ("bfloat16", 3, 4097, 503, (2, 5632, 11264, 11276, 11278, 12288)),
-        ("bfloat16", 3, 4097, 1010, (2, 5632, 11264, 11276, 11278, 12288)),
-        ("bfloat16", 3, 4097, 1011, (2, 5632, 11264, 11276, 11278, 12800)),
-        ("bfloat16", 2, 0, 0, (0, 5120, 0, 4, 4, 512)),
-        ("bfloat16", 2, 1, 0, (1, 5120, 5120, 5128, 5132, 5632)),
-        ("bfloat16", 2, 4 * 4096, 500, (4, 5120, 20480, 20500, 20504, 21504)),
-        ("bfloat16", 2, 5 * 4096, 496, (5, 5120, 25600, 25624, 25632, 26624)),
-        ("float16", 3, 4096, 0, (1, 7168, 7168, 7176, 7177, 7680)),
-        ("float16", 4, 4096, 0, (1, 7680, 7680, 7688, 7689, 8192)),
-        ("float8_e4m3fn", 3, 8192, 5, (2, 3584, 7168, 7180, 7182, 7680)),
+        ("float16", 0, 0, (0, 7168, 0, 4, 4, 512)),
+        ("float16", 1, 1, (1, 7168, 7168, 7176, 7177, 7680)),
+        ("float16", 4096, 0, (1, 7168, 7168, 7176, 7177, 7680)),
+        ("float16", 4097, 503, (2, 7168, 14336, 14348, 14350, 15360)),
+        ("float16", 4097, 1010, (2, 7168, 14336, 14348, 14350, 15360)),
+        ("float16", 4097, 1011, (2, 7168, 14336, 14348, 14350, 15872)),
+        ("bfloat16", 0, 0, (0, 5120, 0, 4, 4, 512)),
+        ("bfloat16", 1, 0, (1, 5120, 5120, 5128, 5132, 5632)),
+        ("bfloat16", 4 * 4096, 500, (4, 5120, 20480, 20500, 20504, 21504)),
+        ("bfloat16", 5 * 4096, 496, (5, 5120, 25600, 25624, 25632, 26624)),
+        ("float8_e4m3fn", 8192, 5, (2, 3584, 7168, 7180, 7182, 7680)),
         (
-            "bfloat16",
-            3,
+            "float16",
             2**40,
             2**31,
-            (2**28, 5632, 5632 << 28, (5632 << 28) + 2**30 + 4, 5637 * 2**28 + 4, 5645 * 2**28 + 512),
+            (2**28, 7168, 7168 << 28, (7168 << 28) + 2**30 + 4, 7173 * 2**28 + 4, 7181 * 2**28 + 512),
         ),
     ],
 )
-def test_layouts(dtype: str, bits: int, count: int, num_escapes: int, expected: tuple[int, ...]) -> None:
-    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)
+def test_layouts(dtype: str, count: int, num_escapes: int, expected: tuple[int, ...]) -> None:
+    layout = Layout(dtype=dtype, count=count, num_escapes=num_escapes)
     places = (layout.starts_at, layout.bases_at, layout.escapes_at)
     assert (layout.num_tiles, layout.tile_nbytes, *places, layout.nbytes) == expected
     assert layout.raw_nbytes == count * ELEMENTS[dtype].nbytes
 
 
-def test_what_can_be_coded() -> None:
-    dtypes = [*ELEMENTS, "float32", "float8_e5m2", "int8", ""]
-    found = [(dtype, bits) for dtype in dtypes for bits in range(-1, 9) if can_code(dtype, bits)]
-    assert found == [
-        ("bfloat16", 2),
-        ("bfloat16", 3),
-        ("bfloat16", 4),
-        ("float16", 3),
-        ("float16", 4),
-        ("float8_e4m3fn", 3),
-    ]
-    assert set(BITS) == {bits for _, bits in found}
+@pytest.mark.parametrize("dtype", [*ELEMENTS, "float32", "float8_e5m2", "int8", ""])
+def test_there_is_one_code_for_each_dtype(dtype: str) -> None:
+    known = {"bfloat16": 2, "float16": 3, "float8_e4m3fn": 3}
+    for bits in range(-1, 9):
+        layout = reference.encode(gaussian(dtype, 5000), dtype)[0] if bits == known.get(dtype) else None
+        if layout is not None:
+            assert layout_of(dtype, 5000, record(bits, layout.num_escapes)["record"], layout.nbytes) == layout
+            continue
+        with pytest.raises(UnknownCodeError, match=f"'{bits}' bits for each exponent of {dtype}: this version"):
+            layout_of(dtype, 5000, record(bits)["record"], 11776)
 
 
-GOOD: dict[str, Any] = {"dtype": "bfloat16", "count": 5000, "record": {"bits": 3, "escapes": 39}, "nbytes": 11776}
+GOOD: dict[str, Any] = {"dtype": "float16", "count": 5000, "record": {"bits": 3, "escapes": 39}, "nbytes": 14848}
 
 
 def test_a_true_record_is_taken() -> None:
-    assert layout_of(**GOOD) == Layout(dtype="bfloat16", bits=3, count=5000, num_escapes=39)
+    assert layout_of(**GOOD) == Layout(dtype="float16", count=5000, num_escapes=39)
 
 
 def record(bits: object = 3, escapes: object = 39) -> dict[str, Any]:
@@ -209,22 +197,25 @@ def record(bits: object = 3, escapes: object = 39) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        (record(bits=1), "coded in '1' bits of bfloat16: this version knows (2, 3, 4)"),
-        (record(bits=2), "39 bytes of escapes are no whole words"),
-        (record(bits=2, escapes=13316), "'13316' escapes among 5000 weights"),
-        (record(bits=2, escapes=13312), "with 13312 escapes take 24064 bytes, the file has 11776"),
-        ({"dtype": "float16", **record(bits=2)}, "coded in '2' bits of float16"),
-        (record(bits=5), "coded in '5' bits of bfloat16"),
-        (record(bits=0), "coded in '0' bits"),
-        (record(bits=-3), "coded in '-3' bits"),
-        (record(bits=3.0), "coded in '3.0' bits"),
-        (record(bits=True), "coded in 'True' bits"),
-        (record(bits="3"), "coded in '3' bits"),
-        (record(bits=None), "coded in 'None' bits"),
-        (record(bits="x" * 10_000), f"coded in '{'x' * 20}' bits"),
-        ({"record": {}}, "coded in 'None' bits"),
-        ({"dtype": "float32"}, "coded in '3' bits of float32"),
-        ({"dtype": "float8_e4m3fn", **record(bits=4)}, "coded in '4' bits of float8_e4m3fn"),
+        (record(bits=1), "'1' bits for each exponent of float16: this version reads 2 for bfloat16, 3 for float16, 3"),
+        ({"dtype": "bfloat16", **record(bits=2)}, "39 bytes of escapes are no whole words"),
+        ({"dtype": "bfloat16", **record(bits=2, escapes=13316)}, "'13316' escapes among 5000 weights"),
+        (
+            {"dtype": "bfloat16", **record(bits=2, escapes=13312)},
+            "with 13312 escapes take 24064 bytes, the file",
+        ),
+        (record(bits=2), "'2' bits for each exponent of float16"),
+        (record(bits=5), "'5' bits for each exponent of float16"),
+        (record(bits=0), "'0' bits"),
+        (record(bits=-3), "'-3' bits"),
+        (record(bits=3.0), "'3.0' bits"),
+        (record(bits=True), "'True' bits"),
+        (record(bits="3"), "'3' bits"),
+        (record(bits=None), "'None' bits"),
+        (record(bits="x" * 10_000), f"'{'x' * 20}' bits"),
+        ({"record": {}}, "'None' bits"),
+        ({"dtype": "float32"}, "'3' bits for each exponent of float32"),
+        ({"dtype": "float8_e4m3fn", **record(bits=4)}, "'4' bits for each exponent of float8_e4m3fn"),
         (record(escapes=-1), "'-1' escapes among 5000 weights"),
         (record(escapes=5001), "'5001' escapes among 5000 weights"),
         (record(escapes=2**64), "'18446744073709551616' escapes among 5000 weights"),
@@ -234,16 +225,15 @@ def record(bits: object = 3, escapes: object = 39) -> dict[str, Any]:
         (record(escapes=None), "'None' escapes"),
         ({"record": {"bits": 3}}, "'None' escapes"),
         ({"count": 2**40, **record(escapes=2**32)}, "'4294967296' escapes among 1099511627776 weights"),
-        (record(escapes=600), "with 600 escapes take 12288 bytes, the file has 11776"),
-        (record(bits=4), "5000 weights of bfloat16 in 4 bits with 39 escapes take 12800 bytes, the file has 11776"),
+        (record(escapes=600), "with 600 escapes take 15360 bytes, the file has 14848"),
         (
-            {"dtype": "float16"},
-            "5000 weights of float16 in 3 bits with 39 escapes take 14848 bytes, the file has 11776",
+            {"dtype": "float8_e4m3fn"},
+            "5000 weights of float8_e4m3fn with 39 escapes take 7680 bytes, the file",
         ),
-        ({"count": 9000}, "9000 weights of bfloat16 in 3 bits with 39 escapes take 17408 bytes, the file has 11776"),
-        ({"nbytes": 11775}, "take 11776 bytes, the file has 11775"),
-        ({"nbytes": 12288}, "take 11776 bytes, the file has 12288"),
-        ({"nbytes": 0}, "take 11776 bytes, the file has 0"),
+        ({"count": 9000}, "9000 weights of float16 with 39 escapes take 22016 bytes, the file has 14848"),
+        ({"nbytes": 14847}, "take 14848 bytes, the file has 14847"),
+        ({"nbytes": 15360}, "take 14848 bytes, the file has 15360"),
+        ({"nbytes": 0}, "take 14848 bytes, the file has 0"),
     ],
 )
 def test_a_lie_is_refused(lie: dict[str, Any], text: str) -> None:
@@ -263,14 +253,15 @@ def best_window(counts: list[int], num_symbols: int) -> tuple[int, int]:
 
 @examples(100)
 @given(
-    shape=st.sampled_from([(16, 3), (32, 3), (32, 4), (256, 3), (256, 4)]),
+    dtype=st.sampled_from(COUNTED),
     most=st.integers(0, 5),
     seed=st.integers(0, 2**31),
 )
-def test_windows_are_the_least_that_leave_the_fewest(shape: tuple[int, int], most: int, seed: int) -> None:
-    counts = torch.randint(0, most + 1, (6, shape[0]), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-    bases, escapes = reference.windows(counts, shape[1])
-    expected = [best_window(row, 2 ** shape[1] - 1) for row in counts.tolist()]
+def test_windows_are_the_least_that_leave_the_fewest(dtype: str, most: int, seed: int) -> None:
+    shape = 6, 2 ** ELEMENTS[dtype].exponent_bits
+    counts = torch.randint(0, most + 1, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    bases, escapes = reference.windows(counts, dtype)
+    expected = [best_window(row, 7) for row in counts.tolist()]
     assert list(zip(bases.tolist(), escapes.tolist(), strict=True)) == expected
 
 
@@ -292,11 +283,11 @@ def dense_nbytes(counts: list[int], base: int) -> int:
     most=st.sampled_from([1, 4, 400]),
     seed=st.integers(0, 2**31),
 )
-def test_bases_of_dense_are_the_least_with_the_fewest_bytes(width: int, first: int, most: int, seed: int) -> None:
+def test_bases_of_bfloat16_are_the_least_with_the_fewest_bytes(width: int, first: int, most: int, seed: int) -> None:
     counts = torch.zeros(2, 256, dtype=torch.int32)
     there = counts[:, first : first + width]
     there += torch.randint(0, most + 1, there.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    bases, nbytes = reference.windows(counts, DENSE)
+    bases, nbytes = reference.windows(counts, "bfloat16")
     expected = []
     for row in counts.tolist():
         every = [dense_nbytes(row, base) for base in range(254)]
@@ -305,8 +296,8 @@ def test_bases_of_dense_are_the_least_with_the_fewest_bytes(width: int, first: i
 
 
 @kinds
-def test_histograms_count_every_weight_once(dtype: str, bits: int) -> None:
-    element, data = ELEMENTS[dtype], spread(dtype, 9001, 0.3, 3.0, seed=bits)
+def test_histograms_count_every_weight_once(dtype: str) -> None:
+    element, data = ELEMENTS[dtype], spread(dtype, 9001, 0.3, 3.0, seed=3)
     values = data.view({1: torch.uint8, 2: torch.int16}[element.nbytes]).tolist()
     exponents = [value >> element.mantissa_bits & 2**element.exponent_bits - 1 for value in values]
     counts = reference.histograms(data, dtype).tolist()
@@ -319,9 +310,9 @@ def test_histograms_count_every_weight_once(dtype: str, bits: int) -> None:
 
 @kinds
 @pytest.mark.parametrize("seed", only(range(20), *range(6)))
-def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, bits: int, seed: int) -> None:
+def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, seed: int) -> None:
     data = spread(dtype, 9000, 0.5, 2.5, seed)
-    layout, coded = reference.encode(data, dtype, bits)
+    layout, coded = reference.encode(data, dtype)
     for begin, end in [(0, layout.starts_at), (layout.starts_at, layout.bases_at), (layout.bases_at, layout.nbytes)]:
         damaged = coded.clone()
         damaged[begin:end] = noise("float8_e4m3fn", end - begin, seed)
@@ -333,11 +324,11 @@ def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, bits: int, se
 
 @pytest.mark.few(1)
 @kinds
-def test_a_flipped_bit_changes_what_it_must(dtype: str, bits: int) -> None:
+def test_a_flipped_bit_changes_what_it_must(dtype: str) -> None:
     """Every bit of sign, mantissa and symbols counts: flipped, one weight changes, or those that share its escapes."""
     data = spread(dtype, 4096, 0.5, 0.5, 0)  # nearly no escapes
-    layout, coded = reference.encode(data, dtype, bits)
-    source = torch.Generator().manual_seed(bits)
+    layout, coded = reference.encode(data, dtype)
+    source = torch.Generator().manual_seed(3)
     for place in torch.randint(0, 8 * layout.starts_at, (200,), generator=source).tolist():
         damaged = coded.clone()
         damaged[place // 8] ^= 1 << place % 8
@@ -350,10 +341,10 @@ def starts_of(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @pytest.mark.stress
 @examples(200)
-@given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), kind=st.sampled_from(COUNTED))
-def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> None:
+@given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), dtype=st.sampled_from(COUNTED))
+def test_escapes_are_read_where_they_are(start: int, dtype: str) -> None:
     """As docs/codec.md says: a start that leaves too little behind it reads as the last that does not."""
-    layout, coded = reference.encode(spread(kind[0], 8192, 0.5, 3.0, 1), *kind)
+    layout, coded = reference.encode(spread(dtype, 8192, 0.5, 3.0, 1), dtype)
     total = layout.num_escapes - int(starts_of(coded, layout)[1])  # of the second tile
     assert 0 < total < layout.num_escapes < 8192
     sound = max(0, min(start, layout.num_escapes - total))
@@ -365,14 +356,14 @@ def test_escapes_are_read_where_they_are(start: int, kind: tuple[str, int]) -> N
 
 @examples(60)
 @given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 12_000)))
-def test_what_follows_the_symbols_of_dense_is_read_where_it_is(start: int) -> None:
+def test_what_follows_the_symbols_of_bfloat16_is_read_where_it_is(start: int) -> None:
     """A start that is outside counts as the nearest word, and what is outside as zeros."""
-    layout, coded = reference.encode(spread("bfloat16", 8192, 0.5, 3.0, 1), "bfloat16", DENSE)
+    layout, coded = reference.encode(spread("bfloat16", 8192, 0.5, 3.0, 1), "bfloat16")
     starts_of(coded, layout)[1] = start
     found = decoded(coded, layout)
     begin = max(0, min(start // 4 * 4, layout.num_escapes))
     rest = coded[layout.escapes_at + begin :][: layout.num_escapes - begin]
-    alone = Layout(dtype="bfloat16", bits=DENSE, count=4096, num_escapes=TILE_NBYTES)
+    alone = Layout(dtype="bfloat16", count=4096, num_escapes=TILE_NBYTES)
     tile = torch.zeros(alone.nbytes, dtype=torch.uint8)
     tile[: alone.starts_at] = coded[alone.starts_at : 2 * alone.starts_at]
     tile[alone.bases_at] = coded[layout.bases_at + 1]
@@ -380,9 +371,9 @@ def test_what_follows_the_symbols_of_dense_is_read_where_it_is(start: int) -> No
     assert torch.equal(found[8192:], decoded(tile, alone))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), COUNTED)
-def test_more_escape_symbols_than_escapes_read_none(dtype: str, bits: int) -> None:
-    layout, coded = reference.encode(spread(dtype, 4096, 0.5, 3.0, 1), dtype, bits)
+@pytest.mark.parametrize("dtype", COUNTED)
+def test_more_escape_symbols_than_escapes_read_none(dtype: str) -> None:
+    layout, coded = reference.encode(spread(dtype, 4096, 0.5, 3.0, 1), dtype)
     coded[512 * layout.element.raw_bits : layout.starts_at] = 255  # all are escape symbols
     assert 0 < layout.num_escapes < 4096
     found = decoded(coded, layout)

@@ -24,21 +24,21 @@ from test_codec_kernels import (
     watch,
 )
 
-from patterns import KINDS, noise, spread
+from patterns import noise, spread
 from repeats import only, thinned
 from weightstream.codec import coding, reference, triton_codec
-from weightstream.codec.format import DENSE, TILE, Layout
+from weightstream.codec.format import ELEMENTS, TILE, Layout
 
 NUM_ROWS = 4
 POISON = 77
 IDS = [2, 0, 2, 3, 1, 3]
 
 
-def stack(dtype: str, bits: int, tiles: int) -> tuple[Layout, torch.Tensor]:
+def stack(dtype: str, tiles: int) -> tuple[Layout, torch.Tensor]:
     """Rows of so many tiles, coded: one row with no escapes, one with few, others with many."""
-    widths = {2: (0.01, 0.4, 3.0, 9.0), 3: (0.1, 1.2, 1.6, 3.0), 4: (0.1, 2.5, 3.2, 6.0)}[bits]
+    widths = (0.01, 0.4, 3.0, 9.0) if dtype == "bfloat16" else (0.1, 1.2, 1.6, 3.0)
     data = [spread(dtype, tiles * TILE, 0.5, width, seed=row) for row, width in enumerate(widths)]
-    layout, coded = reference.encode(torch.cat(data), dtype, bits)
+    layout, coded = reference.encode(torch.cat(data), dtype)
     starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
     assert starts[0] == starts[1] < starts[2] < starts[3] < starts[4] == layout.num_escapes
     return layout, coded
@@ -103,21 +103,21 @@ def rows_of(layout: Layout, coded: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "place", "tiles"),
+    ("dtype", "place", "tiles"),
     only(
-        [(*kind, place, tiles) for kind, place, tiles in product(KINDS, ["the stack", "slots"], [1, 2])],
-        ("bfloat16", DENSE, "slots", 1),
+        [(kind, place, tiles) for kind, place, tiles in product(ELEMENTS, ["the stack", "slots"], [1, 2])],
+        ("bfloat16", "slots", 1),
     ),
 )
-def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: str, bits: int) -> None:
-    layout, coded = stack(dtype, bits, tiles)
+def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: str) -> None:
+    layout, coded = stack(dtype, tiles)
     slots = InSlots(layout, coded) if place == "slots" else None
     assert torch.equal(picked(layout, coded, IDS, slots), rows_of(layout, coded)[IDS])
 
 
 @pytest.mark.parametrize("place", only(["the stack", "slots", "the reference"], "the stack", "the reference"))
 def test_picked_rows_go_where_they_are_told(place: str) -> None:
-    layout, coded = stack("bfloat16", 3, 1)
+    layout, coded = stack("float16", 1)
     ids, places = [2, -1, 0, 3], [3, 0, 0, 1]
     if place == "the reference":
         out = target(layout, len(ids)).cpu()
@@ -140,14 +140,14 @@ def assert_none(layout: Layout, coded: torch.Tensor, found: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("dtype", only(["bfloat16", "float8_e4m3fn"], "bfloat16"))
 def test_an_id_that_is_none_reaches_nothing_outside_of_slots(dtype: str) -> None:
-    layout, coded = stack(dtype, 3, 1)
+    layout, coded = stack(dtype, 1)
     assert_none(layout, coded, picked(layout, coded, NONE, InSlots(layout, coded)))
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", only(["bfloat16", "float8_e4m3fn"], "float8_e4m3fn"))
 def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, coded = stack(dtype, 3, 1)
+    layout, coded = stack(dtype, 1)
     out, ids = target(layout, len(NONE)), on_device(NONE)
     pick = triton_codec.Picking(coded, layout, out, NUM_ROWS)
     with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monke
 
 def test_picking_again_reads_anew() -> None:
     """All addresses are fixed but those of ids and slots; what is at them may change."""
-    layout, coded = stack("bfloat16", 3, 1)
+    layout, coded = stack("float16", 1)
     out, there = target(layout, 2), coded.to(DEVICE)
     pick = triton_codec.Picking(there, layout, out, NUM_ROWS)
     for ids in ([1, 1], [3, 0], [2]):
@@ -176,7 +176,7 @@ def test_picking_again_reads_anew() -> None:
 @pytest.mark.parametrize("place", only(["the stack", "slots"], "slots"))
 def test_a_row_of_other_bytes_is_seen(place: str) -> None:
     """The checks above do fail where an escape, or a word, is another one."""
-    layout, coded = stack("bfloat16", 3, 1)
+    layout, coded = stack("float16", 1)
     wanted = rows_of(layout, coded)[[3]]
     for at in (3 * layout.tile_nbytes + 5, layout.escapes_at + layout.num_escapes - 1):
         wrong = coded.clone()
@@ -205,40 +205,38 @@ def damaged(layout: Layout, coded: torch.Tensor, how: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("how", "dtype", "bits"),
-    only([(how, *kind) for how, kind in product(STARTS, KINDS)], ("a little more", "bfloat16", DENSE)),
+    ("how", "dtype"),
+    only([(how, kind) for how, kind in product(STARTS, ELEMENTS)], ("a little more", "bfloat16")),
 )
-def test_damaged_starts_in_slots_have_no_access_outside(
-    how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_starts_in_slots_have_no_access_outside(how: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give wrong weights, no write beside the target, and no read beside the slots and what tells of them."""
-    layout, coded = stack(dtype, bits, 1)
+    layout, coded = stack(dtype, 1)
     slots, out = InSlots(layout, coded), target(layout, 4)
     slots.heads = damaged(layout, coded, how)[layout.starts_at : layout.escapes_at].to(DEVICE)
     pick, ids = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots), [3, 1, 0, 9]
     given = on_device(ids), slots.of(ids)
     with monkeypatch.context() as patch:
-        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *given, *again(bits, out)]
+        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *given, *again(dtype, out)]
         seen = watch(patch, reads, [out]) if DEVICE == "cpu" else None
         pick(*given)
-    assert seen is None or each_is_written(seen, bits, out)
+    assert seen is None or each_is_written(seen, dtype, out)
     assert_guards_hold(out)
 
 
 @pytest.mark.few(1)
 @interpreted
-@pytest.mark.parametrize(("how", "dtype", "bits"), thinned(STARTS, KINDS, every=3))
+@pytest.mark.parametrize(("how", "dtype"), thinned(STARTS, ELEMENTS, every=3))
 def test_damaged_starts_of_a_stack_have_no_access_outside(
-    how: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    how: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, coded = stack(dtype, bits, 1)
+    layout, coded = stack(dtype, 1)
     there, out = damaged(layout, coded, how), target(layout, 2)
     pick, ids = triton_codec.Picking(there, layout, out, NUM_ROWS), on_device([3, 1])
     with monkeypatch.context() as patch:
-        reads = [there[: layout.escapes_at + layout.num_escapes], pick._table, pick._in_order, ids, *again(bits, out)]
+        reads = [there[: layout.escapes_at + layout.num_escapes], pick._table, pick._in_order, ids, *again(dtype, out)]
         seen = watch(patch, reads, [out])
         pick(ids)
-    assert each_is_written(seen, bits, out)
+    assert each_is_written(seen, dtype, out)
     assert_guards_hold(out)
 
 
@@ -247,8 +245,8 @@ def test_damaged_starts_of_a_stack_have_no_access_outside(
 
 @kinds
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_picking_without_kernels(tiles: int, dtype: str, bits: int) -> None:
-    layout, coded = stack(dtype, bits, tiles)
+def test_picking_without_kernels(tiles: int, dtype: str) -> None:
+    layout, coded = stack(dtype, tiles)
     room = layout.raw_nbytes + GUARD_NBYTES
     out = torch.full((room,), GUARD, dtype=torch.uint8)
     pick = coding.picking(coded, layout, out, NUM_ROWS)
@@ -264,7 +262,7 @@ def test_picking_without_kernels(tiles: int, dtype: str, bits: int) -> None:
 
 def test_slots_take_the_kernel_on_any_device() -> None:
     """Nothing else knows them."""
-    layout, coded = stack("bfloat16", 3, 1)
+    layout, coded = stack("float16", 1)
     slots, out = InSlots(layout, coded), target(layout, 2)
     pick = coding.picking(slots.heads, layout, out, NUM_ROWS, slots.slots)
     pick(on_device([2, 3]), slots.of([2, 3]))

@@ -113,9 +113,9 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 FORMS = {
-    "coded": ("small", 0.92),
+    "coded": ("compressed", 0.92),
     "cached": ("none", 0.4),
-    "cached, coded": ("small", 0.4),
+    "cached, coded": ("compressed", 0.4),
     "few slots": ("auto", 0.22),
 }
 

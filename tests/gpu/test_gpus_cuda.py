@@ -56,7 +56,7 @@ def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_coded_weights() -> None:
     model, reference = (random_model(num_blocks=8, width=512) for _ in range(2))
     reference.to("cuda:0")
-    with striped(model, codec="small") as stripes:
+    with striped(model, codec="compressed") as stripes:
         assert all(part.plan.manifest.codes for part in stripes.parts.values())
         for seed in range(6):
             x = rows(seed, 512).cuda(0)
@@ -79,7 +79,7 @@ def text(name: str, cls: Any = None) -> Any:
     return generating.build(generating.MODELS[name](), cls)
 
 
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 @pytest.mark.parametrize("name", generating.MODELS)
 def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
     model, reference, told = text(name), text(name).cuda(0), []
@@ -171,7 +171,7 @@ def launched(codec: str, num_graphs: int = 12, rounds: int = 20) -> None:
             assert_equal(model, inputs, want, 1)
 
 
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_late_copies_in_graphs_of_both(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=400_000)
     launched(codec)

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from weightstream.cli import app
 from weightstream.codec import coding
-from weightstream.codec.format import BITS
+from weightstream.codec.format import ELEMENTS
 from weightstream.measure import bench, profile
+from weightstream.plan.manifest import decode_rate
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Side
 from weightstream.runtime.cuda import CUDA_PROFILE, CudaBackend
@@ -39,9 +40,9 @@ def backend() -> Iterator[CudaBackend]:
 
 
 def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: pytest.LogCaptureFixture) -> None:
-    bench.measure(backend)  # loads kernels, and where they were not compiled before, compiles them
+    bench.measure(backend, dtypes=ELEMENTS)  # loads kernels, and where they were not compiled before, compiles them
     started = time.perf_counter()
-    found, _ = bench.measure(backend)
+    found, _ = bench.measure(backend, dtypes=ELEMENTS)
     assert time.perf_counter() - started < 3  # about 2; these machines differ
     assert not caplog.records
     assert found.machine == torch.cuda.get_device_name(DEVICE)
@@ -52,9 +53,7 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
         "half_flops_per_s": (1e13, 5e15),
         "single_flops_per_s": (1e12, 1e15),
         "attention_flops_per_s": (5e12, 5e15),
-        "decode2_bytes_per_s": (1e11, 1e13),
-        "decode3_bytes_per_s": (1e11, 1e13),
-        "decode4_bytes_per_s": (1e11, 1e13),
+        **{decode_rate(dtype): (1e11, 1e13) for dtype in ELEMENTS},
         "decoding_s": (5e-7, 3e-5),
         "copy_latency_s": (1e-7, 1e-4),
         "handover_s": (0, 1e-3),
@@ -71,29 +70,46 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
     assert not decoding.items() & asdict(CUDA_PROFILE).items(), "what is assumed"
 
 
+def test_without_dtypes_nothing_is_compiled(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding, "prepare", lambda *_: pytest.fail("kernels are asked for"))
+    found, is_complete = bench.measure(backend)
+    assert is_complete
+    assert {getattr(found, decode_rate(dtype)) for dtype in ELEMENTS} == {bench.NOT_MEASURED}
+    assert found.overhead_s > found.fill_s == found.decoding_launch_s == 0
+
+
+def test_decoding_is_measured_for_a_dtype_that_a_kept_profile_lacks(backend: CudaBackend) -> None:
+    first = profile.profile_for(backend, ["bfloat16"], anew=True)
+    found = profile.profile_for(backend, ["bfloat16", "float16"])
+    assert found.decode_float16_bytes_per_s > 1e11 > first.decode_float16_bytes_per_s == bench.NOT_MEASURED
+    assert found.decode_bfloat16_bytes_per_s == first.decode_bfloat16_bytes_per_s > 1e11
+    assert found.decoding_launch_s > 0
+    assert profile.profile_for(backend, ["float16"]) == found
+
+
 def test_measuring_and_sizes_compile_nothing_more(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
-    bench.measure(backend)
+    bench.measure(backend, dtypes=ELEMENTS)
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["repr"]))
-    bench.measure(backend)
+    bench.measure(backend, dtypes=ELEMENTS)
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
-    for bits in BITS:
+    for dtype in ELEMENTS:
         for nbytes, offset, num in ((2, 0, 1), (10002, 2, 5), (65536, 16, 33)):
-            layout, coded = coding.encode(memory[offset : offset + nbytes], "bfloat16", bits)
+            layout, coded = coding.encode(memory[offset : offset + nbytes], dtype)
             coding.decoding([(coded, layout, memory[1 << 19 :])] * num)()
     assert not compiled
 
 
 def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
-    bench.measure(backend)  # loads kernels, which stay
+    bench.measure(backend, dtypes=ELEMENTS)  # loads kernels, which stay
     gc.collect()
     torch.cuda.empty_cache()
     state = torch.cuda.get_rng_state(DEVICE)
     before = torch.cuda.memory_allocated(DEVICE)
     free, _ = torch.cuda.mem_get_info(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
-    bench.measure(backend)
+    bench.measure(backend, dtypes=["bfloat16"])
     assert torch.cuda.memory_allocated(DEVICE) == before
     assert abs(torch.cuda.mem_get_info(DEVICE)[0] - free) < 64 << 20
     # What the allocator reserves beyond it, it may have to cut in other sizes; all of that goes back, see above. The

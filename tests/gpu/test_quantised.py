@@ -109,7 +109,7 @@ def test_captured(name: str) -> None:
 def test_float8_is_coded_on_top(kind: str) -> None:
     _, model, xs, wanted = pair(available(kind))
     with weightstream.offload(
-        model, device="cuda", device_budget=int(0.5 * held_nbytes(model)), codec="3bit"
+        model, device="cuda", device_budget=int(0.5 * held_nbytes(model)), codec="compressed"
     ) as streamer:
         assert_equal(model, xs, wanted)
         coded = streamer.plan.manifest

@@ -32,7 +32,7 @@ def test_noise_gives_no_negative_costs() -> None:
 
 def test_it_is_measured_in_inference_mode_too() -> None:
     backend = CpuBackend()
-    with torch.inference_mode(), opening.works(backend) as works:
+    with torch.inference_mode(), opening.works(backend, "bfloat16") as works:
         for work in works.values():
             work()
             work()
@@ -40,12 +40,13 @@ def test_it_is_measured_in_inference_mode_too() -> None:
 
 
 @torch.no_grad()
-def test_every_unit_of_a_step_is_filled_and_opened() -> None:
+@pytest.mark.parametrize("coded", [None, "bfloat16", "float16", "float8_e4m3fn"])
+def test_every_unit_of_a_step_is_filled_and_opened(coded: str | None) -> None:
     backend = CpuBackend()
-    with opening.works(backend) as works:
+    with opening.works(backend, coded) as works:
         for work in works.values():
             work()
-        assert works.keys() == {"few", "many", "coded", "launches"}
+        assert works.keys() == {"few", "many"} | ({"coded", "launches"} if coded else set())
     for num_tensors in (opening.FEW, opening.MANY):
         with opening.steps(backend, num_tensors) as step:
             counters = step.__closure__[0].cell_contents.engine.counters  # type: ignore[attr-defined]
@@ -58,13 +59,13 @@ def test_every_unit_of_a_step_is_filled_and_opened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "streams", "wanted_s"),
-    [(0, True, 10 + 50 + 2 * 5), (3, True, 10 + 50 + 2 * 5 + 12), (3, False, 10 + 20 + 2 * 5 + 12)],
+    ("is_coded", "streams", "wanted_s"),
+    [(False, True, 10 + 50 + 2 * 5), (True, True, 10 + 50 + 2 * 5 + 12), (True, False, 10 + 20 + 2 * 5 + 12)],
 )
-def test_a_unit_takes_what_the_host_does_for_it(bits: int, streams: bool, wanted_s: float) -> None:
+def test_a_unit_takes_what_the_host_does_for_it(is_coded: bool, streams: bool, wanted_s: float) -> None:
     profile = Profile(unit_s=(1.0,), host_s=(10.0,), overhead_s=50.0, fill_s=30.0, show_s=5.0, decoding_launch_s=12.0)
     form: dict[str, Any] = {"shape": (8,), "stride": (1,), "dtype": "bfloat16"}
-    form |= {"nbytes": 8, "bits": bits, "decoded_nbytes": 16} if bits else {"nbytes": 16}
+    form |= {"nbytes": 8, "decoded_nbytes": 16} if is_coded else {"nbytes": 16}
     unit = UnitSpec(name="unit", tensors=tuple(TensorSpec(name=name, alias=name, **form) for name in "ab"))
     assert profile.compute_s(0, unit, shown=2, streams=streams) == wanted_s
     assert profile.compute_s(0, unit) == 10.0

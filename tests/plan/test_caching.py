@@ -25,8 +25,7 @@ from weightstream.runtime.slots import Lru
 NUM_ROWS, NUM_PICKED, NUM_LAYERS = 128, 8, 6
 HIDDEN, INNER = 2048, 768
 ROW_NBYTES = 2 * 3 * HIDDEN * INNER
-SHARES = {3: 0.7, 4: 0.7505}
-FORMS = [0, 3, 4]
+SHARE = 0.7
 
 
 def mixture(picks: bool = True, num_rows: int = NUM_ROWS) -> Manifest:
@@ -73,8 +72,7 @@ def planner_of(
     settings |= {} if "offload_backend" in settings else {"device_budget": budget}
     picked = NUM_PICKED * workload.batch * workload.tokens
     work = {unit.name: ops_of(unit, picked) for unit in manifest.units} if has_work else {}
-    codes = SHARES.items()
-    sizes = {a: {bits: int(n * share) // 512 * 512 for bits, share in codes} for a, n in manifest.aliases.items()}
+    sizes = {alias: int(nbytes * SHARE) // 512 * 512 for alias, nbytes in manifest.aliases.items()}
     names = {alias: (alias,) for alias in manifest.aliases}
     return Planner(
         config=OffloadConfig.from_kwargs(**settings),
@@ -87,12 +85,13 @@ def planner_of(
 def ways(budget: int, manifest: Manifest = MIXTURE, **more: Any) -> list[Cached]:
     planner = planner_of(budget, manifest, **more)
     profile, workload = planner.profile(manifest), planner.demand.workload
-    return list(caching.ways(manifest, planner.weights.codes, profile, budget, (0, 3, 4), workload))
+    return list(caching.ways(manifest, planner.weights.codes, profile, budget, workload))
 
 
-def bits_of(cached: Cached) -> int:
-    (bits,) = {bits for bits, _ in cached.codes.values()}
-    return bits
+def is_coded(cached: Cached) -> bool:
+    """All of them are, or none."""
+    assert cached.coded.keys() in (set(), cached.sizes.keys())
+    return bool(cached.coded)
 
 
 # -- what slots there may be -------------------------------------------------------------------------------------------
@@ -102,31 +101,31 @@ def bits_of(cached: Cached) -> int:
 def test_as_many_slots_as_there_is_room_for(percent: int) -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
     found = ways(budget)
-    assert [bits_of(cached) for cached in found] == FORMS
+    assert [is_coded(cached) for cached in found] == [False, True]
     for cached in found:
-        assert cached.codes.keys() == STACKS
+        assert cached.sizes.keys() == STACKS
         assert cached.buffer_nbytes == BUFFER_NBYTES
         assert cached.slots_nbytes % cached.num_slots == 0
         assert NUM_PICKED <= cached.num_slots < NUM_ROWS
         per_slot = cached.slots_nbytes // cached.num_slots
         assert cached.nbytes + REST_NBYTES <= budget < cached.nbytes + REST_NBYTES + per_slot
-        of_plain = SHARES.get(bits_of(cached), 1.0)
+        of_plain = SHARE if is_coded(cached) else 1.0
         assert 1 <= per_slot / (NUM_LAYERS * ROW_NBYTES * of_plain) < 1.03
-    assert found[0].num_slots < found[2].num_slots < found[1].num_slots
+    assert found[0].num_slots < found[1].num_slots
 
 
 def test_no_fewer_slots_than_a_step_picks() -> None:
     """Other weights stream then."""
     least = BUFFER_NBYTES + NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048)
     plain, *_ = ways(least + 2048 * NUM_LAYERS * NUM_PICKED)
-    assert (bits_of(plain), plain.num_slots) == (0, NUM_PICKED)
-    assert 0 not in map(bits_of, ways(least - NUM_LAYERS * ROW_NBYTES))
+    assert (is_coded(plain), plain.num_slots) == (False, NUM_PICKED)
+    assert all(map(is_coded, ways(least - NUM_LAYERS * ROW_NBYTES)))
     assert ways(BUFFER_NBYTES) == []
 
 
 def test_as_many_slots_as_rows_are_no_cache() -> None:
     room = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 72 // 100
-    assert [bits_of(cached) for cached in ways(room)] == [0, 4], "in the small code all have room"
+    assert [is_coded(cached) for cached in ways(room)] == [False], "compressed all have room"
     assert ways(MIXTURE.nbytes + BUFFER_NBYTES + STACKS_NBYTES // 50) == []
 
 
@@ -170,9 +169,9 @@ def test_there_is_none_where(why: str) -> None:
 def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5
     planner = planner_of(budget)
-    profile, sizes = planner.profile(MIXTURE), {a: dict(codes) for a, codes in planner.weights.codes.items()}
-    del sizes["3.up"][3]
-    assert [bits_of(c) for c in caching.ways(MIXTURE, sizes, profile, budget, (0, 3, 4), None)] == [0, 4]
+    profile, sizes = planner.profile(MIXTURE), dict(planner.weights.codes)
+    del sizes["3.up"]
+    assert [is_coded(c) for c in caching.ways(MIXTURE, sizes, profile, budget, None)] == [False]
 
 
 # -- how often a row is found ------------------------------------------------------------------------------------------
@@ -468,14 +467,15 @@ def assert_sound(plan: Plan) -> None:
     assert " slots for experts of " in plan.summary()
 
 
-@pytest.mark.parametrize("codec", ["none", "auto", "small"])
+@pytest.mark.parametrize("codec", ["none", "auto", "compressed"])
 @pytest.mark.parametrize("percent", [10, 25, 50])
 def test_a_small_budget_has_a_cache(percent: int, codec: str) -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
     plan = planner_of(budget, codec=codec)(MIXTURE)
     assert_sound(plan)
-    bits = {plan.manifest.codes.get(alias, (0, 0))[0] for alias in STACKS}
-    assert bits == {0} if codec == "none" else bits < {0, 3, 4}
+    coded = plan.manifest.codes.keys() & STACKS
+    assert coded in (set(), STACKS)
+    assert not coded or codec != "none"
     assert plan.budget == budget
     found = ways(budget)
     assert plan.slots_nbytes in [cached.slots_nbytes for cached in found]
@@ -504,9 +504,9 @@ def made(candidates: Iterable[Any]) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("on", [IN_GRAPHS, machine()], ids=["in graphs", "eager"])
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_what_is_fetched_and_what_streams_share_the_link(codec: str, on: Machine) -> None:
-    share = SHARES[3] if codec == "small" else 1.0
+    share = SHARE if codec == "compressed" else 1.0
     least = BUFFER_NBYTES + round(1.02 * share * NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048))
     planner = planner_of(least + REST_NBYTES * 3 // 4, codec=codec, on=on)
     plan = planner(MIXTURE)
@@ -556,7 +556,7 @@ def test_to_open_what_is_cached_takes_the_host_as_long_as_what_is_decoded() -> N
     assert planner_of(plan.budget or 0, on=slow).priced(plan).step_s > NUM_LAYERS * 5e-3
 
 
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_a_plan_that_is_priced_again_keeps_its_cache(codec: str) -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec=codec)
     plan = planner(MIXTURE)
@@ -622,10 +622,10 @@ def test_no_cache_is_planned_for_units_that_enclose_others() -> None:
     of_layer = next(u for u, unit in enumerate(MIXTURE.units) if unit.picks)
     manifest = with_unit(MIXTURE, of_layer, enclosing=True)
     (cached, *_) = ways(budget, manifest)
-    assert cached.codes.keys() == STACKS - MIXTURE.units[of_layer].aliases().keys()
+    assert cached.sizes.keys() == STACKS - MIXTURE.units[of_layer].aliases().keys()
     plan = planner_of(budget + STACKS_NBYTES // NUM_LAYERS, manifest)(manifest)
     prove(plan)
-    assert plan.cached == cached.codes.keys()
+    assert plan.cached == cached.sizes.keys()
 
 
 @pytest.mark.parametrize(("slow", "percent"), [(1, 70), (2, 80), (3, 80)])

@@ -148,15 +148,15 @@ def test_more_bytes_take_longer_to_another_device() -> None:
 def test_a_lane_decodes_while_others_compute() -> None:
     """Two matrices that decode in 4 s each, and compute in 4 s: one after the other where one device has both."""
     manifest = model((4 * GRAIN,), (4 * GRAIN,))
-    coded = manifest.coded(dict.fromkeys(manifest.aliases, (3, 2 * GRAIN)))
+    coded = manifest.coded(dict.fromkeys(manifest.aliases, 2 * GRAIN))
     profile = replace(
-        LINK_BOUND, decode3_bytes_per_s=GRAIN, link_bytes_per_s=1e30, unit_s=(8.0, 8.0), device_bytes_per_s=1e30
+        LINK_BOUND, decode_bfloat16_bytes_per_s=GRAIN, link_bytes_per_s=1e30, unit_s=(8.0, 8.0), device_bytes_per_s=1e30
     )
     plan = place(coded, budget=40 * GRAIN, profile=profile)
     both = Lane(plan=plan, simulated=plan, profile=profile)
     assert step_s([both], [0, 0]) == pytest.approx(16.0)
     single = model((4 * GRAIN,))
-    one = place(single.coded(dict.fromkeys(single.aliases, (3, 2 * GRAIN))), budget=40 * GRAIN, profile=profile)
+    one = place(single.coded(dict.fromkeys(single.aliases, 2 * GRAIN)), budget=40 * GRAIN, profile=profile)
     halves = [Lane(plan=one, simulated=one, profile=replace(profile, unit_s=(8.0,)), hop_s=0.0)] * 2
     assert step_s(halves, [0, 1]) == pytest.approx(8.0)
 

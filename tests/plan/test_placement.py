@@ -31,7 +31,9 @@ LINK_BOUND = Profile(link_bytes_per_s=GRAIN, copy_latency_s=0.0, overhead_s=0.0,
 
 
 def tensor(name: str, nbytes: int, alias: str | None = None) -> TensorSpec:
-    return TensorSpec(name=name, shape=(nbytes,), stride=(1,), dtype="uint8", alias=alias or name, nbytes=nbytes)
+    return TensorSpec(
+        name=name, shape=(nbytes // 2,), stride=(1,), dtype="bfloat16", alias=alias or name, nbytes=nbytes
+    )
 
 
 def model(*blocks: Sequence[int], outer: Sequence[UnitSpec] = ()) -> Manifest:

@@ -316,7 +316,7 @@ def test_of_units_that_did_not_run_nothing_is_concluded() -> None:
 
 def placed(planner: Planner, manifest: Manifest, mapped: frozenset[str]) -> Plan:
     profile, refusals = planner.profile(manifest), list[Refusal]()
-    found = search(planner._opened(manifest, Way(mapped, manifest.without(mapped), {}), profile, 1, refusals))
+    found = search(planner._opened(manifest, Way(mapped, manifest.without(mapped)), profile, 1, refusals))
     assert found is not None, refusals
     return planner.priced(found)
 

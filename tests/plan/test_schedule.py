@@ -28,7 +28,7 @@ def unit_of(index: int, *sizes: int) -> UnitSpec:
         name=name,
         layer=index,
         tensors=tuple(
-            TensorSpec(name=f"{name}.{j}", shape=(n,), stride=(1,), dtype="uint8", alias=f"{name}.{j}", nbytes=n)
+            TensorSpec(name=f"{name}.{j}", shape=(n,), stride=(1,), dtype="bfloat16", alias=f"{name}.{j}", nbytes=n)
             for j, n in enumerate(sizes)
         ),
     )

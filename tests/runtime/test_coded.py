@@ -32,25 +32,24 @@ __all__ = ["code_all"]
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(
-    ("codec", "dtype", "places", "name"),
+    ("dtype", "places", "name"),
     [  # each has one of the codes: at the least budget, which is the hardest, and every fourth at all
         pytest.param(
-            codec, dtype, places, name, marks=[pytest.mark.stress] * ((i % 3 == 0) is (codec == "3bit") or left)
+            dtype, places, name, marks=[pytest.mark.stress] * ((i % 3 == 0) is (dtype is torch.bfloat16) or left)
         )
         for i, name in enumerate(NAMES)
-        for codec, dtype in (("3bit", torch.bfloat16), ("4bit", torch.float16))
+        for dtype in (torch.bfloat16, torch.float16)
         for places, left in ((("streams",), i % 4 == 1), (PLACES, i % 4 != 1))
     ],
 )
 @pytest.mark.usefixtures("code_all")
 def test_steps_of_a_fixture_are_equal_and_it_comes_back_as_it_was(
-    name: str, codec: str, dtype: torch.dtype, places: Sequence[str]
+    name: str, dtype: torch.dtype, places: Sequence[str]
 ) -> None:
     model, plain = built(name, dtype), built(name, dtype)
-    for place, budget in budgets(model.module, codec, places).items():
-        with weightstream.offload(model.module, device="cpu", device_budget=budget, codec=codec) as streamer:
+    for place, budget in budgets(model.module, places).items():
+        with weightstream.offload(model.module, device="cpu", device_budget=budget, codec="compressed") as streamer:
             assert streamer.plan.manifest.codes
-            assert all(bits == int(codec[0]) for bits, _ in streamer.plan.manifest.codes.values())
             assert (streamer.plan.step_nbytes == 0) is (place == "resident" or name in ONE_UNIT)
             for seed in range(5):
                 assert_same(step(model.module, model.inputs(seed)), step(plain.module, plain.inputs(seed)))
@@ -297,7 +296,7 @@ def test_a_compiled_step_is_equal(place: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
     prefetch = PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=1, offload_prefetch_step=2)
-    config = OffloadConfig(offload_backend="prefetch", codec="3bit", prefetch=prefetch)
+    config = OffloadConfig(offload_backend="prefetch", codec="compressed", prefetch=prefetch)
     layers, plain = ([*random_model().blocks, *random_model().blocks] for _ in range(2))
     offloader = create_offloader(config)
     assert offloader.wrap_modules(iter(layers)) == layers
@@ -318,7 +317,7 @@ def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
 def test_two_models_take_turns() -> None:
     models = [random_model(lambda n=n: Chain(num_blocks=n)) for n in (3, 5)]
     plain = [random_model(lambda n=n: Chain(num_blocks=n)) for n in (3, 5)]
-    with offload(models[0]), offload(models[1], "in part", "4bit"):
+    with offload(models[0]), offload(models[1], "in part"):
         for seed in range(4):
             for model, other in zip(models, plain, strict=True):
                 assert_same(step(model, {"x": rows(seed)}), step(other, {"x": rows(seed)}))
@@ -352,10 +351,9 @@ def test_a_cpu_codes_nothing_that_was_not_asked_for(codec: str) -> None:
         assert streamer.plan.buffer_nbytes == 0
 
 
-@pytest.mark.parametrize("codec", ["3bit", "4bit"])
-def test_weights_without_a_code_move_as_they_are(codec: str) -> None:
+def test_weights_without_a_code_move_as_they_are() -> None:
     model, plain = built("Stack", torch.float32), built("Stack", torch.float32)
-    with weightstream.offload(model.module, device="cpu", device_budget="32KiB", codec=codec) as streamer:
+    with weightstream.offload(model.module, device="cpu", device_budget="32KiB", codec="compressed") as streamer:
         assert not streamer.plan.manifest.codes
         for seed in range(3):
             assert_same(step(model.module, model.inputs(seed)), step(plain.module, plain.inputs(seed)))

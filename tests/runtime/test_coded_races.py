@@ -67,7 +67,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, place: str, seed: int, nested: bool = False) -> None:
         self.model = random_model(lambda: Blocks(nested))
-        budget = budgets(self.model, "3bit", (place,))[place]
+        budget = budgets(self.model, (place,))[place]
         self.expected = [[p.detach().clone() for p in block.parameters()] for block in self.model.blocks]
         self.clock = ClockBackend(Poison(Delay(QueueBackend(), seed, 0.002)))
         self.mismatches: list[str] = []
@@ -75,7 +75,7 @@ class Watch:
         for index, block in enumerate(self.model.blocks):
             block.check = lambda block, index=index: self._queue(index, block)
         monkeypatch.setattr(devices, "CpuBackend", lambda: self.clock)
-        self.streamer = weightstream.offload(self.model, device="cpu", device_budget=budget, codec="3bit")
+        self.streamer = weightstream.offload(self.model, device="cpu", device_budget=budget, codec="compressed")
 
     def _queue(self, index: int, block: Checks) -> None:
         seen = [parameter.data for parameter in (block.up, block.down)]

@@ -59,7 +59,7 @@ def test_two_thousand_interrupts_leave_the_model_whole(seed: int) -> None:
 def removed(num_cuts: int, seed: int) -> None:
     draw = random.Random(seed)
     for index in range(num_cuts):
-        codec = ("none", "3bit")[index % 2]
+        codec = ("none", "compressed")[index % 2]
         model, plain, x = simple(index, codec=codec)
         streamer = offloaded(model, codec=codec)
         with torch.no_grad():

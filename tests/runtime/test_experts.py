@@ -448,7 +448,7 @@ def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 @pytest.mark.usefixtures("no_loading_bars")
 def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
     codec: str, tmp_path: Path, selected: Selected, caplog: pytest.LogCaptureFixture
@@ -457,16 +457,16 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached" if codec == "none" else "coded, streams", MOST))
         assert_equal(model, plain)
-        assert bool(selected) is (codec == "small")  # a CPU fetches no rows from files: it plans without a cache
+        assert bool(selected) is (codec == "compressed")  # a CPU fetches no rows from files: it plans without a cache
         assert not streamer.plan.cached
         (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.refinement.prospect.planners}
-        assert fetches is (codec == "small")
+        assert fetches is (codec == "compressed")
         told = [record.message for record in caplog.records if "without a cache" in record.message]
         assert len(told) == (codec == "none")
         assert all("rows of model.layers.0.mlp.experts.down_proj cannot be fetched" in text for text in told), told
         with torch.no_grad():
             for each in (model, plain):
-                experts_of(each)[0].gate_up_proj.mul_(1 if codec == "small" else -1)
+                experts_of(each)[0].gate_up_proj.mul_(1 if codec == "compressed" else -1)
         assert_equal(model, plain)
 
 
@@ -590,11 +590,11 @@ def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) 
 def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 1024}
     model, plain = (built("gpt_oss", **sizes) for _ in range(2))
-    with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model), codec="small") as streamer:
+    with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model), codec="compressed") as streamer:
         aliases = streamer.plan.manifest.aliases
         biases = {alias for alias in aliases if alias.endswith("gate_up_proj_bias")}
         sizes_of = streamer._installed.refinement.prospect.planners[0].weights.codes
-        codes = streamer.plan.manifest.codes | {a: (3, sizes_of[a][3]) for a in biases}
+        codes = streamer.plan.manifest.codes | {a: sizes_of[a] for a in biases}
         streamer.switch(plan_of(streamer, "coded", MOST, codes))
         assert biases <= streamer.plan.manifest.codes.keys()
         assert_equal(model, plain, 2, 5, 12)

@@ -343,7 +343,7 @@ def test_a_generator_that_is_left_open_ends_with_its_process() -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).bfloat16()
 
         def tokens():
-            with weightstream.offload(model, device="cpu", device_budget="60%", codec="3bit"), torch.no_grad():
+            with weightstream.offload(model, device="cpu", device_budget="60%", codec="compressed"), torch.no_grad():
                 while True:
                     yield model(torch.ones(2, 256).bfloat16())
 

@@ -85,7 +85,7 @@ def columns_in(tensor: torch.Tensor, path: Path) -> LazyMemory:
 
 
 def coded_in(tensor: torch.Tensor, path: Path) -> DecodedMemory:
-    layout, coded = reference.encode(tensor.detach().view(-1).view(torch.uint8), "bfloat16", 3)
+    layout, coded = reference.encode(tensor.detach().view(-1).view(torch.uint8), "bfloat16")
     path.write_bytes(bytes(64) + coded.numpy().tobytes())
     mapping, end = FileMapping(path), 64 + layout.nbytes
 
@@ -142,7 +142,7 @@ class Rig:
             sizes = {}
             for name in names:
                 flat = self.expected[name].view(-1).view(torch.uint8)
-                sizes[name] = (3, reference.encode(flat, "bfloat16", 3)[0].nbytes + room)
+                sizes[name] = reference.encode(flat, "bfloat16")[0].nbytes + room
             made = made.coded(sizes)
         resident = frozenset(names if place.endswith("resident") else ())
         mapped = frozenset(names if place == "mapped" else ())
@@ -177,7 +177,7 @@ class Rig:
                 continue
             tier = Tier.DEVICE if alias in plan.resident else Tier.DISK if alias in plan.disk else Tier.HOST
             assert home.tier is tier, alias
-            assert home.bits == plan.manifest.codes.get(alias, (0, 0))[0], alias
+            assert home.is_coded is (alias in plan.manifest.codes), alias
 
     def finish(self) -> None:
         self.homes.restore()
@@ -345,7 +345,7 @@ def test_sizes_that_were_too_small_are_told_at_once_and_nothing_is_encoded_twice
     real = coding.encode
     monkeypatch.setattr(coding, "encode", lambda *args: (calls.append(args[1]), real(*args))[1])
     rig = Rig(backend, "ram", kind, tmp_path)
-    exact = {name: {3: rig.plan(place, room=0).manifest.codes[name][1]} for name in NAMES[:3]}
+    exact = {name: rig.plan(place, room=0).manifest.codes[name] for name in NAMES[:3]}
     with pytest.raises(CodeOverflow) as told:
         rig.homes.settle(rig.plan(place, room=-512))
     assert told.value.sizes == exact

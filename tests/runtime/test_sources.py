@@ -52,7 +52,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(1)
         self.data = torch.randn(COUNT, generator=generator).to(torch.bfloat16).view(torch.uint8)
-        self.layout, self.code = reference.encode(self.data, "bfloat16", 3)
+        self.layout, self.code = reference.encode(self.data, "bfloat16")
         self.backend, self.cache = CpuBackend(), PageCache(lambda memory: None, lambda memory: None)
         self.folder = folder
         self.path = folder / "file"

@@ -507,7 +507,7 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 @pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is faster: what is predicted before anything is dealt anew is what the plans then take."""
     monkeypatch.setattr(lanes, "_WORTH", 1e9)

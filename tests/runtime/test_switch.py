@@ -31,10 +31,10 @@ def rows(seed: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.fixture(params=["none", "3bit"])
+@pytest.fixture(params=["none", "compressed"])
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[weightstream.Streamer, nn.Module, nn.Module]]:
     model, plain = linears(), linears()
-    budget = 3 * UNIT_NBYTES + (UNIT_NBYTES if request.param == "3bit" else 0)
+    budget = 3 * UNIT_NBYTES + (UNIT_NBYTES if request.param == "compressed" else 0)
     with weightstream.offload(model, device="cpu", device_budget=budget, codec=request.param) as streamer:
         for seed in range(3):
             assert torch.equal(model(rows(seed)), plain(rows(seed)))

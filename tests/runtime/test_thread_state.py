@@ -22,13 +22,13 @@ Act = Callable[[], object]
 
 
 def loaded() -> tuple[nn.Module, nn.Module, torch.Tensor, Any]:
-    model, plain, x = simple(5, codec="3bit")
-    return model, plain, x, offloaded(model, codec="3bit")
+    model, plain, x = simple(5, codec="compressed")
+    return model, plain, x, offloaded(model, codec="compressed")
 
 
 def offloading() -> Act:
-    model, _, _ = simple(5, codec="3bit")
-    return lambda: offloaded(model, codec="3bit")
+    model, _, _ = simple(5, codec="compressed")
+    return lambda: offloaded(model, codec="compressed")
 
 
 def first_step() -> Act:

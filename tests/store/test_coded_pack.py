@@ -26,7 +26,7 @@ from test_pack import read as header_of
 
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding, reference
-from weightstream.codec.format import TILE, Layout
+from weightstream.codec.format import ELEMENTS, TILE, Layout
 from weightstream.errors import CheckpointError, StoreError
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
@@ -131,22 +131,22 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", *
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("codec", ["none", "auto", "dense", "small", "fast"])
+@pytest.mark.parametrize("codec", ["none", "auto", "compressed"])
 def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
     told = packed(source, out, "--codec", codec, "--verify")
     entries = Checkpoint.open(out).entries
     large = {name for name, tensor in load_file(source / "model.safetensors").items() if tensor.dim() == 2}
-    coded = {name: entry.layout.bits for name, entry in entries.items() if entry.layout is not None}
+    coded = {name for name, entry in entries.items() if entry.layout is not None}
     ratio = (out / "model.safetensors").stat().st_size / (source / "model.safetensors").stat().st_size
     if codec == "none":
-        assert (coded, " of " in told) == ({}, False)
+        assert (coded, " of " in told) == (set(), False)
     else:
-        assert coded == dict.fromkeys(large, {"fast": 4, "small": 3}.get(codec, 2))
-        assert ratio < (0.77 if codec == "fast" else 0.72)
+        assert coded == large
+        assert ratio < 0.69
         assert f", {ratio:.2f} of 2.4MiB, in a file" in told
     expected = transformers.LlamaForCausalLM.from_pretrained(source)
-    loaded = load_pretrained(out, decode=lambda: True, offload_folder=tmp_path / "offload")
+    loaded = load_pretrained(out, decode=lambda dtypes: True, offload_folder=tmp_path / "offload")
     assert_same(loaded, expected)
     assert loaded.lazy == ()
     for name, tensor in loaded.model.named_parameters():
@@ -157,7 +157,7 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
         re.search(rf"16 coded tensors are decoded into {tmp_path}/offload/\S+ for this process only: [\d.]+[KM]iB", m)
         for m in messages
     )
-    again = load_pretrained(out, decode=lambda: True, offload_folder=tmp_path / "offload")
+    again = load_pretrained(out, decode=lambda dtypes: True, offload_folder=tmp_path / "offload")
     assert_same(again, expected)
     assert_same(loaded, expected)
 
@@ -171,14 +171,12 @@ def test_others_see_bytes_with_their_checksums_in_streaming_order(packs: Path, s
             found = file.get_tensor(name)
             assert (found.dtype, found.dim(), found.numel() % 512) == (torch.uint8, 1, 0)
             assert zlib.crc32(found.numpy()) == facts["crc32"]
-            layout = Layout(
-                dtype="bfloat16", bits=2, count=torch.Size(facts["shape"]).numel(), num_escapes=facts["escapes"]
-            )
+            layout = Layout(dtype="bfloat16", count=torch.Size(facts["shape"]).numel(), num_escapes=facts["escapes"])
             decoded = torch.empty(layout.raw_nbytes, dtype=torch.uint8)
             reference.decode(found, layout, decoded)
             with safe_open(source / "model.safetensors", "pt") as original:
                 expected = original.get_tensor(name)
-            assert facts == {"bits": layout.bits, "escapes": layout.num_escapes} | {
+            assert facts == {"bits": 2, "escapes": layout.num_escapes} | {
                 "dtype": "BF16",
                 "shape": [*expected.shape],
                 "crc32": facts["crc32"],
@@ -226,33 +224,29 @@ def test_every_kind_beside_plain_tensors(count: int, sharded: bool, tmp_path: Pa
 
 
 def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
-    """Exponents that are far apart: some are in 15 symbols and not in 7, and then most are in neither."""
-    values = weights(1 << 17) * (2.0 ** (torch.arange(1 << 17) % 10)).to(torch.bfloat16)
-    tensors = {"w": values}
-    sizes = {layout.bits: layout.nbytes for layout in coding.layouts(bits(values), "bfloat16", [3, 4])}
-    assert 0.75 < sizes[4] / values.nbytes < 0.97
-    assert sizes[4] < sizes[3]
-    for codec, expected in (("auto", 4), ("small", 3), ("fast", 4)):
-        (layout,) = choose(tensors, codec, [], torch.device("cpu"), lambda nbytes: None).values()
-        assert layout.bits == expected
-    values[::3] *= 1e-25
-    values[1::9] *= 1e25
-    (size,) = (layout.nbytes for layout in coding.layouts(bits(values), "bfloat16", [4]))
-    assert 0.97 < size / values.nbytes < 1
-    assert choose(tensors, "fast", [], torch.device("cpu"), lambda nbytes: None)
-    assert not choose(tensors, "auto", [], torch.device("cpu"), lambda nbytes: None)
+    """Of exponents that are far apart little is saved, and then nothing."""
+
+    def chosen(codec: str) -> bool:
+        return bool(choose({"w": values}, codec, [], torch.device("cpu"), lambda nbytes: None))
+
+    for spread, least, most, wanted in (
+        (10, 0.75, 0.97, {"auto": True, "compressed": True}),
+        (17, 0.97, 1.0, {"auto": False, "compressed": True}),
+        (20, 1.0, 1.2, {"auto": False, "compressed": False}),
+    ):
+        values = weights(1 << 17) * (2.0 ** (torch.arange(1 << 17) % spread)).to(torch.bfloat16)
+        assert least < coding.counted_layout(bits(values), "bfloat16").nbytes / values.nbytes < most
+        assert {codec: chosen(codec) for codec in wanted} == wanted
+        assert not chosen("none")
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("count", [1, TILE, 64 * TILE, 64 * TILE + 1, 150 * TILE - 7])
-@pytest.mark.parametrize(
-    ("dtype", "code"), [("bfloat16", 2), ("bfloat16", 3), ("bfloat16", 4), ("float16", 3), ("float8_e4m3fn", 3)]
-)
-def test_chunks_are_the_reference(count: int, dtype: str, code: int) -> None:
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_chunks_are_the_reference(count: int, dtype: str) -> None:
     data = bits(weights(count, dtype=dtype))
-    layout, expected = reference.encode(data, dtype, code)
-    (found,) = coding.layouts(data, dtype, [code])
-    assert found == layout
+    layout, expected = reference.encode(data, dtype)
+    assert coding.counted_layout(data, dtype) == layout
     assert torch.equal(torch.cat(list(coding.pieces(data, layout))), expected)
     out = torch.empty_like(data)
     coding.decode(expected, layout, out)
@@ -261,7 +255,7 @@ def test_chunks_are_the_reference(count: int, dtype: str, code: int) -> None:
 
 def test_weights_that_change_while_they_are_coded() -> None:
     data = bits(weights(TILE))
-    (layout,) = coding.layouts(data, "bfloat16", [3])
+    layout = coding.counted_layout(data, "bfloat16")
     data[: TILE // 2] = torch.randint(0, 256, (TILE // 2,), dtype=torch.uint8)
     with pytest.raises(StoreError, match="the weights changed"):
         list(coding.pieces(data, layout))
@@ -269,7 +263,7 @@ def test_weights_that_change_while_they_are_coded() -> None:
 
 def test_memory_stays_flat() -> None:
     data = bits(weights(200 * TILE))
-    (layout,) = coding.layouts(data, "bfloat16", [3])
+    layout = coding.counted_layout(data, "bfloat16")
     sizes = [piece.numel() for piece in coding.pieces(data, layout)]
     assert sizes == [64 * layout.tile_nbytes] * 3 + [8 * layout.tile_nbytes, layout.nbytes - layout.starts_at]
 
@@ -364,7 +358,9 @@ def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None
     message = rf"model\.safetensors: tensor '{re.escape(UP)}', bytes \[\d+, \d+\): checksum [0-9a-f]{{8}}, was"
     with pytest.raises(CheckpointError, match=message + r".*damaged: get or pack it again"):
         load_pretrained(pack)
-    loaded = load_pretrained(pack, verify_checksums=False, decode=lambda: True, offload_folder=tmp_path / "offload")
+    loaded = load_pretrained(
+        pack, verify_checksums=False, decode=lambda dtypes: True, offload_folder=tmp_path / "offload"
+    )
     original = load_pretrained(pack, verify_checksums=False)
     populate(original)
     for name, tensor in loaded.model.state_dict().items():
@@ -426,9 +422,13 @@ def whole(**changed: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda record: record.update(changed)
 
 
+OLD = "bits for each exponent of bfloat16: .* with `weightstream pack`, or use an older version"
 LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    **{f"bits {v!r}": (fact(bits=v), "bits of bfloat16") for v in (0, 5, -3, "3", 3.0, None, True, [3], 10**4000)},
-    "bits of another code": (fact(bits=4), r"98304 weights of bfloat16 in 4 bits .* take \d+ bytes, the file has"),
+    **{
+        f"bits {v!r}": (fact(bits=v), "bits for each exponent of bfloat16")
+        for v in (0, 5, -3, "3", 3.0, None, True, [3], 10**4000)
+    },
+    **{f"bits of an old code, {v}": (fact(bits=v), OLD) for v in (3, 4)},
     **{f"escapes {v!r}": (fact(escapes=v), "escapes among") for v in (-1, 2**62, True, "1", None, 1.0, 159748)},
     "escapes of no words": (fact(escapes=98305), "98305 bytes of escapes are no whole words"),
     "escapes of another size": (fact(escapes=98304), r"with 98304 escapes take \d+ bytes, the file has \d+"),
@@ -438,8 +438,8 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "long shape": (fact(shape=[2] * 10**6), "product below"),
     "shape of others": (fact(shape=[384, 257]), r"\[384, 257\]: 98688 weights"),
     **{f"dtype {v!r}": (fact(dtype=v), "dtype .* is not known") for v in ("bfloat16", "", None, 3, ["BF16"])},
-    "dtype without a code": (fact(dtype="F32"), "bits of float32"),
-    "dtype of another code": (fact(dtype="F16"), "coded in '2' bits of float16"),
+    "dtype without a code": (fact(dtype="F32"), "bits for each exponent of float32"),
+    "dtype of another code": (fact(dtype="F16"), "'2' bits for each exponent of float16"),
     "dtype of another size": (fact(dtype="F16", bits=3), "weights of float16"),
     **{f"crc32 {v!r}": (fact(crc32=v), "crc32 .*: needs an integer of 32 bits") for v in (-1, 2**32, "1", None, 1.0)},
     **{
@@ -626,7 +626,7 @@ def rss_nbytes() -> int:
 
 def made(count: int = 3 * TILE + 5) -> tuple[DecodedMemory, torch.Tensor]:
     data = bits(weights(count))
-    layout, coded = reference.encode(data, "bfloat16", 3)
+    layout, coded = reference.encode(data, "bfloat16")
     return DecodedMemory("w", Path("file"), layout, lambda: coded), data
 
 
@@ -703,7 +703,7 @@ def test_many_threads_decode_once() -> None:
 
 
 def test_a_large_one_takes_addresses_only_and_is_freed_at_the_end() -> None:
-    layout = Layout(dtype="bfloat16", bits=3, count=1 << 35, num_escapes=0)
+    layout = Layout(dtype="bfloat16", count=1 << 35, num_escapes=0)
 
     def fill(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
         out[: 64 << 20] = 1

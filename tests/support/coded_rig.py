@@ -22,7 +22,7 @@ PLACES = ("streams", "in part", "resident")
 @pytest.fixture
 def code_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code what can be, though a tile takes more than a small matrix has."""
-    monkeypatch.setattr(planner, "_WORTH", 100.0)
+    monkeypatch.setattr(planner, "_WORTH", {"auto": 0.97, "compressed": 100.0})
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -87,16 +87,16 @@ def rows(seed: int, width: int = 128, dtype: torch.dtype = torch.bfloat16) -> to
     return torch.randn(3 + seed, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def offload(module: nn.Module, place: str = "streams", codec: str = "3bit", **settings: Any) -> weightstream.Streamer:
+def offload(module: nn.Module, place: str = "streams", **settings: Any) -> weightstream.Streamer:
     """Offload with weights coded: at the least budget, at one half way to all, or with room for all."""
-    budget = budgets(module, codec, (place,))[place]
-    return weightstream.offload(module, device="cpu", device_budget=budget, codec=codec, **settings)
+    budget = budgets(module, (place,))[place]
+    return weightstream.offload(module, device="cpu", device_budget=budget, codec="compressed", **settings)
 
 
-def budgets(module: nn.Module, codec: str = "3bit", places: Sequence[str] = PLACES) -> dict[str, int]:
+def budgets(module: nn.Module, places: Sequence[str] = PLACES) -> dict[str, int]:
     """Place -> bytes of budget: the least that a refusal asks for, what all takes, and half way."""
-    most = once(_held, module, "cpu", codec=codec)
-    least = most if set(places) == {"resident"} else least_budget(module, "cpu", codec=codec)
+    most = once(_held, module, "cpu", codec="compressed")
+    least = most if set(places) == {"resident"} else least_budget(module, "cpu", codec="compressed")
     return {"streams": least, "in part": (least + most) // 2, "resident": most}
 
 

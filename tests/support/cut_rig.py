@@ -114,7 +114,7 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
         return language_model(monkeypatch, device)
     if name in ("capture", "replay"):
         captures_on_the_cpu(monkeypatch)
-    codec = "3bit" if "coded" in name else "none"
+    codec = "compressed" if "coded" in name else "none"
     model, plain, x = simple(3, device, codec)
     streamer = offloaded(model, device, codec)
 

@@ -139,7 +139,7 @@ def plan_of(
 def _row_nbytes(stack: TensorSpec) -> int:
     """Of a coded one a row may have more escapes than the mean."""
     mean = stack.nbytes // stack.shape[0]
-    return mean * 11 // 10 + 2048 if stack.bits else mean
+    return mean * 11 // 10 + 2048 if stack.is_coded else mean
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def held(
     model: Any, form: str, num_slots: int = 4, device: str = "cpu", ahead: int = 0
 ) -> Iterator[weightstream.Streamer]:
     """Offloaded in one of `FORMS`, or on a GPU "cached, coded"."""
-    room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "small"
+    room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "compressed"
     with weightstream.offload(model, device=device, device_budget=room, codec=codec) as streamer:
         plan = plan_of(streamer, form, num_slots, ahead=ahead)
         prove(plan)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from weightstream.codec.format import BITS, ELEMENTS, can_code
-
-KINDS = [(dtype, bits) for dtype in ELEMENTS for bits in BITS if can_code(dtype, bits)]
+from weightstream.codec.format import ELEMENTS
 
 
 def flat(values: torch.Tensor, dtype: str) -> torch.Tensor:

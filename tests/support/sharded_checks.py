@@ -134,7 +134,7 @@ def holds(name: str, *, written: bool, **settings: Any) -> None:
     model = streamed(name, device_budget=nbytes // 3, **settings)
     streamer = model.weightstream
     assert streamer.plan.step_nbytes > nbytes // 4
-    assert bool(streamer.plan.manifest.codes) is (settings.get("codec") == "small")
+    assert bool(streamer.plan.manifest.codes) is (settings.get("codec") == "compressed")
     in_place, in_folder = in_files(model)
     assert bool(in_folder) is written, (in_place, in_folder)
     assert in_place + in_folder <= nbytes
@@ -155,7 +155,7 @@ def llama() -> None:
 
 @check  # slow: models
 def llama_coded() -> None:
-    holds("llama", written=False, codec="small")
+    holds("llama", written=False, codec="compressed")
 
 
 @check  # slow: models
@@ -269,7 +269,7 @@ def classic_settings() -> None:
 @check
 def saving() -> None:
     """All ranks gather, one writes: the checkpoint again."""
-    model = streamed("llama", device_budget="200KiB", codec="small")
+    model = streamed("llama", device_budget="200KiB", codec="compressed")
     target = FOLDER / "saved"
     model.save_pretrained(target)
     distributed.barrier()
@@ -328,12 +328,12 @@ def updates() -> None:
 
 @check
 def updates_of_codes() -> None:
-    updated(streamed("llama", device_budget="200KiB", codec="small"), plain("llama"))
+    updated(streamed("llama", device_budget="200KiB", codec="compressed"), plain("llama"))
 
 
 @check  # slow: settings, updates
 def updates_of_what_is_sharded_already() -> None:
-    for codec in ("none", "small"):
+    for codec in ("none", "compressed"):
         model = plain("llama")
         weightstream.offload(model, device=WHERE, device_budget="200KiB", codec=codec)
         updated(model, plain("llama"))

@@ -89,7 +89,7 @@ def test_a_bias_that_the_router_and_the_gate_hold(folder: Folder, plain: Any, co
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("settings", [group(2), group(1) | {"codec": "3bit"}], ids=["plain", "coded"])
+@pytest.mark.parametrize("settings", [group(2), group(1) | {"codec": "compressed"}], ids=["plain", "coded"])
 def test_layers_of_experts_in_groups(folder: Folder, plain: Any, settings: dict[str, Any], compiled: bool) -> None:
     wanted = plain("shared", compiled)
     with engine(folder("shared"), compiled=compiled, **asked(**settings)) as llm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,14 @@ from weightstream.adapters.hub import ADAPTER, find, is_pipeline, is_quantised
 from weightstream.adapters.module import find_units
 from weightstream.adapters.transformers import LoadedModel, load_pretrained
 from weightstream.codec import coding
+from weightstream.codec.format import ELEMENTS
+from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.given import codec_named
 from weightstream.plan.placement import always_resident
 from weightstream.runtime.weights import groups, manifest, merge_tied
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.header import dtype_name
 from weightstream.store.mapping import Memory
 
 _SMALL_NBYTES = 4096  # of what is beside quantised weights: a unit of whole pages needs no file of its own
@@ -43,7 +45,7 @@ def pack(
     `variant`: of a pipeline's files, such as "fp16". `advance(total, nbytes)` is told how many more bytes of all are
     done. Raises as `load_pretrained` and `store.growing` do.
     """
-    how = _How(codec_named(codec), verify, advance)
+    how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # it is checked there
     if is_pipeline(path_or_repo_id):
         from weightstream.adapters import pipeline_folder  # needs diffusers
 
@@ -131,7 +133,8 @@ def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -
     nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
     told = partial(how.advance, nbytes + (nbytes + rest_nbytes) * (1 + how.verify))
     mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
-    device = _device()
+    dtypes = {dtype_name(tensor) for tensor in candidates.values()} & ELEMENTS.keys()
+    device = _device(dtypes if how.codec != "none" else ())
     layouts = store.choose(candidates, how.codec, mappings, device, told)
     units = [unit for unit in (*streamed, rest) if unit]
     shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
@@ -153,10 +156,11 @@ def _place(out: Path, folder: Path) -> Path:
     return out.resolve()
 
 
-def _device() -> torch.device:
-    """A GPU that codes, else the CPU."""
+def _device(dtypes: Collection[str]) -> torch.device:
+    """A GPU with kernels for these dtypes, else the CPU."""
     device = torch.accelerator.current_accelerator()
-    return device if device is not None and coding.why_not(device) is None else torch.device("cpu")
+    has_kernels = device is not None and all(coding.why_not(device, dtype) is None for dtype in dtypes)
+    return device if device is not None and has_kernels else torch.device("cpu")
 
 
 def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:

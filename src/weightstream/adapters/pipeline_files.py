@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,7 @@ class _Options:
     variant: str | None
     offload_folder: Path | None
     verify: bool
-    decode: Callable[[], bool]
+    decode: Callable[[Collection[str]], bool]
     device: torch.device
     may_write: bool
 
@@ -94,13 +94,14 @@ def load_pipeline(
     offload_folder: Path | None = None,
     progress: bool | None = None,
     verify_checksums: bool = True,
-    decode: Callable[[], bool] = lambda: False,
+    expect: Callable[[torch.dtype, int], object] = lambda dtype, nbytes: None,
+    decode: Callable[[Collection[str]], bool] = lambda dtypes: False,
     device: torch.device = _CPU,
     may_write: bool = True,
     **kwargs: Any,
 ) -> LoadedPipeline:
     """Loads a pipeline without a second copy of its weights in memory; arguments are those of `load_pretrained`, and
-    of `weightstream.pipeline_from_pretrained`.
+    of `weightstream.pipeline_from_pretrained`. `expect` is called once, with the dtype that most components have.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError`, `StoreError`.
     """
@@ -119,12 +120,19 @@ def load_pipeline(
     path = Path(path_or_repo_id).expanduser()
     with refused_as_checkpoint(path_or_repo_id, "load", "diffusers"), diffusers_private.progress_bars(progress):
         if path.is_file():
+            if path.suffix == ".safetensors":
+                checkpoint = Checkpoint.open(path)
+                expect(dtype_of(dtype, checkpoint), checkpoint.plain_nbytes)
             return _single_file(path, base, options, hub | kwargs)
         if base is not None:
             raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
         folder = folder_of(path_or_repo_id, variant, **hub)
         check_keywords(folder, kwargs)
         check_variant(folder, specs := specs_of(folder), variant)
+        files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
+        read = [file for file in files.values() if file is not None and file.suffix in (".safetensors", ".json")]
+        common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
+        expect(common, sum(Checkpoint.open(file).plain_nbytes for file in read))
         return _assembled(folder, specs, options, kwargs)
 
 
@@ -153,7 +161,7 @@ def sketched(
             if is_quantised(inside):
                 if file is None:
                     raise UnsupportedError(f"{inside}: the plan of a quantised model needs its files: get them first")
-                quiet: Any = {"verify": False, "decode": lambda: False, "device": _CPU, "may_write": False}
+                quiet: Any = {"verify": False, "decode": lambda dtypes: False, "device": _CPU, "may_write": False}
                 options = _Options(dtype=dtype, variant=variant, offload_folder=None, **quiet)
                 given[name] = _component(kind, inside, options).model
                 checkpoints[name] = None
@@ -176,7 +184,7 @@ def load_component(
 ) -> LoadedModel:
     """One component, in the dtype of its files. Raises as `load_pipeline`."""
     given: dict[str, Any] = {"dtype": "auto", "variant": variant, "offload_folder": offload_folder, "verify": True}
-    options = _Options(**given, decode=lambda: False, device=_CPU, may_write=may_write)
+    options = _Options(**given, decode=lambda dtypes: False, device=_CPU, may_write=may_write)
     with refused_as_checkpoint(folder, "load", "diffusers"), diffusers_private.progress_bars(False):
         return _component(kind, folder, options)
 
@@ -273,7 +281,7 @@ class _Load:
         self._dtype = dtype_of(options.dtype, None if file.suffix == ".gguf" else self.checkpoint)
         coded = [entry.layout for entry in self.checkpoint.entries.values() if entry.layout is not None]
         is_cast = any(getattr(torch, layout.dtype) is not self._dtype for layout in coded)
-        self._decodes = bool(coded) and (is_cast or kind is None or options.decode())
+        self._decodes = bool(coded) and (is_cast or kind is None or options.decode({layout.dtype for layout in coded}))
 
     @property
     def options(self) -> dict[str, Any]:

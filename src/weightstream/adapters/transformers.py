@@ -16,7 +16,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,8 @@ def load_pretrained(
     trust_remote_code: bool = False,
     progress: bool | None = None,
     verify_checksums: bool = True,
-    decode: Callable[[], bool] = lambda: False,
+    expect: Callable[[torch.dtype, int], object] = lambda dtype, nbytes: None,
+    decode: Callable[[Collection[str]], bool] = lambda dtypes: False,
     device: torch.device = _CPU,
     may_write: bool = True,
     model_config: Any = None,
@@ -115,9 +116,10 @@ def load_pretrained(
 ) -> LoadedModel:
     """Loads a transformers model without a second copy of its weights in memory.
 
-    Weights that transformers converts are written to a folder in `offload_folder`; None: where temporary files go. So
-    are those that the file holds coded, if there are any and `decode` says so, and those that a `quantization_config`
-    quantises, one by one on `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
+    `expect` is called with the model's dtype and bytes before any is read. Weights that transformers converts are
+    written to a folder in `offload_folder`; None: where temporary files go. So are those that the file holds
+    compressed, if `decode` says so of their dtypes, and those that a `quantization_config` quantises, one by one on
+    `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
     place of config.json. With `allow_missing` weights that the checkpoint lacks are random. With a `distributed_config`
     the model has this process's shards. Other keywords go to the hub, to the config or to transformers.
 
@@ -142,7 +144,9 @@ def load_pretrained(
             checkpoint = source.checkpoint(config)
         if verify_checksums:
             checkpoint.verify()
-        options = {"config": config, "dtype": dtype_of(dtype, config, checkpoint, path), **kwargs, **source.hub}
+        loaded = dtype_of(dtype, config, checkpoint, path)
+        expect(loaded, checkpoint.plain_nbytes)
+        options = {"config": config, "dtype": loaded, **kwargs, **source.hub}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         options |= {"trust_remote_code": True} if trust_remote_code else {}
         # a class reads its own config, and all keywords are of generation, too; an Auto class drops those of the config
@@ -250,7 +254,7 @@ class _Load:
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
-    def run(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
+    def run(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
         """The model; what the file holds coded is written to the folder in plain form where that is wanted, or where
         code reads weights as the model is made."""
         try:
@@ -260,14 +264,15 @@ class _Load:
             self._checkpoint.lazy.clear()
         return self._make(wants_plain, device)
 
-    def _make(self, wants_plain: Callable[[], bool], device: torch.device) -> Any:
+    def _make(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
         is_sharded = "distributed_config" in self._options
         if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
             _refuse_shards(self._where, is_sharded)
             return self._quantised(device)
         if is_sharded:
             return self._sharded()
-        decode = bool(self._coded) and (self._is_read or wants_plain())
+        dtypes = {layout.dtype for layout in self._coded.values()}
+        decode = bool(self._coded) and (self._is_read or wants_plain(dtypes))
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
@@ -394,7 +399,7 @@ class _Load:
             else "code of the model may read them while it is loaded"
             if self._is_read
             else "they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
-            "codec='dense', 'small' or 'fast'; and neither codec='none' nor uva)",
+            "codec='compressed'; and neither codec='none' nor uva)",
         )
 
     def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, hf_private.Place]) -> None:

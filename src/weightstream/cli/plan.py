@@ -129,7 +129,7 @@ def _on_one(
         model, whole = f"a shard of {model}", {"ranks": about, **whole}
     show(model, planned, whole | advice(ahead, planned))
     if sweep:
-        print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "code", ""))
+        print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
 
 
 def _sharded(loading: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
         return {"shortage": shortage}
     if not planned.offloaded_nbytes and planned.manifest.codes:
         plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
-        return {"note": f"everything fits, coded; in plain form it would take {plain}, and {saved} less per step"}
+        return {"note": f"everything fits, compressed; uncompressed it would take {plain}, and {saved} less per step"}
     if not planned.offloaded_nbytes:
         remedy = ": leave out the budget, offloading gains nothing here" * ahead.planners[0].config.has_budget
         return {"note": f"everything fits and nothing streams{remedy}"}
@@ -236,13 +236,13 @@ def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
     """Sizes are in the unit of the budget."""
     unit, nbytes_of_one = scale(max(map(_budget, plans)))
-    headings = (f"budget {unit}", "resident", "ring", "code", "step ms", "tokens/s", "limit", "")
+    headings = (f"budget {unit}", "resident", "ring", "compressed", "step ms", "tokens/s", "limit", "")
     table, slowest = grid(*headings, align_left=("", "limit")), max(plan.step_s for plan in plans) or 1.0
     for plan in plans:
         sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
         cells = (
             *(f"{nbytes / nbytes_of_one:.2f}" for nbytes in sizes),
-            "both" if " and " in plan.code else plan.code,
+            "yes" if plan.manifest.codes else "",
             f"{1e3 * plan.step_s:,.1f}",
             rate(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",
@@ -302,7 +302,7 @@ def table(plan: Plan) -> Table:
     kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
     for unit in plan.manifest.units:
         held, plain = (_shares(plan, unit, places, sizes) for sizes in (plan.manifest.aliases, plan.manifest.spans))
-        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.bits for t in unit.tensors})
+        kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.is_coded for t in unit.tensors})
         kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * coded, *held]))
     shown = grid("unit", "units", *(f"{place} each" for place in ["plain"] * coded + places), align_left=("unit",))
     overflow: Any = "ellipsis" if drawn("…", "") else "crop"  # which rich draws as it is

@@ -55,13 +55,7 @@ _File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags w
 _LOADING = MappingProxyType(  # beside the settings: annotation and default
     {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
 )
-_READ_AS: MappingProxyType[Any, Any] = MappingProxyType(
-    {
-        frozenset[str]: list[str],
-        int | str | None: str,
-        OffloadConfig.model_fields["codec"].annotation: str,  # which has older spellings, too
-    }
-)
+_READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
 _FIRST = ("device_budget", "device")  # what nearly everybody gives
 _COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
 _FACTOR = 2  # that a prediction is off by, if the machine is no longer what was measured

@@ -19,7 +19,7 @@ import torch
 
 from weightstream.codec import reference
 from weightstream.codec.device import on
-from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout, can_code
+from weightstream.codec.format import ELEMENTS, TILE, Layout
 from weightstream.codec.reference import Part
 from weightstream.errors import StoreError
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("weightstream")
 
 _STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
 _TRIED = 3 * 4096 + 5
-_COMPILERS = 6  # threads
+_COMPILERS = 4  # threads: a kernel each
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ _A = TypeVar("_A")
 _T = TypeVar("_T")
 
 
-def available(device: torch.device, dtype: str = "bfloat16") -> bool:
+def available(device: torch.device, dtype: str) -> bool:
     """Whether weights of a dtype can be decoded on a device as fast as it takes; says once why not."""
     return _available(device, dtype)
 
@@ -48,12 +48,12 @@ def _available(device: torch.device, dtype: str) -> bool:
     return reason is None
 
 
-def why_not(device: torch.device, dtype: str = "bfloat16") -> str | None:
+def why_not(device: torch.device, dtype: str) -> str | None:
     """What keeps the kernels from running on a device, in words; None: they ran, and every bit was right."""
     return prepare(device, dtype).result() if device.type == "cuda" else "the kernels need a CUDA GPU"
 
 
-def prepare(device: torch.device, dtype: str = "bfloat16") -> Future[str | None]:
+def prepare(device: torch.device, dtype: str) -> Future[str | None]:
     """What `why_not` is going to say, found out by a thread, as compilers take seconds: once in a process."""
     with _STARTING:
         return _trial(device, dtype)
@@ -76,19 +76,13 @@ def _tried(device: torch.device, dtype: str) -> str | None:
         data = numbers.to(torch.int16 if ELEMENTS[dtype].nbytes == 2 else torch.uint8).view(torch.uint8)
         counts = reference.histograms(data, dtype)
 
-        def encodes(bits: int) -> bool:
-            layout, coded = triton_codec.encode(data.to(device), dtype, bits, counts.to(device))
-            wanted, expected = reference.encode(data, dtype, bits)
+        def encodes() -> bool:
+            layout, coded = triton_codec.encode(data.to(device), dtype, counts.to(device))
+            wanted, expected = reference.encode(data, dtype)
             return layout == wanted and torch.equal(coded.cpu(), expected)
 
-        def decodes(bits: int) -> bool:
-            return of(bits, data)
-
-        def decodes_whole(bits: int) -> bool:
-            return of(bits, data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes])
-
-        def of(bits: int, data: torch.Tensor) -> bool:
-            layout, coded = reference.encode(data, dtype, bits)
+        def decodes(data: torch.Tensor) -> bool:
+            layout, coded = reference.encode(data, dtype)
             out = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=device)  # in whole words
             decode, right = triton_codec.Decoding([(coded.to(device), layout, out)]), True
             for _ in range(2):  # looked up, and as it was found
@@ -107,10 +101,10 @@ def _tried(device: torch.device, dtype: str) -> str | None:
         with _STARTING_TRITON:  # trials of several dtypes may begin at once
             on_device(triton_codec.prepare)
         # What takes longest begins first, the decoders, and has to share Python with few others.
-        trials = decodes_whole, decodes, encodes
-        works = [partial(trial, bits) for trial in trials for bits in BITS if can_code(dtype, bits)]
+        whole = data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes]
+        works = partial(decodes, whole), partial(decodes, data), encodes, are_counts
         with ThreadPoolExecutor(_COMPILERS) as pool:
-            right = all([*pool.map(on_device, [*works, are_counts])])
+            right = all([*pool.map(on_device, works)])
     except ImportError as error:
         return f"Triton is missing ({error}): pip install triton"
     except Exception as error:  # whatever a compiler or a driver thinks of: nothing depends on this
@@ -118,16 +112,14 @@ def _tried(device: torch.device, dtype: str) -> str | None:
     return None if right else "a trial gave other bits"
 
 
-def layouts(data: torch.Tensor, dtype: str, codes: Sequence[int], device: torch.device = _CPU) -> list[Layout]:
-    """What flat bytes will be in each code, counted on a device."""
+def counted_layout(data: torch.Tensor, dtype: str, device: torch.device = _CPU) -> Layout:
+    """The layout of flat bytes in compressed form, counted on a device."""
 
-    def num_escapes(part: torch.Tensor) -> list[int]:
-        counts = reference.histograms(part.to(device), dtype)
-        return [int(reference.windows(counts, bits)[1].sum()) for bits in codes]
+    def num_escapes(part: torch.Tensor) -> int:
+        return int(reference.windows(reference.histograms(part.to(device), dtype), dtype)[1].sum())
 
     count = data.numel() // ELEMENTS[dtype].nbytes
-    totals = zip(codes, zip(*_each(num_escapes, _parts(data, dtype, device)), strict=True), strict=True)
-    return [Layout(dtype=dtype, bits=bits, count=count, num_escapes=sum(found)) for bits, found in totals]
+    return Layout(dtype=dtype, count=count, num_escapes=sum(_each(num_escapes, _parts(data, dtype, device))))
 
 
 def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> Iterator[torch.Tensor]:
@@ -136,7 +128,7 @@ def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> I
     encode_part = encode if _has_kernels(device, layout.dtype) else reference.encode
 
     def encoded(part: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        found, coded = encode_part(part.to(device), layout.dtype, layout.bits)
+        found, coded = encode_part(part.to(device), layout.dtype)
         return found, coded.cpu()
 
     starts, bases, escapes, total = [torch.zeros(1, dtype=torch.int64, device="cpu")], [], [], 0
@@ -163,14 +155,14 @@ def _has_kernels(device: torch.device, dtype: str) -> bool:
     return device.type != "cpu" and available(device, dtype)
 
 
-def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
+def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
     """The coded form of flat bytes, where they are."""
     if not _has_kernels(data.device, dtype):
-        (layout,) = layouts(data, dtype, [bits], data.device)
+        layout = counted_layout(data, dtype, data.device)
         return layout, torch.cat([piece.to(data.device) for piece in pieces(data, layout, data.device)])
     from weightstream.codec import triton_codec
 
-    return triton_codec.encode(data, dtype, bits)
+    return triton_codec.encode(data, dtype)
 
 
 def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
@@ -192,9 +184,9 @@ def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     return found[0] if len(found) == 1 else partial(_run, found)
 
 
-def _kind(layout: Layout) -> tuple[str, int, bool]:
+def _kind(layout: Layout) -> tuple[str, bool]:
     """What one kernel decodes."""
-    return layout.dtype, layout.bits, layout.count % TILE == 0
+    return layout.dtype, layout.count % TILE == 0
 
 
 def picking(

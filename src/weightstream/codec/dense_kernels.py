@@ -1,4 +1,4 @@
-"""The Triton kernels of the code *dense*: the same bytes as the reference.
+"""The Triton kernels of bfloat16: the same bytes as the reference.
 
 A lane works on all 32 of its weights at once, a bit of each to a word: what a level of digits says of some of them is
 spread to their places by the moves of Hacker's Delight, section 7-5, and a few logical operations make four planes of

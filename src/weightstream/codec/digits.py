@@ -1,4 +1,4 @@
-"""What follows the symbols of the code *dense*, in plain torch: digits of 2 bits, then of 3 bits, then bytes.
+"""What follows the symbols of bfloat16, in plain torch: digits of 2 bits, then of 3 bits, then bytes.
 
 All of a level is in the order of escapes, its digits in planes: a bit of each, then the next one. `rest` is what an
 exponent is above its tile's base; shapes are (tiles, 4096).

@@ -9,25 +9,19 @@ from types import MappingProxyType
 
 import torch
 
-from weightstream.codec.format import BITS, ELEMENTS, TILE, Layout, can_code, most_escapes
+from weightstream.codec.format import ELEMENTS, TILE, Layout, most_escapes
 from weightstream.codec.reference import histograms, windows
 
 # Coded bits per weight where weights cannot be read: trained and Gaussian ones, a little rounded up (docs/codec.md).
-ASSUMED_BITS: Mapping[str, Mapping[int, float]] = MappingProxyType(
-    {
-        "bfloat16": MappingProxyType({2: 10.85, 3: 11.3, 4: 12.05}),
-        "float16": MappingProxyType({3: 14.3, 4: 15.05}),
-        "float8_e4m3fn": MappingProxyType({3: 7.3}),
-    }
-)
+ASSUMED_BITS: Mapping[str, float] = MappingProxyType({"bfloat16": 10.85, "float16": 14.3, "float8_e4m3fn": 7.3})
 
 _SAMPLE_TILES = 64
 _STANDARD_ERRORS = 4
 _MARGIN = 1000  # one in as many bytes, for what is not alike all over: rows that are larger than others
 
 
-def estimates(parts: Sequence[torch.Tensor], dtype: str) -> dict[int, int]:
-    """Code -> at most how many bytes flat bytes on any device take in it: exact up to 64 tiles.
+def estimate(parts: Sequence[torch.Tensor], dtype: str) -> int:
+    """At most how many bytes flat bytes on any device take compressed: exact up to 64 tiles.
 
     `parts` are the bytes, one after another; a part may be rows that lie apart. Above 64 tiles, from 64 that lie evenly
     apart: as weights differ within a tensor by chance, not one in 1,000 takes more. An own place for large values can
@@ -35,7 +29,7 @@ def estimates(parts: Sequence[torch.Tensor], dtype: str) -> dict[int, int]:
     """
     count = sum(part.numel() for part in parts) // ELEMENTS[dtype].nbytes
     counts = histograms(_sample(parts, TILE * ELEMENTS[dtype].nbytes), dtype)
-    return {bits: _nbytes(windows(counts, bits)[1], dtype, bits, count) for bits in BITS if can_code(dtype, bits)}
+    return _nbytes(windows(counts, dtype)[1], dtype, count)
 
 
 def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
@@ -52,13 +46,13 @@ def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
     return torch.cat(tiles)
 
 
-def _nbytes(escapes: torch.Tensor, dtype: str, bits: int, count: int) -> int:
+def _nbytes(escapes: torch.Tensor, dtype: str, count: int) -> int:
     """Bytes of `count` weights from how many bytes of escapes are in each of some tiles."""
     num_tiles, num_sampled = -(-count // TILE), len(escapes)
     if num_sampled == num_tiles:
-        return Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(escapes.sum())).nbytes
+        return Layout(dtype=dtype, count=count, num_escapes=int(escapes.sum())).nbytes
     variance, mean = torch.var_mean(escapes.double())
     error = (float(variance) * num_tiles * (num_tiles - num_sampled) / num_sampled) ** 0.5
-    num_escapes = min(most_escapes(count, bits), round(float(mean) * num_tiles + _STANDARD_ERRORS * error))
-    nbytes = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes).nbytes
+    num_escapes = min(most_escapes(dtype, count), round(float(mean) * num_tiles + _STANDARD_ERRORS * error))
+    nbytes = Layout(dtype=dtype, count=count, num_escapes=num_escapes).nbytes
     return nbytes + nbytes // _MARGIN

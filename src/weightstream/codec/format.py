@@ -1,10 +1,10 @@
 """The coded form of a tensor, version 1: where each bit of a weight goes. Knows layouts and no device; docs/codec.md.
 
 A float is a sign, an exponent and a mantissa. Sign and mantissa are kept as they are; of trained weights the exponents
-carry 2.5 to 2.8 bits, and are kept as a symbol of 2, 3 or 4 bits counted from a base. The last symbol is an escape, of
-which a byte tells the rest; of symbols of 2 bits, which have many, digits do before it comes to a byte. Weights are
-coded in tiles of 4096, and a tile in 128 lanes of 32 weights: in all that a tile holds, each lane owns every 128th word
-of 32 bits.
+carry 2.5 to 2.8 bits, and are kept as a symbol of 2 bits (bfloat16) or 3 bits (float16 and float8), counted from a
+base. The last symbol is an escape, which a byte completes; symbols of 2 bits, which have many escapes, are completed by
+digits of 2 and 3 bits before a byte is needed. Weights are coded in tiles of 4096, and a tile in 128 lanes of 32
+weights: in all that a tile holds, each lane owns every 128th word of 32 bits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from weightstream.errors import StoreError
 VERSION = 1
 TILE = 4096
 LANES = 128
-BITS = (2, 3, 4)
-DENSE = 2  # what follows the symbols of its tiles are words
 ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
 _MAX_ESCAPES = 2**31 - 1  # ranks are signed
 _MOST_DENSE = TILE * (2 + 3 + 8) // 8  # bytes behind the symbols of a tile
 
 
+class UnknownCodeError(StoreError):
+    """Weights are in a code that this version does not have."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Element:
-    """A kind of float: the bits of its exponent and of its mantissa, beside one of sign."""
+    """A kind of float: the bits of its exponent, its mantissa and a symbol of its code; one more is its sign."""
 
     exponent_bits: int
     mantissa_bits: int
+    symbol_bits: int
 
     @property
     def nbytes(self) -> int:
@@ -42,12 +45,17 @@ class Element:
         """Bits that are kept as they are."""
         return 1 + self.mantissa_bits
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether digits follow the symbols of a tile, in whole words; else a byte for each escape."""
+        return self.symbol_bits == 2
+
 
 ELEMENTS: Mapping[str, Element] = MappingProxyType(
     {
-        "bfloat16": Element(exponent_bits=8, mantissa_bits=7),
-        "float16": Element(exponent_bits=5, mantissa_bits=10),
-        "float8_e4m3fn": Element(exponent_bits=4, mantissa_bits=3),
+        "bfloat16": Element(exponent_bits=8, mantissa_bits=7, symbol_bits=2),
+        "float16": Element(exponent_bits=5, mantissa_bits=10, symbol_bits=3),
+        "float8_e4m3fn": Element(exponent_bits=4, mantissa_bits=3, symbol_bits=3),
     }
 )
 
@@ -58,12 +66,11 @@ class Layout:
 
     A tile is `tile_nbytes` long: a plane of w bits per weight takes w words of each lane, planes of raw bits first.
     `starts` are `num_tiles` + 1 unsigned words of 32 bits: how many escapes are in the tiles before. `bases` has a byte
-    per tile, `escapes` one per escape; of the code dense, `num_escapes` are bytes of digits too. Zeros fill up to a
+    per tile, `escapes` one per escape; of bfloat16, `num_escapes` are bytes of digits too. Zeros fill up to a
     multiple of 512 bytes.
     """
 
     dtype: str
-    bits: int
     count: int
     num_escapes: int
 
@@ -77,7 +84,7 @@ class Layout:
 
     @property
     def tile_nbytes(self) -> int:
-        return TILE // 8 * (self.element.raw_bits + self.bits)
+        return TILE // 8 * (self.element.raw_bits + self.element.symbol_bits)
 
     @property
     def starts_at(self) -> int:
@@ -90,7 +97,7 @@ class Layout:
     @property
     def escapes_at(self) -> int:
         end = self.bases_at + self.num_tiles
-        return -(-end // 4) * 4 if self.bits == DENSE else end
+        return -(-end // 4) * 4 if self.element.is_dense else end
 
     @property
     def nbytes(self) -> int:
@@ -104,24 +111,16 @@ class Layout:
 
     def check(self) -> None:
         """Raises `StoreError` where there cannot be so many escapes: more than weights have, or than a word counts."""
-        most = min(most_escapes(self.count, self.bits), _MAX_ESCAPES)
+        most = min(most_escapes(self.dtype, self.count), _MAX_ESCAPES)
         if type(self.num_escapes) is not int or not 0 <= self.num_escapes <= most:
             raise StoreError(f"{str(self.num_escapes)[:20]!r} escapes among {self.count} weights")
-        if self.bits == DENSE and self.num_escapes % 4:
+        if self.element.is_dense and self.num_escapes % 4:
             raise StoreError(f"{self.num_escapes} bytes of escapes are no whole words")
 
 
-def can_code(dtype: str, bits: int) -> bool:
-    """Whether there is such a code, and it can be smaller than what it codes."""
-    element = ELEMENTS.get(dtype)
-    if bits == DENSE:
-        return dtype == "bfloat16"
-    return element is not None and bits in BITS and bits < element.exponent_bits
-
-
-def most_escapes(count: int, bits: int) -> int:
+def most_escapes(dtype: str, count: int) -> int:
     """Bytes of escapes that weights take at most."""
-    return -(-count // TILE) * _MOST_DENSE if bits == DENSE else count
+    return -(-count // TILE) * _MOST_DENSE if ELEMENTS[dtype].is_dense else count
 
 
 def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) -> Layout:
@@ -130,13 +129,13 @@ def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) ->
     Nothing that a decoder reads is outside of `nbytes` then, whatever is in them.
     """
     bits, num_escapes = record.get("bits"), record.get("escapes")
-    if type(bits) is not int or not can_code(dtype, bits):
-        raise StoreError(f"coded in {str(bits)[:20]!r} bits of {dtype}: this version knows {BITS} of {list(ELEMENTS)}")
-    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=num_escapes)  # type: ignore[arg-type]  # checked
+    if type(bits) is not int or dtype not in ELEMENTS or bits != ELEMENTS[dtype].symbol_bits:
+        known = ", ".join(f"{element.symbol_bits} for {name}" for name, element in ELEMENTS.items())
+        raise UnknownCodeError(f"{str(bits)[:20]!r} bits for each exponent of {dtype}: this version reads {known}")
+    layout = Layout(dtype=dtype, count=count, num_escapes=num_escapes)  # type: ignore[arg-type]  # checked
     layout.check()
     if layout.nbytes != nbytes:
         raise StoreError(
-            f"{count} weights of {dtype} in {bits} bits with {num_escapes} escapes take {layout.nbytes} bytes, "
-            f"the file has {nbytes}"
+            f"{count} weights of {dtype} with {num_escapes} escapes take {layout.nbytes} bytes, the file has {nbytes}"
         )
     return layout

@@ -6,9 +6,10 @@ wrong weights, and no access outside.
 
 [Note: loops]
 Triton's coalescing pass looks at all operations that hang together once for each load and store, and takes the square
-of their number each time: 97 % of the time that the encoder of the code dense took to compile unrolled, 9 s. So a loop
+of their number each time: 97 % of the time that the encoder of bfloat16 took to compile unrolled, 9 s. So a loop
 is unrolled here (`static_range`) only where it has to be: in `_write`, whose body is too long for LLVM to unroll, and
-which is as fast as memory only if it is. LLVM unrolls the short loop of the decoder of dense, to the same instructions.
+which is as fast as memory only if it is. LLVM unrolls the short loop of the decoder of bfloat16, to the same
+instructions.
 What encodes is far faster than the link either way. For the same reason whole tiles, which nearly all weights have, and
 others are of two kernels, which compile at once, and not of two branches in one.
 """
@@ -19,11 +20,6 @@ import triton
 import triton.language as tl
 
 from weightstream.codec import dense_kernels
-
-
-@triton.jit
-def _nibble_flags(x):
-    return x & (x >> 1) & (x >> 2) & (x >> 3) & 0x11111111
 
 
 @triton.jit
@@ -38,14 +34,14 @@ def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
 
 
 @triton.jit
-def _places(coded, count, tile, WORDS: tl.constexpr, BITS: tl.constexpr):
+def _places(coded, count, tile, WORDS: tl.constexpr, EXPONENT: tl.constexpr):
     """Of a tile: where its words are, one to a lane, how many escapes are before it, its base; where escapes begin."""
     num_tiles = tl.cdiv(count, 4096).to(tl.int32)
     words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + tl.arange(0, 128)
     starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
     bases_at = starts_at + 4 * (num_tiles + 1)
     start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    length = (num_tiles + 3) // 4 * 4 if BITS == 2 else num_tiles
+    length = (num_tiles + 3) // 4 * 4 if EXPONENT == 8 else num_tiles
     return words, start, tl.load(bases_at + tile), bases_at + length
 
 
@@ -57,17 +53,14 @@ def _write(
     a,
     b,
     c,
-    d,
     base,
     escapes,
     rank,
     sound,
-    BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
-    ESCAPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Decode the words of all lanes of some tiles from their symbols in a to d; `room` is how many words fit."""
+    """Decode the words of all lanes of a tile from their symbols in a to c; `room` is how many words fit."""
     WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16  # of a float; words per lane
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
     if EXPONENT == 5:
@@ -78,23 +71,16 @@ def _write(
         if k % 2 == 0:
             raw = tl.load(words + (k // 2) * 128)
         x = (raw >> ((WIDTH // 2) * (k % 2))) & ((2 ** (WIDTH // 2) - 1) * ONES)
-        if BITS == 3:
-            symbol = _three(a, b, c, k, WIDTH // 2, ONES)
-        else:
-            plane = a if k < 4 else b if k < 8 else c if k < 12 else d
-            symbol = (plane >> (4 * (k % 4))) & (15 * ONES)
+        symbol = _three(a, b, c, k, WIDTH // 2, ONES)
         exponent = symbol + base
-        if ESCAPES:
-            flags = ((symbol + ONES) >> BITS) & ONES
-            for field in tl.static_range(32 // WIDTH):
-                flag = ((flags >> (WIDTH * field)) & 1).to(tl.int32)
-                rest = tl.load(escapes + rank, mask=sound & (flag != 0), other=0).to(tl.uint32)
-                exponent += (rest & (2**EXPONENT - 1)) << (WIDTH * field)
-                rank += flag
+        flags = ((symbol + ONES) >> 3) & ONES
+        for field in tl.static_range(32 // WIDTH):
+            flag = ((flags >> (WIDTH * field)) & 1).to(tl.int32)
+            rest = tl.load(escapes + rank, mask=sound & (flag != 0), other=0).to(tl.uint32)
+            exponent += (rest & (2**EXPONENT - 1)) << (WIDTH * field)
+            rank += flag
         exponent &= (2**EXPONENT - 1) * ONES
-        if EXPONENT == 8:
-            word = (x & 0x007F007F) | ((x & 0x00800080) << 8) | (exponent << 7)
-        elif EXPONENT == 5:
+        if EXPONENT == 5:
             top = _three(ma, mb, mc, k, 8, ONES)
             word = x | ((top & 0x00030003) << 8) | (exponent << 10) | ((top & 0x00040004) << 13)
         else:
@@ -111,7 +97,6 @@ def _decode_tile(
     num_escapes,
     target,
     left,
-    BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -123,39 +108,24 @@ def _decode_tile(
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
     lane = tl.arange(0, 128)
     room = tl.minimum(tl.cdiv(left, PER_WORD), OUT).to(tl.int32) - lane
-    if BITS == 2:
+    if EXPONENT == 8:
         dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, not WHOLE)
     else:
         a = tl.load(words + SYMBOLS)
         b = tl.load(words + (SYMBOLS + 128))
         c = tl.load(words + (SYMBOLS + 256))
-        d = c
         base = (base.to(tl.uint32) & (2**EXPONENT - 1)) * (0x01010101 if EXPONENT == 4 else 0x00010001)
-        if BITS == 3:
-            flags = ((a & (a >> 1) & 0x55555555) | ((b & (b >> 1) & 0x55555555) << 1)) & c
-        else:
-            d = tl.load(words + (SYMBOLS + 384))
-            flags = _nibble_flags(a) | (_nibble_flags(b) << 1) | (_nibble_flags(c) << 2) | (_nibble_flags(d) << 3)
+        flags = ((a & (a >> 1) & 0x55555555) | ((b & (b >> 1) & 0x55555555) << 1)) & c
         found = dense_kernels.popcount(flags)
         total = tl.sum(found)
         # else the bytes are damaged, and no escape is read; of each lane: Triton's interpreter has no masks of scalars
         sound = tl.broadcast_to(total, [128]) <= num_escapes
         rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
-        if BITS == 3 or not WHOLE or total > 0:
-            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, True, not WHOLE)
-        else:
-            _write(words, target + lane, room, a, b, c, d, base, escapes, rank, sound, BITS, EXPONENT, False, False)
+        _write(words, target + lane, room, a, b, c, base, escapes, rank, sound, EXPONENT, not WHOLE)
 
 
 @triton.jit
-def decode(
-    table,
-    NUM: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BITS: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-):
+def decode(table, NUM: tl.constexpr, WHOLE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Decode a tile of one of at most NUM tensors, all of whole tiles if WHOLE. The table holds the first program of
     each, then for each its source, target, weights and escapes."""
     program = tl.program_id(0)
@@ -168,24 +138,15 @@ def decode(
     num_escapes = tl.load(row + 3).to(tl.int32)
 
     OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048  # words of a tile, decoded and coded
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
-    words, start, base, escapes = _places(source, count, tile, WORDS, BITS)
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + (2 if EXPONENT == 8 else 3))
+    words, start, base, escapes = _places(source, count, tile, WORDS, EXPONENT)
     target += tile.to(tl.int64) * OUT
     left = 4096 if WHOLE else count - tile.to(tl.int64) * 4096
-    _decode_tile(words, start, base, escapes, num_escapes, target, left, BITS, EXPONENT, MANTISSA, WHOLE)
+    _decode_tile(words, start, base, escapes, num_escapes, target, left, EXPONENT, MANTISSA, WHOLE)
 
 
 @triton.jit
-def pick(
-    table,
-    ids,
-    slots,
-    places,
-    BESIDE: tl.constexpr,
-    BITS: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-):
+def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Decode a tile of one of the rows `ids` of a tensor to what of the target `places` names; where escapes are
     `BESIDE` the words of a row, these are in `slots`, else in the tensor.
 
@@ -207,11 +168,11 @@ def pick(
     bases = tl.load(table + 7).to(tl.pointer_type(tl.uint8))
 
     OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + (2 if EXPONENT == 8 else 3))
     row = tl.minimum(row, num_rows - 1).to(tl.int32)
     place = tl.load(table) + (slot if BESIDE else row.to(tl.int64)) * stride
     first = tl.load(starts + row * tiles)
-    if BITS == 2:  # words are read
+    if EXPONENT == 8:  # words are read
         first &= -4
     if not BESIDE:  # damaged, it may be any number
         first = tl.minimum(tl.maximum(first, 0), most)
@@ -225,7 +186,7 @@ def pick(
     tile = row * tiles + part
     start, base = tl.load(starts + tile) - first, tl.load(bases + tile)
     target += (tl.load(places + index) * tiles + part) * OUT
-    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, BITS, EXPONENT, MANTISSA, True)
+    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, EXPONENT, MANTISSA, True)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -242,7 +203,7 @@ def histogram(data, counts, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: t
 
 
 @triton.jit
-def _field(word, field: tl.constexpr, base, left, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def _field(word, field: tl.constexpr, base, left, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """What the exponent of one float of a word is above its base: 0 behind the end."""
     WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
     exponent = ((word >> (WIDTH * field + MANTISSA)) & (2**EXPONENT - 1)).to(tl.int32)
@@ -250,30 +211,20 @@ def _field(word, field: tl.constexpr, base, left, BITS: tl.constexpr, EXPONENT: 
 
 
 @triton.jit
-def _encode_tile(
-    source,
-    words,
-    start,
-    base,
-    escapes,
-    left,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BITS: tl.constexpr,
-):
+def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Write the planes and the escapes of a tile; `left` weights are from a lane's first word on."""
     WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
     PER_WORD: tl.constexpr = 32 // WIDTH
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
     SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
-    ESCAPE: tl.constexpr = 2**BITS - 1
-    PER_PLANE: tl.constexpr = 4 if BITS == 4 else WIDTH // 2  # words of weights in a word of symbols
+    ESCAPE: tl.constexpr = 7
+    PER_PLANE: tl.constexpr = WIDTH // 2  # words of weights in a word of symbols
 
     base = base.to(tl.int32)
     zero = tl.zeros([128], tl.uint32)
     s_high = zero
     found = tl.zeros([128], tl.int32)
-    for plane in range(WIDTH // PER_PLANE):
+    for plane in range(2):
         s, raw = zero, zero  # what the words being made hold so far
         for nth in tl.static_range(PER_PLANE):
             k = plane * PER_PLANE + nth
@@ -281,28 +232,19 @@ def _encode_tile(
             word = tl.load(source + k * 128, mask=room > 0, other=0)
             symbol = zero
             for field in tl.static_range(PER_WORD):
-                rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)
+                rest = _field(word, field, base, room, EXPONENT, MANTISSA)
                 escaped = (rest < 0) | (rest >= ESCAPE)
                 found += escaped.to(tl.int32)
                 symbol |= tl.where(escaped, ESCAPE, rest).to(tl.uint32) << (WIDTH * field)
-            if EXPONENT == 8:
-                x = (word & 0x007F007F) | ((word >> 8) & 0x00800080)
-            elif EXPONENT == 5:
-                x = word & 0x00FF00FF
-            else:
-                x = (word & 0x07070707) | ((word >> 4) & 0x08080808)
+            x = word & 0x00FF00FF if EXPONENT == 5 else (word & 0x07070707) | ((word >> 4) & 0x08080808)
             if nth % 2 == 0:
                 raw = x
             else:
                 tl.store(words + (k // 2) * 128, raw | (x << (WIDTH // 2)))
-            if BITS == 4:
-                s |= symbol << (4 * nth)
-            else:
-                s |= (symbol & (3 * ONES)) << (2 * nth)
-                s_high |= ((symbol >> 2) & ONES) << (2 * nth + plane)
+            s |= (symbol & (3 * ONES)) << (2 * nth)
+            s_high |= ((symbol >> 2) & ONES) << (2 * nth + plane)
         tl.store(words + (SYMBOLS + plane * 128), s)
-    if BITS == 3:
-        tl.store(words + (SYMBOLS + 256), s_high)
+    tl.store(words + (SYMBOLS + 256), s_high)
     if EXPONENT == 5:  # the upper three of 11 raw bits
         m_high = zero
         for plane in range(2):
@@ -320,7 +262,7 @@ def _encode_tile(
         room = left - k * (128 * PER_WORD)
         word = tl.load(source + k * 128, mask=room > 0, other=0)
         for field in tl.static_range(PER_WORD):
-            rest = _field(word, field, base, room, BITS, EXPONENT, MANTISSA)
+            rest = _field(word, field, base, room, EXPONENT, MANTISSA)
             escaped = (rest < 0) | (rest >= ESCAPE)
             value = ((rest - ESCAPE) & (2**EXPONENT - 1)).to(tl.uint8)
             tl.store(escapes + rank, value, mask=escaped)
@@ -328,18 +270,18 @@ def _encode_tile(
 
 
 @triton.jit(do_not_specialize=["count"])
-def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BITS: tl.constexpr):
+def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Write the planes and the escapes of a tile; starts and bases are in place already."""
     WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
     PER_WORD: tl.constexpr = 32 // WIDTH
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + BITS)
+    WORDS: tl.constexpr = 128 * (1 + MANTISSA + (2 if EXPONENT == 8 else 3))
 
     tile = tl.program_id(0)
     lane = tl.arange(0, 128)
-    words, start, base, escapes = _places(coded, count, tile, WORDS, BITS)
+    words, start, base, escapes = _places(coded, count, tile, WORDS, EXPONENT)
     source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
     left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
-    if BITS == 2:
+    if EXPONENT == 8:
         dense_kernels.encode_tile(source, words, start, base, escapes, left)
     else:
-        _encode_tile(source, words, start, base, escapes, left, EXPONENT, MANTISSA, BITS)
+        _encode_tile(source, words, start, base, escapes, left, EXPONENT, MANTISSA)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from weightstream.codec import digits
-from weightstream.codec.format import DENSE, ELEMENTS, LANES, TILE, Layout
+from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
 
 Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _TILES = 4096  # whose bytes in each base are held at once
@@ -26,14 +26,15 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return torch.bincount(places, minlength=num_tiles * num).view(num_tiles, num).to(torch.int32)
 
 
-def windows(counts: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def windows(counts: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The base of each tile, the least with the fewest bytes of escapes, and how many these are: int32, (tiles,)."""
-    if bits == DENSE:
+    element = ELEMENTS[dtype]
+    if element.is_dense:
         found = [_least(digits.nbytes(part)) for part in counts.split(_TILES)]
         bases, nbytes = (torch.cat(parts) for parts in zip(*found, strict=True))
         return bases.to(torch.int32), nbytes
     sums = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
-    num_symbols = 2**bits - 1
+    num_symbols = 2**element.symbol_bits - 1
     bases, outside = _least(sums[:, :-num_symbols] - sums[:, num_symbols:])
     return bases.to(torch.int32), sums[:, -1] + outside
 
@@ -44,11 +45,11 @@ def _least(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (numbers == least[:, None]).to(torch.uint8).argmax(1), least
 
 
-def prepared(counts: torch.Tensor, dtype: str, bits: int, count: int) -> tuple[Layout, torch.Tensor]:
+def prepared(counts: torch.Tensor, dtype: str, count: int) -> tuple[Layout, torch.Tensor]:
     """The layout of weights with these histograms, and their coded form with starts and bases in place alone."""
-    bases, num_escapes = windows(counts, bits)
+    bases, num_escapes = windows(counts, dtype)
     starts = torch.nn.functional.pad(num_escapes.cumsum(0), (1, 0))
-    layout = Layout(dtype=dtype, bits=bits, count=count, num_escapes=int(starts[-1]))
+    layout = Layout(dtype=dtype, count=count, num_escapes=int(starts[-1]))
     layout.check()
     coded = torch.empty(layout.nbytes, dtype=torch.uint8, device=counts.device)
     coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
@@ -57,24 +58,25 @@ def prepared(counts: torch.Tensor, dtype: str, bits: int, count: int) -> tuple[L
     return layout, coded
 
 
-def encode(data: torch.Tensor, dtype: str, bits: int) -> tuple[Layout, torch.Tensor]:
+def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
     """The coded form of flat bytes."""
-    element, escape = ELEMENTS[dtype], 2**bits - 1
+    element = ELEMENTS[dtype]
+    bits, escape = element.symbol_bits, 2**element.symbol_bits - 1
     exponents, raw = _fields(data, dtype)
-    layout, coded = prepared(histograms(data, dtype), dtype, bits, data.numel() // element.nbytes)
+    layout, coded = prepared(histograms(data, dtype), dtype, data.numel() // element.nbytes)
     rest = exponents - coded[layout.bases_at :][: layout.num_tiles].to(torch.int32)[:, None]
     rest.view(-1)[layout.count :] = 0
     escapes = (rest < 0) | (rest >= escape)
     symbols = torch.where(escapes, escape, rest)
-    packed = _packed_dense if bits == DENSE else _packed
+    packed = _packed_dense if element.is_dense else _packed
     words = [packed(raw, dtype, element.raw_bits), packed(symbols, dtype, bits)]
     coded[: layout.starts_at] = torch.cat(words, 1).to(torch.int32).view(torch.uint8).view(-1)
     written = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    if bits == DENSE:
+    if element.is_dense:
         starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[:-1]
-        digits.write(_in_order(rest, dtype, bits), starts, written)
+        digits.write(_in_order(rest, dtype), starts, written)
     else:
-        escaped = _in_order(rest - escape, dtype, bits)[_in_order(escapes, dtype, bits)] & 2**element.exponent_bits - 1
+        escaped = _in_order(rest - escape, dtype)[_in_order(escapes, dtype)] & 2**element.exponent_bits - 1
         written.copy_(escaped.to(torch.uint8))
     return layout, coded
 
@@ -84,17 +86,17 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 
 
     Damaged bytes give wrong weights.
     """
-    element, bits = layout.element, layout.bits
+    element, bits = layout.element, layout.element.symbol_bits
     last = layout.num_tiles if last is None else last
     words = coded[first * layout.tile_nbytes : last * layout.tile_nbytes].view(torch.int32).to(torch.int64)
     words = words.view(last - first, -1, LANES)
     starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[first:last]
     bases = coded[layout.bases_at + first : layout.bases_at + last].to(torch.int32)
     rests = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    unpacked = _unpacked_dense if bits == DENSE else _unpacked
-    symbols = _in_order(unpacked(words[:, element.raw_bits :], layout.dtype, bits), layout.dtype, bits)
+    unpacked = _unpacked_dense if element.is_dense else _unpacked
+    symbols = _in_order(unpacked(words[:, element.raw_bits :], layout.dtype, bits), layout.dtype)
     exponents, found = symbols + bases[:, None], symbols == 2**bits - 1
-    if bits == DENSE:
+    if element.is_dense:
         exponents += digits.read(found, starts, rests) - 3 * found.to(torch.int32)
     else:
         totals = found.sum(1, dtype=torch.int32)
@@ -102,7 +104,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 
         ranks = begins[:, None] + found.cumsum(1, dtype=torch.int32) - 1
         found &= (totals <= layout.num_escapes)[:, None]
         exponents[found] += rests[ranks[found]].to(torch.int32)
-    exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype, bits)
+    exponents = _by_weight(exponents & 2**element.exponent_bits - 1, layout.dtype)
     raw = unpacked(words[:, : element.raw_bits], layout.dtype, element.raw_bits)
     mantissa = raw & 2**element.mantissa_bits - 1
     sign = raw >> element.mantissa_bits
@@ -129,17 +131,17 @@ def _shape(dtype: str) -> tuple[int, int]:
     return 8 * nbytes, 4 // nbytes
 
 
-def _in_order(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+def _in_order(values: torch.Tensor, dtype: str) -> torch.Tensor:
     """(tiles, 4096) in the order of weights -> in the order of escapes."""
     num, per = _shape(dtype)
-    if bits == DENSE:
+    if ELEMENTS[dtype].is_dense:
         return values.view(-1, num, LANES, per).permute(0, 2, 3, 1).reshape(values.shape)
     return values.view(-1, num, LANES, per).transpose(1, 2).reshape(values.shape)
 
 
-def _by_weight(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
+def _by_weight(values: torch.Tensor, dtype: str) -> torch.Tensor:
     num, per = _shape(dtype)
-    if bits == DENSE:
+    if ELEMENTS[dtype].is_dense:
         return values.view(-1, LANES, per, num).permute(0, 3, 1, 2).reshape(values.shape)
     return values.view(-1, LANES, num, per).transpose(1, 2).reshape(values.shape)
 
@@ -151,7 +153,7 @@ def _shifts(dtype: str, bits: int, device: torch.device) -> torch.Tensor:
 
 
 def _plane(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    """Fields of 2, 4 or 8 bits, as many words of weights in one as go: int64 of shape (tiles, words, lanes)."""
+    """Fields of 1, 2, 4 or 8 bits, as many words of weights in one as go: int64 of shape (tiles, words, lanes)."""
     num, weights = _shape(dtype)
     shaped = values.to(torch.int64).view(-1, bits, num // bits, LANES, weights)
     return (shaped << _shifts(dtype, bits, values.device)).sum((2, 4))
@@ -185,7 +187,7 @@ def _unpacked(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
 def _packed_dense(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
     """Raw bits of two words in one: mantissa and sign of the first where they stand in a weight, those of the second in
     between. Symbols are in planes: a bit of each weight of a lane."""
-    if bits == DENSE:
+    if bits == 2:
         return torch.cat([_plane(values & 1, dtype, 1), _plane(values >> 1, dtype, 1)], 1)
     words = values.to(torch.int64).view(len(values), -1, 2, LANES, 2)
     first, second = words[:, :, 0], words[:, :, 1]
@@ -194,7 +196,7 @@ def _packed_dense(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
 
 
 def _unpacked_dense(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    if bits == DENSE:
+    if bits == 2:
         return _values(words[:, :1], dtype, 1, 1) | _values(words[:, 1:], dtype, 1, 1) << 1
     both = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF], -1)
     first, second = both & 127 | both >> 8 & 128, both >> 7 & 255

@@ -1,7 +1,7 @@
 """The codec on a GPU: launches of the Triton kernels.
 
-Triton compiles a kernel anew for each kind of its arguments, which takes a second. So launches differ in bits, in dtype
-and in whether all tiles are whole: addresses are aligned, counts have 64 bits, and tables one size.
+Triton compiles a kernel anew for each kind of its arguments, which takes a second. So launches differ in dtype and in
+whether all tiles are whole: addresses are aligned, counts have 64 bits, and tables one size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 
 from weightstream.codec import kernels, reference
 from weightstream.codec.device import on
-from weightstream.codec.format import DENSE, ELEMENTS, TILE, Layout
+from weightstream.codec.format import ELEMENTS, TILE, Element, Layout
 from weightstream.codec.reference import Part
 
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
@@ -37,9 +37,7 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return counts
 
 
-def encode(
-    data: torch.Tensor, dtype: str, bits: int, counts: torch.Tensor | None = None
-) -> tuple[Layout, torch.Tensor]:
+def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -> tuple[Layout, torch.Tensor]:
     """As `reference.encode`; `counts` are its histograms, where they are known."""
     element = ELEMENTS[dtype]
     count = data.numel() // element.nbytes
@@ -49,8 +47,8 @@ def encode(
         data = data.clone()
     if counts is None:
         counts = histograms(data[: count * element.nbytes], dtype)
-    layout, coded = reference.prepared(counts, dtype, bits, count)
-    facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits, "BITS": bits}
+    layout, coded = reference.prepared(counts, dtype, count)
+    facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
     with on(data.device):
         kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
     return layout, coded
@@ -64,8 +62,8 @@ def prepare() -> None:
 class Decoding:
     """Several coded tensors of one kind, decoded together: each is its coded bytes, their layout and its target.
 
-    A target has room for whole words of 4 bytes. All addresses are fixed. What decodes the code dense reads again what
-    it wrote: nothing else may write to the same target meanwhile.
+    A target has room for whole words of 4 bytes. All addresses are fixed. What decodes bfloat16 reads again what it
+    wrote: nothing else may write to the same target meanwhile.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
@@ -75,7 +73,7 @@ class Decoding:
         tables = torch.tensor([table for table, _ in rows], dtype=torch.int64, device="cpu").to(coded.device)
         element = layout.element
         is_whole = all(layout.count % TILE == 0 for _, layout, _ in self._parts)
-        facts = _MOST, int(is_whole), layout.bits, element.exponent_bits, element.mantissa_bits
+        facts = _MOST, int(is_whole), element.exponent_bits, element.mantissa_bits
         pairs = zip(tables, rows, strict=True)
         self._launches = [((num_tiles, 1, 1), (table, *facts)) for table, (_, num_tiles) in pairs]
         self._compiled: list[Callable[[], object]] = []
@@ -88,7 +86,7 @@ class Decoding:
                 for launch in self._compiled:
                     launch()
                 return
-            options = _options(self._parts[0][1].bits)
+            options = _options(self._parts[0][1].element)
             found = [(kernels.decode[grid](*args, **options), grid, args) for grid, args in self._launches]
         # an address in place of a tensor, as it is looked up too
         self._compiled = [
@@ -129,8 +127,8 @@ class Picking:
         self._in_order = torch.arange(out.nbytes * num_rows // layout.raw_nbytes, dtype=torch.int64, device=out.device)
         self._table = torch.tensor(table, dtype=torch.int64, device="cpu").to(out.device)
         self._tiles = tiles
-        facts = layout.bits, layout.element.exponent_bits, layout.element.mantissa_bits
-        self._facts = int(slots is not None), *facts
+        self._facts = int(slots is not None), layout.element.exponent_bits, layout.element.mantissa_bits
+        self._options = _options(layout.element)
         self._compiled: Any = None
 
     def __call__(
@@ -142,13 +140,13 @@ class Picking:
             if self._compiled is not None:
                 self._compiled[grid](*(tensor.data_ptr() for tensor in given), *self._facts)
                 return
-            self._compiled = kernels.pick[grid](*given, *self._facts, **_options(self._facts[1]))
+            self._compiled = kernels.pick[grid](*given, *self._facts, **self._options)
 
 
-def _options(bits: int) -> dict[str, int]:
-    """Of a compiler. What is rare in a tile of the code dense would take registers from all others [H200: 1.60 TB/s in
-    place of 1.83]."""
-    return {"num_warps": WARPS} | ({"maxnreg": 32} if bits == DENSE else {})
+def _options(element: Element) -> dict[str, int]:
+    """Of a compiler. What is rare in a tile of bfloat16 would take registers from everything else [H200: 1.60 TB/s
+    instead of 1.83]."""
+    return {"num_warps": WARPS} | ({"maxnreg": 32} if element.is_dense else {})
 
 
 def _row(parts: Sequence[Part]) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,11 +25,11 @@ import torch
 from torch.nn import functional as F
 
 from weightstream.codec import coding
-from weightstream.codec.format import BITS
+from weightstream.codec.format import ELEMENTS
 from weightstream.errors import StoreError
 from weightstream.measure import kernels, machine, opening
 from weightstream.measure.block import Block
-from weightstream.plan.manifest import Profile
+from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.runtime import cpu, cuda
 from weightstream.runtime.backend import Backend, Copy, Side
 from weightstream.runtime.streams import staging
@@ -64,8 +64,7 @@ _FRAMEWORK = 1.25
 _TENSOR_OPS = 2  # launches of the host per weight of a block: a decoder layer has 16 kernels to 9 weights
 
 
-NOT_MEASURED = 1.0  # bytes of plain weights a second, where nothing decodes: then no plan is faster with codes
-DECODE_RATES = tuple(f"decode{bits}_bytes_per_s" for bits in BITS)
+NOT_MEASURED = 1.0  # bytes of plain weights a second, where nothing decodes: no plan is faster with compression then
 
 
 class _Sizes(NamedTuple):
@@ -90,14 +89,14 @@ def backend_of(device: torch.device) -> Backend:
 
 
 def measure(
-    backend: Backend, advance: Callable[[], object] = lambda: None, decodes: bool = True
+    backend: Backend, advance: Callable[[], object] = lambda: None, dtypes: Collection[str] = ()
 ) -> tuple[Profile, bool]:
     """What the backend's machine can do, and whether all of it was measured; the rest is the backend's own profile.
 
-    Calls `advance` once a round. Without `decodes` the rates of decoding are `NOT_MEASURED`.
+    Calls `advance` once a round. The rates of decoding all but these `dtypes` are `NOT_MEASURED`.
     """
     with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
-        numbers, complete = _Bench(own).measure(advance, decodes=decodes)
+        numbers, complete = _Bench(own, dtypes).measure(advance)
     if own.device.type == "cpu":
         numbers |= {"machine": machine.processor(), "device_nbytes": psutil.virtual_memory().total}
     else:
@@ -106,11 +105,11 @@ def measure(
     return replace(backend.profile, **numbers), complete
 
 
-def measure_decoding(backend: Backend, advance: Callable[[], object]) -> dict[str, Any]:
-    """The rates of decoding, where they can be measured."""
+def measure_decoding(backend: Backend, advance: Callable[[], object], dtypes: Collection[str]) -> dict[str, Any]:
+    """What a profile says of decoding these dtypes, where it can be measured."""
     with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
-        bench = _Bench(own)
-        return bench.measure_parts((bench.decoding,), advance)[0]
+        bench = _Bench(own, dtypes)
+        return bench.measure_parts((bench.decoding, *bench.on_gpu), advance)[0]
 
 
 @contextmanager
@@ -128,28 +127,37 @@ def left_as_found(device: torch.device) -> Iterator[None]:
 
 
 class _Bench:
-    """Measures on a backend, with weights and activations of its own."""
+    """Measures on a backend, with weights and activations of its own; and how fast weights of these dtypes decode."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._device = backend, backend.device
+    def __init__(self, backend: Backend, dtypes: Collection[str] = ()) -> None:
+        self._backend, self._device, self._dtypes = backend, backend.device, sorted(dtypes)
         self._on_gpu = self._device.type == "cuda"
         self._sizes = _GPU if self._on_gpu else _CPU
         self._random = torch.Generator(self._device).manual_seed(0)  # not the user's
         rows = self._tensor(1024, _WIDTH)  # of which the others are copies: random numbers take the CPU long
         self._weights = [rows.repeat(self._sizes.out_width // 1024, 1) for _ in range(_NUM_WEIGHTS)]
 
-    def measure(self, advance: Callable[[], object], *, decodes: bool) -> tuple[dict[str, Any], bool]:
+    @property
+    def on_gpu(self) -> tuple[Callable[[], _Measuring], ...]:
+        """What is measured on a GPU alone: a CPU computes as it opens."""
+        return (self.opening,) if self._on_gpu else ()
+
+    @cached_property
+    def _decoded(self) -> list[str]:
+        """The dtypes that can be decoded; waits for their kernels."""
+        return [dtype for dtype in self._dtypes if not self._on_gpu or coding.available(self._device, dtype)]
+
+    def measure(self, advance: Callable[[], object]) -> tuple[dict[str, Any], bool]:
         """All numbers that can be measured, and whether these are all."""
         numbers: dict[str, Any] = self._workspace()
         # Products of many rows take so much power that for a while all is slower behind them, decoding by a fifth. So
         # what follows them in the first round hardly uses the device. Decoding waits until its kernels are there, which
         # threads compile that use the device and the host: only then a graph may be captured, for the kernels, and
         # what the host takes is timed.
-        opening = (self.opening,) if self._on_gpu else ()  # a CPU computes as it opens
-        decoding = (self.decoding,) if decodes else ()
-        numbers |= {} if decodes else dict.fromkeys(DECODE_RATES, NOT_MEASURED)
+        decoding = (self.decoding,) if self._dtypes else ()
+        numbers |= dict.fromkeys(map(decode_rate, ELEMENTS), NOT_MEASURED)
         is_complete = True
-        rest = (self.link, self.modules, *decoding, *opening, self.kernels)
+        rest = (self.link, self.modules, *decoding, *self.on_gpu, self.kernels)
         for measurings, seconds in (((self.products, self.attention), self.queued_s), (rest, self.seconds)):
             found, is_all = self.measure_parts(measurings, advance, seconds)
             numbers |= found
@@ -281,7 +289,7 @@ class _Bench:
 
     def opening(self) -> _Measuring:
         """What the host takes to open and close units; the device waits for it."""
-        with opening.works(self._backend) as works:
+        with opening.works(self._backend, next(iter(self._decoded), None)) as works:
             best = yield {name: (work, _SAMPLE_S) for name, work in works.items()}
         yield opening.parts(best)
 
@@ -305,19 +313,20 @@ class _Bench:
         }
 
     def decoding(self) -> _Measuring:
-        """Bytes of plain weights that come out of each code."""
-        if self._on_gpu and not coding.available(self._device):
-            yield {}
-            yield dict.fromkeys(DECODE_RATES, NOT_MEASURED)
-            return
-        weights = [self._weights[0][:rows].view(-1).view(torch.uint8) for rows in self._sizes.decoded_rows]
-        out, works = self._weights[1].view(-1).view(torch.uint8), {}  # which has the same bytes
-        for bits, weight in itertools.product(BITS, weights):
-            layout, data = coding.encode(weight, "bfloat16", bits)
-            works[f"{bits} bits, {weight.nbytes}"] = coding.decoding([(data, layout, out[: weight.nbytes])]), _SAMPLE_S
+        """Bytes of plain weights that come out of the code of each dtype."""
+        works: dict[str, tuple[_Work, float]] = {}
+        sizes: dict[str, list[int]] = {}
+        for dtype in self._decoded:
+            weights = [self._weights[0][:rows].to(getattr(torch, dtype)) for rows in self._sizes.decoded_rows]
+            plain = [weight.view(-1).view(torch.uint8) for weight in weights]
+            sizes[dtype], out = [data.nbytes for data in plain], torch.empty_like(plain[0])
+            for data in plain:
+                layout, coded = coding.encode(data, dtype)
+                decode = coding.decoding([(coded, layout, out[: data.nbytes])])
+                works[f"{dtype}, {data.nbytes}"] = decode, _SAMPLE_S
         best = yield works
-        sizes = [weight.nbytes for weight in weights]
-        yield decoding_parts({bits: [best[f"{bits} bits, {nbytes}"] for nbytes in sizes] for bits in BITS}, sizes)
+        seconds = {dtype: [best[f"{dtype}, {n}"] for n in nbytes] for dtype, nbytes in sizes.items()}
+        yield decoding_parts(seconds, sizes) if sizes else {}
 
     def _rounds(self, copies: Sequence[_Work]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the one before it."""
@@ -332,15 +341,15 @@ class _Bench:
             self._backend.wait(Side.COMPUTE, filled)
 
 
-def decoding_parts(seconds: Mapping[int, Sequence[float]], sizes: Sequence[int]) -> dict[str, float]:
-    """Fields of a profile, from the seconds that each code takes for so many bytes, the most first. With a second size
+def decoding_parts(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Fields of a profile, from the seconds that each dtype takes for so many bytes, the most first. With a second size
     they are on a straight line, which begins above zero, though not far above where the host was in the way."""
-    most, beside_s = sizes[0], 0.0
-    if len(sizes) > 1:
-        share = sizes[1] / most
-        begins = ((part_s - share * all_s) / (1 - share) for all_s, part_s in seconds.values())
-        beside_s = min(max(0.0, statistics.median(begins)), min(all_s for all_s, _ in seconds.values()) / 4)
-    rates = {f"decode{bits}_bytes_per_s": most / (found[0] - beside_s) for bits, found in seconds.items()}
+    beside_s = 0.0
+    if all(len(nbytes) > 1 for nbytes in sizes.values()):
+        shares = {dtype: part / most for dtype, (most, part) in sizes.items()}
+        begins = ((s[1] - shares[dtype] * s[0]) / (1 - shares[dtype]) for dtype, s in seconds.items())
+        beside_s = min(max(0.0, statistics.median(begins)), min(s[0] for s in seconds.values()) / 4)
+    rates = {decode_rate(dtype): sizes[dtype][0] / (found[0] - beside_s) for dtype, found in seconds.items()}
     return {"decoding_s": beside_s} | rates
 
 

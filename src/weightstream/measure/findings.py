@@ -20,12 +20,12 @@ import psutil
 import torch
 
 from weightstream.codec import coding
-from weightstream.config import CODES
+from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import links, machine, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
 from weightstream.measure.nvml import PciLink
-from weightstream.measure.profile import QUIET, profile_for, with_decoding
+from weightstream.measure.profile import QUIET, profile_for
 from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
 from weightstream.runtime import cuda
@@ -50,15 +50,15 @@ _REMEDIES = MappingProxyType(  # by label, where a finding could be better
         "measured": "Measure again while nothing else runs there: weightstream doctor --measure",
         "kernels": "Measure again when idle: weightstream doctor --measure",
         "waiting": "export OMP_WAIT_POLICY=passive",
-        "coded weights": "Weights move as they are, 1.4 times the bytes. pip install -U triton, or a torch that brings "
-        "it.",
+        "compressed weights": "Weights move as they are, 1.4 times the bytes. pip install -U triton, or a torch "
+        "that brings it.",
         "reads": "This file system takes no direct reads: keep weights on a local disk.",
     }
 )
 _NVML = "nvidia-ml-py"
 _OPTIONAL = MappingProxyType(
     {
-        "triton": "for coded weights and compiled models on a GPU",
+        "triton": "for compressed weights and compiled models on a GPU",
         _NVML: "for what is said of driver and PCIe link, and of who else uses the GPU",
         "transformers": "for language models by name, and weightstream run",
         "diffusers": "for pipelines for images and video",
@@ -111,7 +111,7 @@ def examine(device: str | None, path: Path, *, anew: bool) -> tuple[Sections, Pr
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
     on_gpu = wanted != "cpu" and cuda.available()
     with closing(backend_of(torch.device(wanted if on_gpu else "cpu"))) as backend:
-        backend.profile = profile = with_decoding(backend, profile_for(backend, anew=anew))
+        backend.profile = profile = profile_for(backend, ELEMENTS.keys(), anew=anew)
         return {
             "GPU": [*_gpu(backend)] if on_gpu else [_no_gpu(is_wanted=wanted != "cpu")],
             "link": [*_link(backend)] if on_gpu else [],
@@ -286,15 +286,16 @@ def kernels_finding(profile: Profile) -> Finding:
 
 
 def _codec(backend: Backend) -> Finding:
-    """Whether coded weights can be used, and how fast they are decoded."""
-    rates = {name: backend.profile.decode_bytes_per_s(bits) for name, bits in CODES.items()}
-    text = "lossless: decoded at " + ", ".join(f"{per_second(rate)} ({name})" for name, rate in rates.items())
+    """Whether compressed weights can be used, and how fast they are decoded."""
+    rates = {dtype: backend.profile.decode_bytes_per_s(dtype) for dtype in ELEMENTS}
+    text = "lossless: decoded at " + ", ".join(f"{per_second(rate)} ({dtype})" for dtype, rate in rates.items())
     if backend.device.type == "cpu":
-        return Finding("coded weights", f"{text}: used on request alone, --codec small", "note", value=rates)
-    if (reason := coding.why_not(backend.device)) is None:
+        return Finding("compressed weights", f"{text}: used on request only, --codec compressed", "note", value=rates)
+    reasons = [reason for dtype in ELEMENTS if (reason := coding.why_not(backend.device, dtype)) is not None]
+    if not reasons:
         launch = milliseconds(backend.profile.decoding_s)
-        return Finding("coded weights", f"{text}, beside {launch} a launch", value=rates)
-    return _judged("coded weights", f"cannot be used: {reason}", is_good=False)
+        return Finding("compressed weights", f"{text}, besides {launch} a launch", value=rates)
+    return _judged("compressed weights", f"cannot be used: {reasons[0]}", is_good=False)
 
 
 def _disk(path: Path) -> Finding:

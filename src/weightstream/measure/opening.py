@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightstream.codec import coding
-from weightstream.codec.format import BITS, Layout
+from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
@@ -37,10 +37,11 @@ _COUNT = 4096  # weights of a tensor: a copy takes the device less than the host
 
 
 @contextmanager
-def steps(backend: Backend, num_tensors: int, *, is_coded: bool = False) -> Iterator[Callable[[], object]]:
-    """A step of `NUM_UNITS` units of so many tensors, which stream, or are decoded from the device's memory."""
+def steps(backend: Backend, num_tensors: int, coded: str | None = None) -> Iterator[Callable[[], object]]:
+    """A step of `NUM_UNITS` units of so many tensors, which stream, or are of the dtype `coded` and are decoded from
+    the device's memory."""
     with torch.inference_mode(False):
-        binding, homes = _bound(backend, num_tensors, is_coded)
+        binding, homes = _bound(backend, num_tensors, coded)
 
     def step() -> None:
         binding.wake()
@@ -59,17 +60,16 @@ def steps(backend: Backend, num_tensors: int, *, is_coded: bool = False) -> Iter
             homes.restore()
 
 
-def _bound(backend: Backend, num_tensors: int, is_coded: bool) -> tuple[Binding, Homes]:
-    weight = partial(torch.zeros, _COUNT, dtype=torch.bfloat16, device="cpu")
+def _bound(backend: Backend, num_tensors: int, coded: str | None) -> tuple[Binding, Homes]:
+    weight = partial(torch.zeros, _COUNT, dtype=getattr(torch, coded or "bfloat16"), device="cpu")
     lists = [[nn.Parameter(weight(), requires_grad=False) for _ in range(num_tensors)] for _ in range(NUM_UNITS)]
     model = nn.ModuleList(map(nn.ParameterList, lists))
     by_alias = groups(model)
     units = manifest([UnitModule(name=name, module=unit) for name, unit in model.named_children()], by_alias)
     plan = Plan.build(units, frozenset(), _SLOTS * num_tensors * aligned(2 * _COUNT))
-    if is_coded:
-        nbytes = Layout(dtype="bfloat16", bits=BITS[0], count=_COUNT, num_escapes=0).nbytes
-        coded = units.coded(dict.fromkeys(units.aliases, (BITS[0], nbytes)))
-        plan = Plan.build(coded, frozenset(units.aliases), 0)
+    if coded is not None:
+        nbytes = Layout(dtype=coded, count=_COUNT, num_escapes=0).nbytes
+        plan = Plan.build(units.coded(dict.fromkeys(units.aliases, nbytes)), frozenset(units.aliases), 0)
     pin = partial(cuda.register, device=backend.device)
     homes = Homes(by_alias, backend, arena=None if backend.device.type == "cpu" else Arena(pin, cuda.unregister))
     homes.settle(plan)
@@ -77,14 +77,14 @@ def _bound(backend: Backend, num_tensors: int, is_coded: bool) -> tuple[Binding,
 
 
 @contextmanager
-def works(backend: Backend) -> Iterator[dict[str, Callable[[], object]]]:
-    """What is to be timed. Without kernels that decode, `coded` and `launches` are left out."""
+def works(backend: Backend, coded: str | None = None) -> Iterator[dict[str, Callable[[], object]]]:
+    """What is to be timed. Without a dtype that is decoded, `coded` and `launches` are left out."""
     with ExitStack() as stack:
         found = {name: stack.enter_context(steps(backend, num)) for name, num in (("few", FEW), ("many", MANY))}
-        if backend.device.type == "cpu" or coding.available(backend.device):
-            found["coded"] = stack.enter_context(steps(backend, FEW, is_coded=True))
-            plain = torch.zeros(2 * _COUNT, dtype=torch.uint8, device=backend.device)
-            layout, data = coding.encode(plain, "bfloat16", BITS[0])
+        if coded is not None:
+            found["coded"] = stack.enter_context(steps(backend, FEW, coded))
+            plain = torch.zeros(ELEMENTS[coded].nbytes * _COUNT, dtype=torch.uint8, device=backend.device)
+            layout, data = coding.encode(plain, coded)
             decode = coding.decoding([(data, layout, plain)])
             found["launches"] = lambda: [decode() for _ in range(NUM_UNITS)]
         yield found

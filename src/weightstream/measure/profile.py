@@ -20,40 +20,43 @@ from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
 from weightstream.measure.progress import announce, say, told
-from weightstream.plan.manifest import Profile
+from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
 from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 11  # of what is kept; to be raised whenever a number is measured in another way
+_FORMAT = 12  # of what is kept; to be raised whenever a number is measured in another way
 _FRESH_S = 3600.0
-_MEASURED = "bfloat16"  # what decoding is measured with
 QUIET = 0.2  # what others may use of a device that is measured
 
 
-def profile_for(backend: Backend, *, anew: bool = False, progress: bool | None = None) -> Profile:
+def profile_for(
+    backend: Backend, dtypes: Collection[str] = (), *, anew: bool = False, progress: bool | None = None
+) -> Profile:
     """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
 
     A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
-    profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own. A CPU decodes
-    on request only, so that its rates of decoding may be missing (`with_decoding`).
+    profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own. It has the
+    rates of decoding these `dtypes`; others may be missing.
     """
-    found = _profile_for(backend, anew=anew, progress=progress)
+    found = _profile_for(backend, dtypes, anew=anew, progress=progress)
+    found = with_decoding(backend, found, dtypes, progress=progress)
     num_links = getattr(backend, "num_links", 1)
     return found if num_links == 1 else replace(found, link_bytes_per_s=num_links * found.link_bytes_per_s)
 
 
-def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Profile:
+def _profile_for(backend: Backend, dtypes: Collection[str], *, anew: bool, progress: bool | None) -> Profile:
     try:
         if not anew and (found := load(backend.device)) is not None:
             return found
         if backend.device.type == "cuda":
-            _compile(backend.device, _MEASURED, progress)  # while other numbers are measured
+            for dtype in dtypes:
+                _compile(backend.device, dtype, progress)  # while other numbers are measured
         started, others = time.time(), _load(backend.device)
         with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_STEPS) as advance:
-            found, complete = bench.measure(backend, advance, backend.device.type != "cpu")
+            found, complete = bench.measure(backend, advance, dtypes)
         found = replace(found, measured_at=started, load=others)
         logger.info("measured in %.1f s: %s", time.time() - started, found)
         if complete:
@@ -64,14 +67,20 @@ def _profile_for(backend: Backend, *, anew: bool, progress: bool | None) -> Prof
         return backend.profile
 
 
-def with_decoding(backend: Backend, found: Profile, *, progress: bool | None = None) -> Profile:
-    """A profile with rates of decoding. If it lacks them they are measured and kept. Never raises, as `profile_for`."""
-    if found.decode4_bytes_per_s > bench.NOT_MEASURED or backend.device.type != "cpu":
+def with_decoding(
+    backend: Backend, found: Profile, dtypes: Collection[str], *, progress: bool | None = None
+) -> Profile:
+    """A profile with the rates of decoding these dtypes, where kernels for them run. Those that it lacks are measured
+    and kept. Never raises, as `profile_for`."""
+    lacking = [dtype for dtype in dtypes if found.decode_bytes_per_s(dtype) <= bench.NOT_MEASURED]
+    if backend.device.type == "cuda":
+        lacking = [dtype for dtype in lacking if can_decode(backend.device, [dtype], progress=progress)]
+    if not lacking:
         return found
-    assumed = {name: getattr(backend.profile, name) for name in (*bench.DECODE_RATES, "decoding_s")}
+    assumed = {name: getattr(backend.profile, name) for name in (*map(decode_rate, lacking), "decoding_s")}
     try:
         with told(f"measuring how fast {backend.device} decodes", progress, bench.NUM_ROUNDS) as advance:
-            rates = bench.measure_decoding(backend, advance)
+            rates = bench.measure_decoding(backend, advance, lacking)
         if rates and (kept := load(backend.device)) is not None:
             save(backend.device, replace(kept, **rates))
         return replace(found, **(assumed | rates))
@@ -81,19 +90,18 @@ def with_decoding(backend: Backend, found: Profile, *, progress: bool | None = N
 
 
 def prepare(device: torch.device, dtypes: Collection[str], progress: bool | None = None) -> None:
-    """Start to compile what decodes weights of these dtypes, in threads, and what is to be measured.
+    """Start to compile what decodes weights of these dtypes, in threads.
 
     Says when a device is used for the first time, which takes seconds.
     """
-    is_kept = _path(device).exists()
-    if not is_kept:
+    if not _path(device).exists():
         _first_use(device, progress)
     if device.type == "cuda":
-        for dtype in sorted({*dtypes} | ({_MEASURED} if not is_kept else set())):
+        for dtype in sorted(dtypes):
             _compile(device, dtype, progress)
 
 
-def can_decode(device: torch.device, dtypes: Collection[str] = (_MEASURED,), *, progress: bool | None = None) -> bool:
+def can_decode(device: torch.device, dtypes: Collection[str], *, progress: bool | None = None) -> bool:
     """`coding.available` for all of these; says so, as `profile_for`, where that takes a while."""
     if device.type == "cuda":
         wait([_compile(device, dtype, progress) for dtype in dtypes])
@@ -110,8 +118,7 @@ def _compile(device: torch.device, dtype: str, progress: bool | None) -> Future[
 
 @cache
 def _first_use(device: torch.device, progress: bool | None) -> None:
-    what = "it is measured" if device.type == "cpu" else "it is measured, and kernels are compiled"
-    say(f"{device} is used for the first time: {what}, once per machine", progress)
+    say(f"{device} is used for the first time: it is measured, once per machine", progress)
 
 
 @cache
@@ -143,15 +150,11 @@ def to_json(profile: Profile) -> str:
 
 
 def from_json(text: str | bytes) -> Profile:
-    """Read a profile; what it leaves out has its default, a code's rate at most that of the next one. Raises
-    `ConfigError` when the text is none."""
+    """Read a profile; what it leaves out has its default. Raises `ConfigError` when the text is none."""
     try:
         profile, given = TypeAdapter(Profile).validate_json(text), json.loads(text).keys()
         if unknown := given - {field.name for field in fields(Profile)}:
             raise ValueError(f"there is no {' or '.join(sorted(unknown))} in it")
-        if "decode2_bytes_per_s" not in given:  # it was measured before there was this code
-            rate = min(profile.decode2_bytes_per_s, profile.decode3_bytes_per_s)
-            profile = replace(profile, decode2_bytes_per_s=rate)
         _check(profile)
     except ValueError as error:  # pydantic's is one
         raise ConfigError(f"not a profile: {error}") from error

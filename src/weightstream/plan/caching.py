@@ -6,7 +6,7 @@ row use the same experts: how much more is a law of what others measured, bent t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, exp, factorial, log, prod
@@ -55,19 +55,15 @@ class Counts(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Stacks that lie in host memory, in these codes (alias -> bits, 0: plain, and bytes), the slots for them, and how
-    many rows of the next unit each fetches ahead."""
+    """Stacks that lie in host memory, the bytes of each there, those of them that are compressed, the slots for them,
+    and how many rows of the next unit each fetches ahead."""
 
-    codes: Mapping[str, tuple[int, int]]
+    sizes: Mapping[str, int]
+    coded: Mapping[str, int]
     num_slots: int
     slots_nbytes: int
     buffer_nbytes: int
     ahead: int = 0
-
-    @property
-    def coded(self) -> dict[str, tuple[int, int]]:
-        """The codes of those that are not plain."""
-        return {alias: code for alias, code in self.codes.items() if code[0]}
 
     @property
     def nbytes(self) -> int:
@@ -92,15 +88,14 @@ def _is_stack(tensor: TensorSpec) -> bool:
 
 def ways(
     manifest: Manifest,
-    sizes: Mapping[str, Mapping[int, int]],
+    sizes: Mapping[str, int],
     profile: Profile,
     budget: int,
-    bits: tuple[int, ...],
     workload: Workload | None,
     counts: Counts | None = None,
 ) -> Iterator[Cached]:
-    """Caches for all stacks of a plain manifest, in each of these codes: as large as leaves room for all other weights,
-    or else with slots for what a token picks."""
+    """Caches for all stacks of a plain manifest, plain and, where each has a size for that, compressed: as large as
+    leaves room for all other weights, or else with slots for what a token picks."""
     stacks = stacks_of(manifest, profile)
     if not stacks:
         return
@@ -110,14 +105,14 @@ def ways(
     picked = max(round(profile.picked[u][0] * of_unit[0].shape[0]) for u, of_unit in stacks.items())
     least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
-    for code in bits:
-        if code and any(code not in sizes.get(t.alias, {}) for t in every):
+    for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes}):
+        held = {t.alias: t.nbytes for t in every} | coded
+        if 0 < len(coded) < len(held):
             continue
-        codes = {t.alias: (code, sizes[t.alias][code] if code else t.nbytes) for t in every}
-        per_slot = _per_slot(every, codes)
+        per_slot = _per_slot(every, held, coded)
         num = max(least, (budget - buffer - rest) // per_slot)
         if num < most and num * per_slot + buffer < budget:  # where all have room they stay without a cache
-            cached = Cached(codes=codes, num_slots=num, slots_nbytes=num * per_slot, buffer_nbytes=buffer)
+            cached = Cached(held, coded, num, num * per_slot, buffer)
             # Where others stream, the link is not free meanwhile, nor is what routes there when it is asked.
             fits = num * per_slot + buffer + rest <= budget
             yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts) if fits else 0)
@@ -126,16 +121,17 @@ def ways(
 def of_plan(plan: Plan) -> Cached | None:
     """The cache of a plan, if it has one."""
     manifest = plan.manifest
-    codes = {alias: manifest.codes.get(alias, (0, manifest.aliases[alias])) for alias in plan.cached}
-    return Cached(codes, plan.num_slots, plan.slots_nbytes, plan.buffer_nbytes, plan.ahead) if codes else None
+    sizes = {alias: manifest.aliases[alias] for alias in plan.cached}
+    coded = {alias: nbytes for alias, nbytes in manifest.codes.items() if alias in sizes}
+    return Cached(sizes, coded, plan.num_slots, plan.slots_nbytes, plan.buffer_nbytes, plan.ahead) if sizes else None
 
 
-def _per_slot(stacks: Iterable[TensorSpec], codes: Mapping[str, tuple[int, int]]) -> int:
+def _per_slot(stacks: Iterable[TensorSpec], sizes: Mapping[str, int], coded: Collection[str]) -> int:
     """Bytes of one slot for each of these."""
     total = 0
     for t in stacks:
-        bits, nbytes = codes[t.alias]
-        total += aligned(round(nbytes / t.shape[0] * (_HEADROOM if bits else 1.0)) + _SLOT_NBYTES)
+        headroom = _HEADROOM if t.alias in coded else 1.0
+        total += aligned(round(sizes[t.alias] / t.shape[0] * headroom) + _SLOT_NBYTES)
     return total
 
 
@@ -226,7 +222,7 @@ def _fetched(
         if found and cached.ahead:
             different, _ = _law(num_rows, num_picked, cached.num_slots, workload)
             ahead, used = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
-        row_nbytes = sum(cached.codes[t.alias][1] for t in of_unit if t.alias in cached.codes) / num_rows
+        row_nbytes = sum(cached.sizes[t.alias] for t in of_unit if t.alias in cached.sizes) / num_rows
         calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
         found[index] = _Fetch((missed - used) * row_nbytes, ahead * row_nbytes, calls)
     return found

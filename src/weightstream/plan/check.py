@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weightstream.config import CODES
 from weightstream.errors import InvariantError
 from weightstream.plan.caching import MOST_AHEAD
 from weightstream.plan.plan import Plan
@@ -70,8 +69,6 @@ def _homes(plan: Plan) -> Iterator[str]:
         coded = unit.coded()
         if mixed := coded.keys() & plan.mapped:
             yield f"{sorted(mixed)} of unit {index} are coded and zero-copy"
-        if unknown_code := [a for a, t in coded.items() if t.bits not in CODES.values() or t.decoded_nbytes <= 0]:
-            yield f"{unknown_code} of unit {index} are coded in no code"
         if unit.enclosing and coded:
             yield f"unit {index} encloses others and is coded: they share the buffer"
         if unit.enclosing and (held := sorted(plan.cached & unit.aliases().keys())):

@@ -205,7 +205,7 @@ def columns_of(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
         for tensor in {t.alias: t for t in reversed(unit.tensors)}.values():
             if tensor.alias not in reads and tensor.alias not in forced:
                 part = re.sub(r"\d+", "", tensor.name) if unit.layer is not None else tensor.name
-                form = tensor.bits, tensor.decoded_nbytes or tensor.nbytes
+                form = tensor.is_coded, tensor.decoded_nbytes or tensor.nbytes
                 columns.setdefault((part, *form), []).append(tensor.alias)
             reads[tensor.alias] += positions[index]
     return sorted(columns.values(), key=lambda column: -manifest.aliases[column[0]] * reads[column[0]])

@@ -22,8 +22,8 @@ class TensorSpec:
     """One named tensor: a view of the bytes of its alias group.
 
     Tensors that share bytes (tied weights, views of one storage) carry the same `alias`. `nbytes` is the span of
-    the whole group, `offset` the first byte of this view inside it; `stride` counts elements. Of a coded group
-    `nbytes` is what its coded form takes, with so many `bits` per exponent, and `decoded_nbytes` the span.
+    the whole group, `offset` the first byte of this view inside it; `stride` counts elements. Of a
+    compressed group `nbytes` is what that form takes, and `decoded_nbytes` the span; of others this is 0.
     """
 
     name: str
@@ -33,8 +33,11 @@ class TensorSpec:
     alias: str
     nbytes: int
     offset: int = 0
-    bits: int = 0
     decoded_nbytes: int = 0
+
+    @property
+    def is_coded(self) -> bool:
+        return self.decoded_nbytes > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ class UnitSpec:
 
     def coded(self) -> dict[str, TensorSpec]:
         """The alias groups that are held and moved in coded form -> one tensor of each."""
-        return {t.alias: t for t in self.tensors if t.bits}
+        return {t.alias: t for t in self.tensors if t.is_coded}
 
     @property
     def nbytes(self) -> int:
@@ -76,11 +79,11 @@ class Manifest:
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        forms: dict[str, tuple[int, int, int]] = {}
+        forms: dict[str, tuple[int, int]] = {}
         for tensor in self.tensors():
-            form = (tensor.nbytes, tensor.bits, tensor.decoded_nbytes)
+            form = (tensor.nbytes, tensor.decoded_nbytes)
             if (first := forms.setdefault(tensor.alias, form)) != form:
-                what, index = ("sizes", 0) if first[0] != form[0] else ("codes", slice(1, None))
+                what, index = ("sizes", 0) if first[0] != form[0] else ("sizes in plain form", 1)
                 raise ValueError(f"alias group {tensor.alias!r} has two {what}: {first[index]}, {form[index]}")
         if bad := [u for u in self.order if not 0 <= u < len(self.units)]:
             raise ValueError(f"order names units {bad} of {len(self.units)}")
@@ -116,8 +119,8 @@ class Manifest:
     def shown(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Of each unit: how many of its tensors are decoded, and the alias groups of those that show the ring if they
         stream."""
-        plain = (tuple(t.alias for t in unit.tensors if not t.bits and t.nbytes) for unit in self.units)
-        return tuple((sum(t.bits > 0 for t in u.tensors), found) for u, found in zip(self.units, plain, strict=True))
+        plain = (tuple(t.alias for t in unit.tensors if not t.is_coded and t.nbytes) for unit in self.units)
+        return tuple((sum(t.is_coded for t in u.tensors), found) for u, found in zip(self.units, plain, strict=True))
 
     @cached_property
     def spans(self) -> dict[str, int]:
@@ -130,25 +133,25 @@ class Manifest:
         return sum(self.spans.values())
 
     @cached_property
-    def codes(self) -> dict[str, tuple[int, int]]:
-        """The coded alias groups -> their bits, and bytes."""
-        return {t.alias: (t.bits, t.nbytes) for t in self.tensors() if t.bits}
+    def codes(self) -> dict[str, int]:
+        """The compressed alias groups -> their bytes in that form."""
+        return {t.alias: t.nbytes for t in self.tensors() if t.is_coded}
 
     @cached_property
     def decoded(self) -> tuple[dict[str, int], ...]:
         """Of each unit, the coded alias groups -> their bytes in plain form."""
-        return tuple({t.alias: t.decoded_nbytes for t in unit.tensors if t.bits} for unit in self.units)
+        return tuple({t.alias: t.decoded_nbytes for t in unit.tensors if t.is_coded} for unit in self.units)
 
-    def coded(self, codes: Mapping[str, tuple[int, int]]) -> Manifest:
-        """The same with these alias groups coded, in so many bits, that take so many bytes, and all others plain."""
+    def coded(self, codes: Mapping[str, int]) -> Manifest:
+        """The same with these alias groups compressed to so many bytes, and all others plain."""
         if codes == self.codes:
             return self
 
         def form(spec: TensorSpec) -> TensorSpec:
             span = spec.decoded_nbytes or spec.nbytes
-            bits, nbytes = codes.get(spec.alias, (0, span))
-            changed = (bits, nbytes) != (spec.bits, spec.nbytes)
-            return replace(spec, bits=bits, nbytes=nbytes, decoded_nbytes=span if bits else 0) if changed else spec
+            form = (codes[spec.alias], span) if spec.alias in codes else (span, 0)
+            changed = form != (spec.nbytes, spec.decoded_nbytes)
+            return replace(spec, nbytes=form[0], decoded_nbytes=form[1]) if changed else spec
 
         units = (replace(unit, tensors=tuple(map(form, unit.tensors))) for unit in self.units)
         return replace(self, units=tuple(units))
@@ -180,6 +183,11 @@ class Manifest:
         return replace(self, units=(*(u for u in self.units if u.name != KEPT), unit))
 
 
+def decode_rate(dtype: str) -> str:
+    """The field of a profile for the rate at which weights of a dtype are decompressed."""
+    return f"decode_{dtype}_bytes_per_s"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """What a machine can do, in bytes, operations and seconds; `machine` names the one that was measured.
@@ -188,12 +196,12 @@ class Profile:
     floats and in float32, `attention_flops_per_s` fused attention. A kernel takes `op_s` of the device beside its work,
     a matrix product `product_s` in all, at least (0.0: as any kernel), and a launch `op_launch_s` of the host.
     Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
-    take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode2_bytes_per_s`, `decode3_bytes_per_s`
-    and `decode4_bytes_per_s` are bytes of plain weights that come out of the codes of 2, 3 and 4 bits; each of a
-    unit's codes takes `decoding_s` beside. Processes that share a model add up `ranks_bytes_per_s`. `workspace_nbytes`
-    is what libraries keep on the device, `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a
-    release and a copy that waits for it. `measured_at` is in seconds since the epoch (0: unknown), and `load` the share
-    of the GPU, or of the processor, that others used right before (-1: unknown).
+    take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode_bfloat16_bytes_per_s` and the like are
+    bytes of decompressed weights of a dtype (1.0: not measured); each dtype of a unit takes `decoding_s` in addition.
+    Processes that share a model add up `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep on the device,
+    `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
+    `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the processor, that
+    others used right before (-1: unknown).
 
     Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
     that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
@@ -226,9 +234,9 @@ class Profile:
     decoding_launch_s: float = 0.0
     handover_s: float = 0.0
     disk_bytes_per_s: float = 2e9
-    decode2_bytes_per_s: float = 1.15e12
-    decode3_bytes_per_s: float = 1.2e12
-    decode4_bytes_per_s: float = 1.7e12
+    decode_bfloat16_bytes_per_s: float = 1.15e12
+    decode_float16_bytes_per_s: float = 1.05e12
+    decode_float8_e4m3fn_bytes_per_s: float = 0.75e12
     decoding_s: float = 0.0
     ranks_bytes_per_s: float = 200e9
     workspace_nbytes: int = 0
@@ -263,13 +271,13 @@ class Profile:
     def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
         """Seconds of the host."""
         opens_s = self.overhead_s + self.show_s * shown - (0.0 if streams else self.fill_s)
-        return opens_s + (self.decoding_launch_s if any(t.bits for t in unit.tensors) else 0.0)
+        return opens_s + (self.decoding_launch_s if any(t.is_coded for t in unit.tensors) else 0.0)
 
     def decode_s(self, index: int, unit: UnitSpec) -> float:
         """Seconds that the device takes to decode a unit's weights before it computes; of what it picks that alone."""
         coded = unit.coded().values()
-        seconds = sum(t.decoded_nbytes / self.decode_bytes_per_s(t.bits) for t in coded)
-        return self.read_share(index) * seconds + self.decoding_s * len({t.bits for t in coded})
+        seconds = sum(t.decoded_nbytes / self.decode_bytes_per_s(t.dtype) for t in coded)
+        return self.read_share(index) * seconds + self.decoding_s * len({t.dtype for t in coded})
 
     def read_share(self, index: int) -> float:
         """Of the stacks of a unit, what it reads at most; 1.0 of one that picks nothing."""
@@ -281,9 +289,10 @@ class Profile:
         coded, every = (sum(t.decoded_nbytes or t.nbytes for t in ts) for ts in (unit.coded().values(), unit.tensors))
         return copy_s * coded / every if coded else 0.0
 
-    def decode_bytes_per_s(self, bits: int) -> float:
-        rates = {2: self.decode2_bytes_per_s, 3: self.decode3_bytes_per_s}
-        return rates.get(bits, self.decode4_bytes_per_s)
+    def decode_bytes_per_s(self, dtype: str) -> float:
+        """Bytes of decompressed weights of this dtype."""
+        rate: float = getattr(self, decode_rate(dtype))
+        return rate
 
     def decoding(self, manifest: Manifest) -> Profile:
         """The profile of a manifest whose units take `unit_s` in plain form."""

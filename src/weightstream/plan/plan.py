@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
-from weightstream.config import CODES
 from weightstream.errors import PlanError
 from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import Manifest, Workload
@@ -237,17 +236,11 @@ class Plan:
         at = self.workload
         return at.batch * at.tokens / self.step_s if at and self.step_s else None
 
-    @property
-    def code(self) -> str:
-        """The lossless codes in use: `small`, `dense and fast`; empty where nothing is coded."""
-        used = {bits for bits, _ in self.manifest.codes.values()}
-        return " and ".join(name for name, bits in CODES.items() if bits in used)
-
     def summary(self) -> str:
         """The plan in one line."""
         total, buffer = human(self.manifest.nbytes), ""
         if self.manifest.codes:
-            total += f" (lossless code, {self.code}, of {human(self.manifest.decoded_nbytes)})"
+            total += f" (compressed without loss from {human(self.manifest.decoded_nbytes)})"
             buffer = f" + {human(self.buffer_nbytes)} decode buffer"
         elif self.cached:
             buffer = f" + {human(self.buffer_nbytes)} buffer"
@@ -268,9 +261,9 @@ class Plan:
         graph = in_a_graph(self.graph_s, self.step_s)
         lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}{graph}"}
         if codes := self.manifest.codes:
-            nbytes, span = sum(n for _, n in codes.values()), sum(self.manifest.spans[alias] for alias in codes)
-            coded = f"{human(nbytes)} in place of {human(span)}, lossless ({self.code})"
-            lines["coded"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
+            nbytes, span = sum(codes.values()), sum(self.manifest.spans[alias] for alias in codes)
+            coded = f"{human(nbytes)} compressed without loss from {human(span)}"
+            lines["weights"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
         if self.cached:
             ahead = f", up to {self.ahead} ahead for each layer" if self.ahead else ""
             lines["experts"] = (
@@ -286,7 +279,7 @@ class Plan:
     def numbers(self) -> dict[str, Any]:
         """Its bytes and predicted seconds."""
         whole = {"nbytes": self.manifest.decoded_nbytes, "held_nbytes": self.manifest.nbytes}
-        named = {"machine": self.machine or None, "code": self.code or None}
+        named = {"machine": self.machine or None, "compressed_nbytes": sum(self.manifest.codes.values())}
         return {name: getattr(self, name) for name in _NUMBERS} | whole | named
 
     def to_json(self) -> str:

@@ -17,13 +17,13 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from weightstream.config import CODES, OffloadConfig
+from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.given import selects
 from weightstream.plan import caching, cost, placement
 from weightstream.plan.caching import Cached, Counts
 from weightstream.plan.choices import Share
-from weightstream.plan.codes import Codes, Sizes, codings, decoding_less
+from weightstream.plan.codes import Sizes, codings, decoding_less
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
 from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan, buffer_nbytes
@@ -35,8 +35,7 @@ _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
-_WORTH = 0.97  # of its bytes: a code that saves less is none
-_BITS = MappingProxyType({"auto": tuple(CODES.values()), "none": ()} | {name: (n,) for name, n in CODES.items()})
+_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of its bytes, as decoding takes time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ class Machine:
 class Weights:
     """What a planner knows of alias groups beside their bytes: all their names; those of which a step reads a few rows;
     those that may be on disk; tensor names that the classic settings leave where they are; those whose coded form is
-    in a file, which may be on disk in no other; and of those that can be coded the bytes by the bits of each code."""
+    in a file, which may be on disk in no other; and of those that can be compressed the bytes that they take then."""
 
     names: Mapping[str, tuple[str, ...]]
     by_row: frozenset[str] = frozenset()
@@ -102,15 +101,14 @@ def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
 
 class Way(NamedTuple):
     """A way to place a manifest: those that kernels read from host memory, those that are cached, and all others, as
-    they are coded; `sizes` are the bytes of what may be coded, by the bits of each code."""
+    they are coded."""
 
     mapped: frozenset[str]
     aside: Manifest
-    sizes: Sizes
     cached: Cached | None = None
 
     @property
-    def codes(self) -> Codes:
+    def codes(self) -> Sizes:
         """Of what is cached."""
         return self.cached.coded if self.cached else {}
 
@@ -150,14 +148,14 @@ class Planner:
     ) -> Iterator[Candidate]:
         """The plans of one way."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        as_coded = manifest.coded(way.codes | way.aside.codes)  # once: there are hundreds of candidates
+        as_coded = manifest.coded({**way.codes, **way.aside.codes})  # once: there are hundreds of candidates
         profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
         placing = replace(self, config=self.config.within(beside)) if way.cached else self
 
         def whole(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
-            form = as_coded if plan.manifest is way.aside else manifest.coded(way.codes | plan.manifest.codes)
+            form = as_coded if plan.manifest is way.aside else manifest.coded({**way.codes, **plan.manifest.codes})
             plan = self._with_cache(plan, form, way.mapped, way.cached)
             plan = self._reading(plan, form, way.mapped, profile)
             try:
@@ -229,23 +227,20 @@ class Planner:
         for mapped in self._mapped(manifest):
             aside = manifest.without(mapped)
             sizes = self._sizes(aside)
-            coded = [{alias: code for alias, codes in sizes.items() for code in codes.items()}]  # one for each
-            if self.config.codec == "auto":
-                coded = codings(aside, sizes, self.machine.profile)
-            yield from (Way(mapped, aside.coded(codes), sizes) for codes in coded)
+            coded = codings(aside, sizes) if self.config.codec == "auto" else [sizes]
+            yield from (Way(mapped, aside.coded(codes)) for codes in coded)
             if (cached := self._cache(aside, sizes)) is not None:
-                rest = aside.without(cached.codes)
-                yield Way(mapped, rest, {a: codes for a, codes in sizes.items() if a in rest.aliases}, cached)
+                yield Way(mapped, aside.without(cached.sizes), cached)
 
     def _cache(self, manifest: Manifest, sizes: Sizes) -> Cached | None:
         """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
-        the code with which the device takes least, as steps that are captured do not wait for the host."""
+        the form with which the device takes least, as steps that are captured do not wait for the host."""
         is_tried = self._chooses and self.share is None and self.config.pin_memory
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
         if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)
-        found = caching.ways(manifest, sizes, profile, budget, (0, *_BITS[self.config.codec]), *known)
+        found = caching.ways(manifest, sizes, profile, budget, *known)
         return min(found, key=lambda c: caching.device_s(caching.profiled(manifest, c, profile, *known)), default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, mapped: frozenset[str], cached: Cached | None) -> Plan:
@@ -258,7 +253,7 @@ class Planner:
             plan,
             manifest=whole,
             budget=self.budget,
-            cached=frozenset(cached.codes),
+            cached=frozenset(cached.sizes),
             slots_nbytes=cached.slots_nbytes,
             **caching.predicted(plan, whole, cached, profile, self.demand.workload, self.counts),
             decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
@@ -293,21 +288,14 @@ class Planner:
         return self.config.host_nbytes(self.machine.host_total_nbytes, on_cpu=self.machine.on_cpu)
 
     def _sizes(self, manifest: Manifest) -> Sizes:
-        """Alias groups that are worth to be coded, where that may be, and their bytes in each code that may be used."""
+        """Alias groups that are worth compressing, where that may be, and the bytes that they take then."""
         if not (self.may_code(manifest) and self.machine.can_decode):
             return {}
         plain = placement.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
-        sizes: dict[str, dict[int, int]] = {}
-        for alias, codes in self.weights.codes.items():
-            if alias in plain or alias not in manifest.aliases:
-                continue
-            allowed = codes if alias in self.weights.coded_in_files else _BITS[self.config.codec]  # in files: in one
-            most = _WORTH * manifest.aliases[alias]
-            if found := {bits: n for bits, n in codes.items() if bits in allowed and n <= most}:
-                sizes[alias] = found
-        return sizes
+        most = {a: _WORTH[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
+        return {a: nbytes for a, nbytes in self.weights.codes.items() if nbytes < most.get(a, 0.0)}
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
         """Alias groups that kernels read from host memory: each set that is worth a try."""
@@ -342,7 +330,7 @@ class Planner:
                 return
         plan = self._streaming(way.aside, profile.decoding(way.aside))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
-            less = decoding_less(plan, way.sizes, profile)
+            less = decoding_less(plan, profile)
             plan = cost.predicted(less, profile.decoding(less.manifest))
         if self.config.backend == "none":  # else there are no candidates to be held against
             plan = replace(plan, step_s=placement.searched_s(plan, profile.decoding(plan.manifest)))

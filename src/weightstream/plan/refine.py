@@ -150,6 +150,5 @@ def moved_nbytes(plan: Plan, found: Plan) -> int:
     """Plain bytes of the weights that have another place, or another form, in one plan than in the other."""
     changed = (plan.resident ^ found.resident) | (plan.mapped ^ found.mapped) | (plan.disk ^ found.disk)
     changed |= plan.cached ^ found.cached
-    now, then = ({alias: bits for alias, (bits, _) in p.manifest.codes.items()} for p in (plan, found))
-    changed |= {alias for alias, _ in now.items() ^ then.items()}
+    changed |= plan.manifest.codes.keys() ^ found.manifest.codes.keys()
     return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if alias in changed)

@@ -36,9 +36,8 @@ class Home:
         return self.source.layout
 
     @property
-    def bits(self) -> int:
-        """Of the code in force; 0: plain."""
-        return bits_of(self.layout)
+    def is_coded(self) -> bool:
+        return self.layout is not None
 
     @property
     def coded(self) -> torch.Tensor | None:
@@ -94,14 +93,14 @@ class Home:
             self.check()
         self.source, self.file = self.source.after_write(), None
 
-    def fits(self, bits: int) -> OnDisk | None:
-        """The file, if it holds the bytes in the code of so many bits (0: plain)."""
-        return self.file if self.file is not None and bits_of(self.file.layout) == bits else None
+    def fits(self, coded: bool) -> OnDisk | None:
+        """The file, if it holds the bytes in this form."""
+        return self.file if self.file is not None and (self.file.layout is not None) == coded else None
 
     @property
     def readable(self) -> OnDisk | None:
         """The file, if it holds the plain bytes as they are now, in whole rows."""
-        file = self.fits(0) if self.source.is_in_file else None
+        file = self.fits(coded=False) if self.source.is_in_file else None
         return file if file is not None and not any(extent.pitch for extent in file.extents) else None
 
     def forget_other_file(self) -> None:
@@ -128,8 +127,3 @@ class Home:
         except StoreError:
             return False
         return torch.equal(plain, self.source.plain.cpu())
-
-
-def bits_of(layout: Layout | None) -> int:
-    """Of a code; 0: plain."""
-    return 0 if layout is None else layout.bits

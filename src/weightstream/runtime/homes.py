@@ -197,11 +197,11 @@ class Homes:
         """See which weights can go back to their files; raise where one that is to be on disk cannot be there."""
         lost = []
         for alias, home in self.homes.items():
-            on_disk, bits = alias in goal.plan.disk, goal.bits(alias)
-            if (on_disk or (alias not in goal.plan.resident and self._keeps_files())) and home.fits(bits) is not None:
+            on_disk, coded = alias in goal.plan.disk, alias in goal.coded
+            if (on_disk or (alias not in goal.plan.resident and self._keeps_files())) and home.fits(coded) is not None:
                 home.forget_other_file()
             spills = self._can_spill or (home.source.is_in_file and home.layout is None)
-            if on_disk and home.fits(bits) is None and (bits or not spills):
+            if on_disk and home.fits(coded) is None and (coded or not spills):
                 lost.append(alias)
         if lost:
             raise StoreError(
@@ -233,12 +233,12 @@ class Homes:
         home, plan = self.homes[alias], goal.plan
         if isinstance(home.source, ZeroCopy) and (home.source.is_read_only or alias not in plan.mapped):
             home.show(home.source.host)
-        if alias in plan.resident or (file := home.fits(goal.bits(alias))) is None:
+        if alias in plan.resident or (file := home.fits(alias in goal.coded)) is None:
             return
         if alias in plan.mapped - self.by_row and not self._moves.reads_in_place(file):
             return
         if file.layout is not None and file.layout.nbytes > plan.manifest.aliases[alias]:
-            self._moves.too_large[alias] = {file.layout.bits: file.layout.nbytes}
+            self._moves.too_large[alias] = file.layout.nbytes
         if alias in plan.disk:
             home.show(file)
         elif self._keeps_files() and not isinstance(home.source, PageWindow):
@@ -257,7 +257,7 @@ class Homes:
 
     def _settle_residents(self, goal: Goal) -> None:
         homes = ((alias, home) for alias, home in self.homes.items() if alias in goal.plan.resident)
-        moving = {alias: home for alias, home in homes if not self._moves.is_resident(home, goal.bits(alias))}
+        moving = {alias: home for alias, home in homes if not self._moves.is_resident(home, alias in goal.coded)}
         coded = [(home, goal.coded[alias]) for alias, home in moving.items() if alias in goal.coded]
         for (home, spec), memory in zip(coded, self._moves.memory_of_coded(coded), strict=True):
             self._moves.to_code(home, spec, Resident, memory)
@@ -269,9 +269,9 @@ class Homes:
         for alias, offset in goal.plan.hosted(unit).items():
             home, spec = self.homes[alias], goal.coded.get(alias)
             if alias in goal.plan.disk:
-                if not home.source.is_in_file or home.bits != goal.bits(alias):
+                if not home.source.is_in_file or home.is_coded != (spec is not None):
                     self._moves.to_folder(home)
-            elif home.bits != goal.bits(alias) or not self._streams(home):
+            elif home.is_coded != (spec is not None) or not self._streams(home):
                 waiting.append((home, spec, offset, goal.plan.manifest.aliases[alias]))
         if waiting and self._moves.pins:
             self._moves.to_block(waiting)

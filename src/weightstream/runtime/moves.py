@@ -45,14 +45,14 @@ _STAGED = "Copies go through a small staging ring instead: the CPU copies each b
 
 
 class CodeOverflow(Exception):
-    """Coded forms that are larger than was planned for: alias group -> bits -> bytes.
+    """Compressed forms that are larger than was planned for: alias group -> bytes.
 
     All homes are where the plan wants them, and some take more: a plan of the sizes that are known now is to settle,
     or else the one before.
     """
 
-    def __init__(self, sizes: dict[str, dict[int, int]]) -> None:
-        super().__init__(f"coded weights take more than planned: {sizes}")
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__(f"compressed weights take more than planned: {sizes}")
         self.sizes = sizes
 
 
@@ -61,11 +61,7 @@ class Goal:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.coded = {tensor.alias: tensor for tensor in plan.manifest.tensors() if tensor.bits}
-
-    def bits(self, alias: str) -> int:
-        """Of the code of a group; 0: plain."""
-        return self.coded[alias].bits if alias in self.coded else 0
+        self.coded = {tensor.alias: tensor for tensor in plan.manifest.tensors() if tensor.is_coded}
 
     def is_settled_by(self, other: Plan) -> bool:
         """Whether another plan has all weights in the same places and forms."""
@@ -81,7 +77,7 @@ class Moves:
         self._backend, self._arena, self._folder = backend, arena, folder
         self._alignment = CPU_ALIGNMENT if backend.device.type == "cpu" else ALIGN_NBYTES
         self._told = False
-        self.too_large: dict[str, dict[int, int]] = {}  # alias group -> bits -> bytes, where more than planned for
+        self.too_large: dict[str, int] = {}  # alias group -> bytes, where more than planned for
         self.pins = arena is not None  # until the system refuses
 
     def move(self, home: Home, source: Source) -> None:
@@ -117,10 +113,10 @@ class Moves:
             if was_read:  # of the hundreds of parts of a stack that nobody read each would be a call of the system
                 home.leave_pages()
 
-    def is_resident(self, home: Home, bits: int) -> bool:
-        """Whether a group is on the device that the model computes on, in this code."""
+    def is_resident(self, home: Home, coded: bool) -> bool:
+        """Whether a group is on the device that the model computes on, in this form."""
         is_here = home.layout is not None or home.source.view.device == self._backend.device
-        return home.tier is Tier.DEVICE and home.bits == bits and is_here
+        return home.tier is Tier.DEVICE and home.is_coded == coded and is_here
 
     def to_host(self, home: Home, memory: torch.Tensor | None = None) -> None:
         """Hold a group in plain form in RAM: in `memory`, or else where its view is if that is in RAM."""
@@ -161,7 +157,7 @@ class Moves:
         """Hold a group in coded form, in `memory` if that has room."""
         layout, coded = self._coded(home, spec)
         if layout.nbytes > spec.nbytes:
-            self.too_large[spec.alias], memory = {spec.bits: layout.nbytes}, None
+            self.too_large[spec.alias], memory = layout.nbytes, None
         if memory is None:
             alloc = self._backend.alloc if kind is Resident else _host_memory
             memory = alloc(max(layout.nbytes, spec.nbytes))
@@ -189,7 +185,7 @@ class Moves:
     def _coded(self, home: Home, spec: TensorSpec) -> tuple[Layout, torch.Tensor]:
         """The coded form of a group: as it is there, or else made on the device."""
         lazy = home.source.lazy
-        if home.layout is not None and home.bits == spec.bits:
+        if home.layout is not None:
             if home.coded is not None:
                 return home.layout, home.coded[: home.layout.nbytes]
             if isinstance(lazy, DecodedMemory):
@@ -200,7 +196,7 @@ class Moves:
             plain = self._plain(home)
         elif plain.data_ptr() % ALIGN_NBYTES:
             plain = plain.clone()  # kernels read whole words
-        return coding.encode(plain, spec.dtype, spec.bits)
+        return coding.encode(plain, spec.dtype)
 
     def _plain(self, home: Home) -> torch.Tensor:
         """The plain bytes in memory of the device, for as long as that is wanted."""

@@ -96,10 +96,9 @@ class Refinement:
         """A plan as that of one of several devices."""
         return Lane.of(plan, self._planners[self.prospect.grain_of(plan.manifest)])
 
-    def learn_sizes(self, sizes: Mapping[str, Mapping[int, int]]) -> None:
-        """Take over what coded weights take, which was estimated before."""
-        known = dict(self._planners[0].weights.codes)
-        known |= {alias: {**known.get(alias, {}), **found} for alias, found in sizes.items()}
+    def learn_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Take over what compressed weights take, which was estimated before."""
+        known = {**self._planners[0].weights.codes, **sizes}
         self._change(lambda planner: replace(planner, weights=replace(planner.weights, codes=known)))
 
     def cannot_map(self) -> None:

@@ -10,6 +10,7 @@ tensor that two of them hold is the last one's. So does this; `notes` says where
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,11 @@ class Checkpoint:
             entries |= held
         notes = tuple(_notes(path, weight_map, entries, overlaid))
         return cls(mappings, entries, metadata, index=index, notes=notes)
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of all tensors, uncompressed."""
+        return sum(math.prod(e.shape) * torch_dtype(e.dtype).itemsize for e in self.entries.values())
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor that views the file; a copy where its offset is not a multiple of the item size.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weightstream.codec.format import VERSION, Layout, layout_of
+from weightstream.codec.format import VERSION, Layout, UnknownCodeError, layout_of
 from weightstream.errors import CheckpointError, StoreError
 from weightstream.store.mapping import FileMapping
 
@@ -28,6 +28,7 @@ _FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
 _MOST_CRC32 = 2**32 - 1
 _TOO_MANY = 2**63  # torch would overflow
 REMEDY = "damaged: get or pack it again"
+_OLD_REMEDY = "write it again from the plain model with `weightstream pack`, or use an older version of weightstream"
 # fmt: off
 DTYPES = MappingProxyType({
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -137,6 +138,8 @@ def _coded_entries(path: Path, stored: Mapping[str, TensorEntry], text: str) -> 
         raise CheckpointError(f"{where} tells of {name[:80]!r}, which the file does not hold; {REMEDY}")
     try:
         return {name: _coded_entry(stored[name], facts) for name, facts in tensors.items()}
+    except UnknownCodeError as error:
+        raise CheckpointError(f"{path}: compressed tensor {error}; {_OLD_REMEDY}") from error
     except StoreError as error:
         raise CheckpointError(f"{path}: coded tensor {error}; {REMEDY}") from error
 
@@ -157,6 +160,8 @@ def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
         raise StoreError(f"{name}: crc32 {str(crc32)[:40]!r}: needs an integer of 32 bits")
     try:
         layout = layout_of(DTYPES[code], count, facts, nbytes)
+    except UnknownCodeError as error:
+        raise UnknownCodeError(f"{name}: {error}") from error
     except StoreError as error:
         raise StoreError(f"{name}: shape {str(shape)[:80]}: {error}") from error
     return replace(stored, dtype=layout.dtype, shape=tuple(shape), layout=layout, crc32=crc32)
@@ -166,7 +171,7 @@ def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]
     """The text for these coded tensors; of a checksum that is not known yet, the longest that it can be."""
     tensors = {}
     for name, layout in layouts.items():
-        facts = {"dtype": CODES[layout.dtype], "shape": list(shapes[name]), "bits": layout.bits}
+        facts = {"dtype": CODES[layout.dtype], "shape": list(shapes[name]), "bits": layout.element.symbol_bits}
         tensors[name] = facts | {"escapes": layout.num_escapes, "crc32": sums.get(name, _MOST_CRC32)}
     return json.dumps({"codec": VERSION, "tensors": tensors}, separators=(",", ":"))
 

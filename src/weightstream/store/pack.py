@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from weightstream import config
 from weightstream.codec import coding
-from weightstream.codec.format import ALIGN_NBYTES, BITS, Layout, can_code
+from weightstream.codec.format import ALIGN_NBYTES, ELEMENTS, Layout
 from weightstream.errors import ConfigError, StoreError, UnsupportedError
 from weightstream.store.atomic import remove_leftovers, replacing
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
@@ -32,8 +31,7 @@ from weightstream.store.mapping import Memory
 _PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
 _LEAST_CODED = 64 << 10  # weights
-_CODES = MappingProxyType({"none": (), "auto": BITS, **{name: (bits,) for name, bits in config.CODES.items()}})
-_WORTH = MappingProxyType({"auto": 0.97, **dict.fromkeys(config.CODES, 1.0)})  # of the bytes: decoding has a price
+_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of the bytes, as decoding takes time
 
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
 _PICKLE_NBYTES = 16 << 20
@@ -132,16 +130,15 @@ def _stored_nbytes(name: str, tensor: torch.Tensor, layouts: Mapping[str, Layout
 def choose(
     tensors: Mapping[str, torch.Tensor], codec: str, mappings: Sequence[Memory], device: torch.device, advance: Advance
 ) -> dict[str, Layout]:
-    """The smallest code of each of these that are worth one; all bytes of those that can be coded are read."""
+    """The compressed form of each of these that are worth it; all bytes of those that can be compressed are read."""
     layouts: dict[str, Layout] = {}
     for name, tensor in tensors.items():
         dtype = dtype_name(tensor)
-        codes = [bits for bits in _CODES[codec] if tensor.numel() >= _LEAST_CODED and can_code(dtype, bits)]
-        if codes:
+        if codec != "none" and tensor.numel() >= _LEAST_CODED and dtype in ELEMENTS:
             with _readable(tensor, mappings) as data:
-                best = min(coding.layouts(data, dtype, codes, device), key=lambda layout: layout.nbytes)
-            if best.nbytes < tensor.nbytes and best.nbytes <= _WORTH[codec] * tensor.nbytes:
-                layouts[name] = best
+                layout = coding.counted_layout(data, dtype, device)
+            if layout.nbytes < _WORTH[codec] * tensor.nbytes:
+                layouts[name] = layout
         advance(tensor.nbytes)
     return layouts
 
