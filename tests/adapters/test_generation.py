@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
-from weightstream.adapters import static_cache  # noqa: E402
+from weightstream.adapters import generation, static_cache  # noqa: E402
 from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
 from weightstream.adapters.shapes import observe  # noqa: E402
 from weightstream.assembly import Given  # noqa: E402
@@ -289,7 +289,7 @@ def test_a_forward_that_reads_values_is_not_captured() -> None:
     model.calls = 0
     got, decoding, cuda = captured(model, prompt())
     assert torch.equal(got, want)
-    assert decoding == Decoding(reason="the model waits for the device in aten._local_scalar_dense.default")
+    assert decoding == Decoding(reason="the model waits for the device in aten.item.default")
     assert not cuda.graphs
     assert model.calls == 24  # none twice
 
@@ -675,3 +675,35 @@ def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
                 monkeypatch.setattr(type(streamer._learning), "watched", lambda *_: watched.append(1))
             assert streamer.learned
         assert not watched
+
+
+class Waits(torch.Tensor):
+    """A wrapper whose products ask for a value on the host."""
+
+    def __new__(cls, inner: torch.Tensor) -> Waits:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner: Any = [arg.inner if isinstance(arg, Waits) else arg for arg in args]
+        return func(inner[0] * inner[1].sum().item(), *inner[1:])
+
+
+@pytest.mark.parametrize(
+    ("streamless", "reason"),
+    [
+        ((), "the model waits for the device in aten.item.default"),
+        (("aten.sum",), "aten.sum.default ignores CUDA streams, so that a graph would compute without it"),
+    ],
+)
+def test_what_no_graph_has_is_found_inside_of_wrappers(
+    streamless: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_STREAMLESS", frozenset(streamless))
+    x, weight = torch.randn(3, 4), torch.randn(4, 5)
+    with torch.no_grad(), generation._HostWatch() as watch:  # type: ignore[no-untyped-call]
+        found = torch.mm(x, Waits(weight))
+    assert torch.equal(found, torch.mm(x * weight.sum().item(), weight))
+    assert watch.found == reason

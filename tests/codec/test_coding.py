@@ -118,24 +118,25 @@ WRONG = [f"{name} {how}" for name in KERNELS for how in ("fails", "differs")]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wrong"),
+    ("dtype", "wrong", "is_ragged"),
     [
-        *((dtype, "nothing") for dtype in ELEMENTS),
-        *(("bfloat16", wrong) for wrong in WRONG),
-        ("float16", "decode fails"),
+        *((dtype, "nothing", is_ragged) for dtype in ELEMENTS for is_ragged in (False, True)),
+        *(("bfloat16", wrong, False) for wrong in WRONG),
+        ("float16", "decode fails", False),
+        ("bfloat16", "decode differs", True),
     ],
 )
 def test_a_trial_runs_every_kernel_and_looks_at_every_bit(
-    dtype: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, wrong: str, is_ragged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, threads = Launches(wrong), set(threading.enumerate())
     monkeypatch.setattr("weightstream.codec.triton_codec", launches, raising=False)  # it may not be imported yet
-    found = coding._tried(torch.device("cpu"), dtype)
+    found = coding._tried(torch.device("cpu"), dtype, is_ragged)
     assert set(threading.enumerate()) == threads
     if wrong == "nothing":
         assert found is None
-        assert sorted(launches.calls) == sorted([*KERNELS, *["decode"] * 3]), (
-            "whole tiles too; the second call is another"
+        assert sorted(launches.calls) == (["decode"] * 2 if is_ragged else sorted([*KERNELS, "decode"])), (
+            "the second call is another"
         )
     elif "fails" in wrong:
         assert "its kernels do not run here (RuntimeError" in str(found)
@@ -144,21 +145,22 @@ def test_a_trial_runs_every_kernel_and_looks_at_every_bit(
         assert found == "a trial gave other bits"
 
 
-def test_each_dtype_is_tried_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_dtype_is_tried_for_itself_and_ragged_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model does not have is not compiled."""
-    tried: list[str] = []
-    monkeypatch.setattr(coding, "_tried", lambda _, dtype: tried.append(dtype))
+    tried: list[tuple[str, bool]] = []
+    monkeypatch.setattr(coding, "_tried", lambda _, dtype, is_ragged: tried.append((dtype, is_ragged)))
     assert coding.available(CUDA, "float16")
     assert coding.available(CUDA, "float16")
-    assert tried == ["float16"]
+    assert tried == [("float16", False)]
     assert coding.available(CUDA, "bfloat16")
-    assert tried == ["float16", "bfloat16"]
+    assert coding.available(CUDA, "bfloat16", is_ragged=True)
+    assert tried == [("float16", False), ("bfloat16", False), ("bfloat16", True)]
 
 
 def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, tried = threading.Event(), []
 
-    def slow(device: torch.device, dtype: str) -> None:
+    def slow(device: torch.device, dtype: str, is_ragged: bool) -> None:
         tried.append((device, threading.current_thread()))
         assert goes_on.wait(20)
 
@@ -177,7 +179,7 @@ def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytes
 
 
 def test_an_error_of_the_thread_is_one_of_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: torch.device, __: str) -> None:
+    def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(coding, "_tried", fail)

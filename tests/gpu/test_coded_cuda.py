@@ -586,7 +586,7 @@ def missing_triton(patch: pytest.MonkeyPatch) -> None:
 
 
 def old_gpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coding, "why_not", lambda *_: "its kernels do not run here (it is old)")
+    patch.setattr(coding, "why_not", lambda *_, **__: "its kernels do not run here (it is old)")
 
 
 WITHOUT = {"no Triton": missing_triton, "an old GPU": old_gpu}

@@ -355,6 +355,8 @@ class _HostWatch(OperatorMode):
     found: str | None = None  # why nothing is captured
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:  # wrapped tensors: what their class does with those inside is seen then
+            return NotImplemented
         output = func(*args, **(kwargs or {}))
         if self.found is None and _waits(func, args, output):
             self.found = f"the model waits for the device in {func}"

@@ -27,7 +27,7 @@ logger = logging.getLogger("weightstream")
 
 _STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
 _TRIED = 3 * 4096 + 5
-_COMPILERS = 4  # threads: a kernel each
+_COMPILERS = 3  # threads: a kernel each
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _CPU = torch.device("cpu")
@@ -35,40 +35,46 @@ _A = TypeVar("_A")
 _T = TypeVar("_T")
 
 
-def available(device: torch.device, dtype: str) -> bool:
-    """Whether weights of a dtype can be decoded on a device as fast as it takes; says once why not."""
-    return _available(device, dtype)
+def available(device: torch.device, dtype: str, *, is_ragged: bool = False) -> bool:
+    """Whether weights of a dtype can be decoded on a device as fast as it takes; says once why not.
+
+    `is_ragged`: weights whose last tile is not whole, which have a kernel of their own. Few models have such weights.
+    """
+    return _available(device, dtype, is_ragged)
 
 
 @cache
-def _available(device: torch.device, dtype: str) -> bool:
-    reason = why_not(device, dtype)
+def _available(device: torch.device, dtype: str, is_ragged: bool) -> bool:
+    reason = why_not(device, dtype, is_ragged=is_ragged)
     if reason is not None:
-        logger.warning("weights in %s are not coded on %s, and move as they are: %s", dtype, device, reason)
+        what, then = ("ragged weights", "are decoded by plain torch") if is_ragged else ("weights", "move as they are")
+        logger.warning("%s in %s are not coded on %s, and %s: %s", what, dtype, device, then, reason)
     return reason is None
 
 
-def why_not(device: torch.device, dtype: str) -> str | None:
+def why_not(device: torch.device, dtype: str, *, is_ragged: bool = False) -> str | None:
     """What keeps the kernels from running on a device, in words; None: they ran, and every bit was right."""
-    return prepare(device, dtype).result() if device.type == "cuda" else "the kernels need a CUDA GPU"
+    if device.type != "cuda":
+        return "the kernels need a CUDA GPU"
+    return prepare(device, dtype, is_ragged=is_ragged).result()
 
 
-def prepare(device: torch.device, dtype: str) -> Future[str | None]:
+def prepare(device: torch.device, dtype: str, *, is_ragged: bool = False) -> Future[str | None]:
     """What `why_not` is going to say, found out by a thread, as compilers take seconds: once in a process."""
     with _STARTING:
-        return _trial(device, dtype)
+        return _trial(device, dtype, is_ragged)
 
 
 @cache
-def _trial(device: torch.device, dtype: str) -> Future[str | None]:
+def _trial(device: torch.device, dtype: str, is_ragged: bool) -> Future[str | None]:
     pool = ThreadPoolExecutor(1, "weightstream-kernels")
     try:
-        return pool.submit(_tried, device, dtype)
+        return pool.submit(_tried, device, dtype, is_ragged)
     finally:
         pool.shutdown(wait=False)
 
 
-def _tried(device: torch.device, dtype: str) -> str | None:
+def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
     try:
         from weightstream.codec import triton_codec
 
@@ -100,9 +106,9 @@ def _tried(device: torch.device, dtype: str) -> str | None:
 
         with _STARTING_TRITON:  # trials of several dtypes may begin at once
             on_device(triton_codec.prepare)
-        # What takes longest begins first, the decoders, and has to share Python with few others.
         whole = data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes]
-        works = partial(decodes, whole), partial(decodes, data), encodes, are_counts
+        # what takes longest begins first
+        works = [partial(decodes, data)] if is_ragged else [partial(decodes, whole), encodes, are_counts]
         with ThreadPoolExecutor(_COMPILERS) as pool:
             right = all([*pool.map(on_device, works)])
     except ImportError as error:
@@ -155,6 +161,14 @@ def _has_kernels(device: torch.device, dtype: str) -> bool:
     return device.type != "cpu" and available(device, dtype)
 
 
+def _decodes(device: torch.device, layout: Layout) -> bool:
+    return device.type != "cpu" and available(device, layout.dtype, is_ragged=_is_ragged(layout))
+
+
+def _is_ragged(layout: Layout) -> bool:
+    return layout.count % TILE != 0
+
+
 def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
     """The coded form of flat bytes, where they are."""
     if not _has_kernels(data.device, dtype):
@@ -175,7 +189,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 
 def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
-    if not parts or not all(_has_kernels(out.device, layout.dtype) for _, layout, out in parts):
+    if not parts or not all(_decodes(out.device, layout) for _, layout, out in parts):
         return partial(_run, [partial(_decode_on_cores, *part) for part in parts])
     from weightstream.codec import triton_codec
 
@@ -186,7 +200,7 @@ def decoding(parts: Sequence[Part]) -> Callable[[], None]:
 
 def _kind(layout: Layout) -> tuple[str, bool]:
     """What one kernel decodes."""
-    return layout.dtype, layout.count % TILE == 0
+    return layout.dtype, _is_ragged(layout)
 
 
 def picking(
