@@ -120,12 +120,15 @@ def test_a_state_is_restored_and_modes_that_were_entered_since_are_left() -> Non
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    with torch.enable_grad(), OperatorMode():  # type: ignore[no-untyped-call]
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with torch.enable_grad(), OperatorMode(), hooks(lambda t: t, lambda t: t):  # type: ignore[no-untyped-call]
         before, state = thread_state(), ThreadState()
         torch.set_grad_enabled(False)
         torch.set_autocast_cache_enabled(not torch.is_autocast_cache_enabled())
         for mode in (OperatorMode(), Functions(), OperatorMode()):  # type: ignore[no-untyped-call]
             mode.__enter__()
+        for _ in range(2):
+            hooks(lambda t: t, lambda t: t).__enter__()
         assert thread_state() != before
         state.restore()
         assert thread_state() == before

@@ -257,7 +257,8 @@ def thread_state(device: str = "cpu") -> tuple[object, ...]:
     streams = () if device == "cpu" else (torch.accelerator.current_stream(), torch.accelerator.current_device_index())
     modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     sees_classes, keeps_casts = torch._C._is_torch_function_enabled(), torch.is_autocast_cache_enabled()
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sees_classes, keeps_casts, *modes, *streams
+    flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sees_classes, keeps_casts
+    return torch._C._autograd._top_saved_tensors_default_hooks(True), *flags, *modes, *streams
 
 
 def cut_once(

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack, _pop_torch_function_stack
+from torch._C import _autograd, _len_torch_dispatch_stack, _len_torch_function_stack, _pop_torch_function_stack
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
@@ -37,24 +37,28 @@ def unseen(method: _Method) -> _Method:
 
 
 class ThreadState:
-    """Grad mode, modes of operators and functions, and whether autocast keeps what it casts, of the calling thread.
+    """Grad mode, hooks of saved tensors, modes of operators and functions, and whether autocast keeps what it casts, of
+    the calling thread.
 
     With `device`, an accelerator, also which device and which of its streams are current.
     """
 
-    __slots__ = ("_grad", "_index", "_keeps_casts", "_num_dispatch", "_num_function", "_stream")
+    __slots__ = ("_grad", "_hooks", "_index", "_keeps_casts", "_num_dispatch", "_num_function", "_stream")
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._grad, self._keeps_casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        self._hooks = _hooks()
         self._num_function, self._num_dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
         has_streams = device is not None and device.type != "cpu"
         self._index = torch.accelerator.current_device_index() if has_streams else None
         self._stream = torch.accelerator.current_stream(device) if has_streams else None
 
     def restore(self) -> None:
-        """Make it what it was; modes that were entered since are left."""
+        """Make it what it was; modes that were entered since are left, and so are hooks."""
         torch.set_grad_enabled(self._grad)
         torch.set_autocast_cache_enabled(self._keeps_casts)
+        while (found := _hooks()) is not None and found != self._hooks:
+            _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:
             _leave(_get_current_function_mode(), _pop_torch_function_stack)
         while _len_torch_dispatch_stack() > self._num_dispatch:
@@ -62,6 +66,11 @@ class ThreadState:
         if self._stream is not None and self._index is not None:
             torch.accelerator.set_stream(self._stream)  # makes its device the current one
             torch.accelerator.set_device_index(self._index)
+
+
+def _hooks() -> object:
+    """The hooks of saved tensors that were entered last."""
+    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 def _leave(mode: Any, pop: Callable[[], Any]) -> None:
