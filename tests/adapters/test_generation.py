@@ -289,7 +289,7 @@ def test_a_forward_that_reads_values_is_not_captured() -> None:
     model.calls = 0
     got, decoding, cuda = captured(model, prompt())
     assert torch.equal(got, want)
-    assert decoding == Decoding(reason="the model waits for the device in aten.item.default")
+    assert decoding == Decoding(reason="the model waits for the device in aten._local_scalar_dense.default")
     assert not cuda.graphs
     assert model.calls == 24  # none twice
 
@@ -705,5 +705,7 @@ def test_what_no_graph_has_is_found_inside_of_wrappers(
     x, weight = torch.randn(3, 4), torch.randn(4, 5)
     with torch.no_grad(), generation._HostWatch() as watch:  # type: ignore[no-untyped-call]
         found = torch.mm(x, Waits(weight))
+        plain = torch.zeros(4, dtype=torch.uint8).view(torch.int32)
+        assert torch.equal(plain.detach(), plain)
     assert torch.equal(found, torch.mm(x * weight.sum().item(), weight))
     assert watch.found == reason

@@ -90,6 +90,7 @@ def test_decoding_is_measured_for_a_dtype_that_a_kept_profile_lacks(backend: Cud
 def test_measuring_and_sizes_compile_nothing_more(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     bench.measure(backend, dtypes=ELEMENTS)
+    assert all(coding.available(DEVICE, dtype, is_ragged=True) for dtype in ELEMENTS)
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["repr"]))
     bench.measure(backend, dtypes=ELEMENTS)

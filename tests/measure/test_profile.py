@@ -533,7 +533,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]
     """A GPU of which trials are started here, and end when a test says so."""
     found: list[Future[str | None]] = []
 
-    def prepare(_: object, dtype: str) -> Future[str | None]:
+    def prepare(_: object, dtype: str, **__: object) -> Future[str | None]:
         found.append(found[0] if found else Future())
         return found[-1]
 

@@ -355,8 +355,8 @@ class _HostWatch(OperatorMode):
     found: str | None = None  # why nothing is captured
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:  # wrapped tensors: what their class does with those inside is seen then
-            return NotImplemented
+        if any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # wrapped tensors: what their class does with those inside is seen then
         output = func(*args, **(kwargs or {}))
         if self.found is None and _waits(func, args, output):
             self.found = f"the model waits for the device in {func}"
