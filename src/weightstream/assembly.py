@@ -144,6 +144,8 @@ class Assembly:
             config, machine = _among(given.ranks, backend, config, machine)
         about = given.memories, self._grains, given.example, hosted, given.progress
         self.prospect = prospects.prospect_of_model(model, self._homes, backend, config, machine, *about)
+        if expected and backend.device.type == "cuda":  # which the caller may capture next: no thread is left to use it
+            prospects.can_decode(backend, config, expected, given.progress)
         for owned in (given.folder, spill):
             if owned is not None:
                 closing.add(owned.close)

@@ -92,7 +92,9 @@ def dtypes_to_code(
     planner, so that kernels are compiled meanwhile. None where only it can tell, but `among` processes, which agree on
     a machine before they plan."""
     nbytes = sum(group.nbytes for group in by_alias.values())
-    may_code = _may_code(nbytes, backend, config) or (among and config.uses_codes)
+    here_nbytes = sum(group.nbytes for group in by_alias.values() if group.home.device == backend.device)
+    may_code = _may_code(nbytes, backend, config, here_nbytes)
+    may_code |= among and config.uses_codes and backend.device.type != "cpu"
     return _codable(by_alias) if may_code else frozenset()
 
 
@@ -107,13 +109,14 @@ def dtypes_of(model: nn.Module) -> frozenset[str]:
     return frozenset({str(p.dtype).removeprefix("torch.") for p in model.parameters()} & ELEMENTS.keys())
 
 
-def _may_code(nbytes: int, backend: Backend, config: OffloadConfig) -> bool:
-    """Whether a plan of weights of so many bytes may compress them; a CPU does so on request only."""
+def _may_code(nbytes: int, backend: Backend, config: OffloadConfig, here_nbytes: int = 0) -> bool:
+    """Whether a plan of weights of so many bytes, some of them on the device now, may compress them; a CPU does so on
+    request only."""
     if backend.device.type == "cpu" or not config.uses_codes:
         return config.uses_codes and config.codec != "auto"
     free, total = cuda.memory(backend.device)
     budget = config.device_nbytes(total)
-    is_over = nbytes > (free if budget is None else budget)
+    is_over = nbytes > (free + here_nbytes if budget is None else budget)
     return config.codec != "auto" or (config.backend == "none" and is_over)
 
 

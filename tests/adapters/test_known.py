@@ -73,6 +73,16 @@ def cached(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x if kept[1].any() else x[:1]
 
 
+def counted_on_the_cpu(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """An operator that writes to a tensor that has memory is run once."""
+    num = torch.zeros((), dtype=torch.int64, device="cpu")
+    while int(num) != int(mask.sum()):
+        num += 1
+    kept = torch.zeros(2, dtype=torch.int64, device="cpu")
+    kept[:1] += num
+    return x[: int(kept.sum())]
+
+
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all": lambda x, mask: x if mask.all() else x[:1],
     "any": lambda x, mask: x[:2] if (mask == 0).any() else x,
@@ -85,6 +95,7 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "unique": lambda x, mask: x[: len(torch.unique(mask))],
     "positions": lambda x, mask: x if (torch.arange(len(x), device=x.device) > 3).any() else x[:1],
     "written": written,
+    "written on the CPU": counted_on_the_cpu,
     "written in a list": filled_in_a_list,
     "ones": masked_by_ones,
     "bias": masked_by_a_bias,

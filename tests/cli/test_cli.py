@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -126,6 +127,19 @@ def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
     row = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert set(row["devices"]) == {"cpu:0", "cpu:1"}
     assert row["equal"] is True
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_what_takes_seconds_is_said_where_stderr_is_no_terminal(
+    folder: Path, flags: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile is kept there
+    result = run(folder, *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines().count("weightstream: measuring cpu") == 1
+    assert "measuring" not in result.stdout
+    logger = logging.getLogger("weightstream.progress")
+    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
 
 
 def test_reports_a_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,27 @@ def test_the_cpu_has_the_reference() -> None:
     out = torch.full((layout.raw_nbytes,), 0xFF, dtype=torch.uint8)
     coding.decode(coded, layout, out)
     assert torch.equal(out, data)
+
+
+def test_ragged_weights_without_a_kernel_are_decoded_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread that asks, in whose stream the others are, and these alone."""
+    parts, threads = [], []
+    for count in (2 * 4096, 5000):
+        data = weights()[: 2 * count] if count == 5000 else torch.cat([weights(), weights()])[: 2 * count]
+        layout, coded = coding.encode(data, "bfloat16")
+        parts.append((coded.to("meta"), layout, torch.empty(layout.raw_nbytes, dtype=torch.uint8, device="meta")))
+    by_kernel: list[Any] = []
+
+    def decoding(found: Any) -> Callable[[], None]:
+        by_kernel.extend(found)
+        return lambda: None
+
+    monkeypatch.setattr(coding, "_available", lambda device, dtype, is_ragged: not is_ragged)
+    monkeypatch.setattr("weightstream.codec.triton_codec", SimpleNamespace(Decoding=decoding), raising=False)
+    monkeypatch.setattr(reference, "decode", lambda *_: threads.append(threading.current_thread()))
+    coding.decoding(parts)()
+    assert [layout.count for _, layout, _ in by_kernel] == [2 * 4096]
+    assert threads == [threading.current_thread()]
 
 
 # The trial, on a CPU and with the reference in the place of the kernels

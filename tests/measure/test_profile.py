@@ -442,6 +442,7 @@ def test_a_profile_is_json_both_ways() -> None:
     ("text", "said"),
     [
         ('{"link_gbps": 3}', "link_gbps"),
+        ('{"decode2_bytes_per_s": 1e12}', "knows no decode2_bytes_per_s: measure it again there"),
         ('{"link_bytes_per_s": 0}', "link_bytes_per_s is 0"),
         ('{"handover_s": -1}', "handover_s is -1"),
         ('{"disk_bytes_per_s": Infinity}', "disk_bytes_per_s is inf"),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,27 @@ def test_work_of_others_is_announced_when_it_takes_a_moment(capsys: pytest.Captu
     progress.announce(work, TEXT)
     time.sleep(0.05)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "nobody reads"])
+def test_a_stderr_that_takes_nothing_stops_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "nobody reads":
+        reader, writer = os.pipe()
+        os.close(reader)
+        stderr = open(writer, "w")  # noqa: SIM115
+    else:
+        stderr = (tmp_path / "stderr").open("w")
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", None if kind == "none" else stderr)
+    progress.say(TEXT)
+    with progress.told(TEXT) as advance:
+        advance()
+    monkeypatch.undo()
+    assert capsys.readouterr().out == ""
+    with suppress(OSError):
+        stderr.close()
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -60,6 +60,10 @@ class KnownValues:
         written = _written(func, args, kwargs) if func._schema.is_mutable else []
         if not (made or written) or not (written or all(t.numel() <= _MOST and t not in self._values for t in made)):
             return
+        if any(not tensor.is_meta for tensor in written):  # that is done, and done once
+            for tensor in written:
+                self._forget(tensor)
+            return
         is_known = not any(t.is_meta and t not in self._values for t in tensors_in((args, kwargs)))
         found: list[torch.Tensor] | None = None
         if is_known and torch.Tag.nondeterministic_seeded not in func.tags:

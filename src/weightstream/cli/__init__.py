@@ -9,7 +9,8 @@ import shlex
 import signal
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,30 @@ _QUOTES, _BARE = "'\"", (None, "True")
 _TALKATIVE = ("torchao", "torch.utils._pytree")  # of kernels that they do not find, while transformers imports them
 
 
+class _Lines(logging.Handler):
+    """Shows what takes seconds as a line on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # stderr was closed
+            tell(f"weightstream: {record.getMessage()}")
+
+
+@contextmanager
+def _lines_of_progress() -> Iterator[None]:
+    """Inside, what takes seconds is said wherever stderr goes; commands show bars on a terminal alone."""
+    logger, shown = logging.getLogger("weightstream.progress"), _Lines()
+    before = logger.level, logger.propagate
+    logger.addHandler(shown)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(shown)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
 class Commands(TyperGroup):
     """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
 
@@ -51,7 +76,7 @@ class Commands(TyperGroup):
             sys.stdin.reconfigure(errors="replace")  # nor do bytes that are no text
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        with _lines_of_progress(), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
             try:
                 return super().invoke(ctx)

@@ -189,12 +189,17 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 
 def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
-    if not parts or not all(_decodes(out.device, layout) for _, layout, out in parts):
-        return partial(_run, [partial(_decode_on_cores, *part) for part in parts])
-    from weightstream.codec import triton_codec
+    with_kernels, found = [], list[Callable[[], None]]()
+    for coded, layout, out in parts:
+        if _decodes(out.device, layout):
+            with_kernels.append((coded, layout, out))
+        else:
+            found.append(partial(_decode_in_torch, coded, layout, out))
+    if with_kernels:
+        from weightstream.codec import triton_codec
 
-    kinds = {_kind(layout) for _, layout, _ in parts}
-    found = [triton_codec.Decoding(p for p in parts if _kind(p[1]) == kind) for kind in sorted(kinds)]
+        kinds = sorted({_kind(layout) for _, layout, _ in with_kernels})
+        found += [triton_codec.Decoding(p for p in with_kernels if _kind(p[1]) == kind) for kind in kinds]
     return found[0] if len(found) == 1 else partial(_run, found)
 
 
@@ -249,6 +254,14 @@ def _picked(
 def _run(works: Sequence[Callable[[], None]]) -> None:
     for work in works:
         work()
+
+
+def _decode_in_torch(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
+    if out.device.type == "cpu":
+        _decode_on_cores(coded, layout, out)
+        return
+    for first in range(0, layout.num_tiles, _DEVICE_TILES):  # on this thread, whose stream the others wait for
+        reference.decode(coded, layout, out, first, min(first + _DEVICE_TILES, layout.num_tiles))
 
 
 def _decode_on_cores(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:

@@ -9,9 +9,8 @@ Triton's coalescing pass looks at all operations that hang together once for eac
 of their number each time: 97 % of the time that the encoder of bfloat16 took to compile unrolled, 9 s. So a loop
 is unrolled here (`static_range`) only where it has to be: in `_write`, whose body is too long for LLVM to unroll, and
 which is as fast as memory only if it is. LLVM unrolls the short loop of the decoder of bfloat16, to the same
-instructions.
-What encodes is far faster than the link either way. For the same reason whole tiles, which nearly all weights have, and
-others are of two kernels, which compile at once, and not of two branches in one.
+instructions. What encodes is far faster than the link either way. For the same reason whole tiles, which nearly all
+weights have, and ragged ones have two kernels, not two branches in one: few models need the second.
 """
 
 from __future__ import annotations

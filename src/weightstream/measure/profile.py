@@ -154,7 +154,10 @@ def from_json(text: str | bytes) -> Profile:
     try:
         profile, given = TypeAdapter(Profile).validate_json(text), json.loads(text).keys()
         if unknown := given - {field.name for field in fields(Profile)}:
-            raise ValueError(f"there is no {' or '.join(sorted(unknown))} in it")
+            raise ValueError(
+                f"this version knows no {' or '.join(sorted(unknown))}: measure it again there (weightstream doctor "
+                "--save FILE)"
+            )
         _check(profile)
     except ValueError as error:  # pydantic's is one
         raise ConfigError(f"not a profile: {error}") from error

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread, Timer
 from typing import Any
 
-logger = logging.getLogger("weightstream")
+logger = logging.getLogger("weightstream.progress")  # shown by the command line, where there are no bars too
 
 LONG_S = 5.0  # a phase that takes longer gets one more line
 _NOTICED_S = 0.7  # what takes less needs no line
@@ -22,8 +22,16 @@ def say(text: str, progress: bool | None = None) -> None:
     """A line of the log where INFO is shown, else of stderr, but with `progress=False`."""
     if progress is False or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
         logger.info("%s", text)
-    else:
-        print(f"weightstream: {text}", file=sys.stderr, flush=True)
+    elif sys.stderr is not None:  # as where a process has no console
+        with suppress(OSError, ValueError):  # it was closed, or nobody reads it any more
+            print(f"weightstream: {text}", file=sys.stderr, flush=True)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # it was closed
+        return False
 
 
 @contextmanager
@@ -34,7 +42,7 @@ def told(text: str, progress: bool | None = None, total: int | None = None) -> I
     Yields what moves it on by one of `total`, and may give it another `description`. No thread moves it, which what is
     measured would notice.
     """
-    if progress is False or not sys.stderr.isatty():
+    if progress is False or not _is_terminal():
         say(text, progress)
         yield _Steps(text, progress)
         return

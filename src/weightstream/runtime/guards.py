@@ -387,10 +387,13 @@ class Saving(_StandsIn):
         with parameter.plainly(t for leaf in found for t in (leaf.tensor, *leaf.shells)):
             try:
                 self.method()(destination, *args, **kwargs)
-            except Exception:
+            except Exception as error:
                 if self._device is None or not any(leaf.shells for leaf in found):
                     raise
-                self._save_on(self._device, destination, *args, **kwargs)
+                try:
+                    self._save_on(self._device, destination, *args, **kwargs)
+                except Exception:
+                    raise error from None
 
     def _save_on(self, device: torch.device, destination: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save copies of the wrapped weights that lie on the device while that lasts."""

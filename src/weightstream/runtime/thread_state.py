@@ -57,6 +57,7 @@ class ThreadState:
         """Make it what it was; modes that were entered since are left, and so are hooks."""
         torch.set_grad_enabled(self._grad)
         torch.set_autocast_cache_enabled(self._keeps_casts)
+        # A pair of hooks that is entered again inside of itself counts as one: torch tells no depth.
         while (found := _hooks()) is not None and found != self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:
