@@ -1,6 +1,6 @@
 """One model over several GPUs: links alone and together, an 8B and a 70B shape, FLUX's transformer.
 
-    python benchmarks/gpus.py [--only links,8b,alone,lent,flux,text,70b] [--gpus 2] [--brief] [--device cpu --tiny]
+    python benchmarks/gpus.py [--only links,8b,alone,flux,text,70b] [--gpus 2] [--brief] [--device cpu --tiny]
 
 Every output is compared with the plain model's on the first GPU, bit for bit. Inputs are new in every step.
 
@@ -159,7 +159,6 @@ class Gpus:
             nbytes = [plan.step_nbytes for plan in plans]
             p50 = rows.percentiles(ms)["p50"]
             rates = self.together if others else self.together[index : index + 1]
-            rates = [sum(self.together)] if "lent_links" in settings and self.together else rates
             floors = [n / rate / 1e6 for n, rate in zip(nbytes, rates, strict=False)]
             floor = {"floor_ms": round(max(floors), 2), "x_floor": round(p50 / max(floors), 3)} if any(floors) else {}
             self.write(
@@ -217,14 +216,6 @@ class Gpus:
         budget = self.share(0.9, made, 3.25)
         cells = [{"layout": "alone", "budgets": {index: budget}, "codec": codec} for codec in ("none", "auto")]
         self.measure("8 layers of 8b", made, run, cells)
-
-    def run_lent(self) -> None:
-        """One GPU, fed by the links of the others, too."""
-        made, run = self.decoder(models.TINY if self.args.tiny else models.Shape())
-        others = list(range(1, len(self.devices)))
-        lent = {"lent_links": others} if self.home.type == "cuda" else {}
-        cells = [{"layout": "alone", "budgets": {0: self.share(0.9, made, 13.0)}, "codec": c} for c in ("none", "auto")]
-        self.measure("8b", made, run, [cell | lent for cell in cells])
 
     def run_flux(self) -> None:
         made, run = self.flux()
@@ -381,7 +372,7 @@ def laid_out(layout: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="links,8b,alone,lent,flux,text,70b")
+    parser.add_argument("--only", default="links,8b,alone,flux,text,70b")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")

@@ -87,7 +87,6 @@ def test_defaults() -> None:
         "host_budget": None,
         "max_memory": {},
         "gpus": 1,
-        "lent_links": (),
         "batch": 1,
         "context": None,
         "tokens": 1,
@@ -200,7 +199,6 @@ def test_several_gpus_share_a_model() -> None:
     assert list(config.stripes.items()) == [(2, 5), (10, 7)]
     assert "one GPU" in refusal(config.device_for, None)
     assert "remove gpus" in refusal(OffloadConfig, max_memory={0: 5, 1: 5}, gpus=3)
-    assert "compute nothing" in refusal(OffloadConfig, gpus=2, lent_links=[1])
     part = config.within(5, 0.25)
     assert (part.stripes, part.device_budget, part.host_nbytes(1000)) == ({}, 5, 125)
     assert OffloadConfig(gpus=2, host_budget=1000).within(None, 0.5).host_nbytes(9) == 500
@@ -659,7 +657,6 @@ OTHER_VALUES: dict[str, Any] = {
     "host_budget": 5,
     "max_memory": {0: 5},
     "gpus": 2,
-    "lent_links": (1,),
     "batch": 2,
     "context": 5,
     "tokens": 2,

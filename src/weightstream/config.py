@@ -123,7 +123,6 @@ class OffloadConfig(_Settings):
     host_budget: _Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
     max_memory: _MaxMemory = ()
     gpus: _Positive = _setting(1, "GPUs that share the model, each with --device-budget. Default: 1.")
-    lent_links: tuple[_Count, ...] = ()
     batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
     context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
@@ -198,11 +197,6 @@ class OffloadConfig(_Settings):
     def uses_codes(self) -> bool:
         return self.codec != "none" and self.backend != "uva"
 
-    @property
-    def may_capture(self) -> bool:
-        """Whether a graph can hold the copies of a step: those of pinned memory, over the device's own link."""
-        return self.pin_memory and not self.lent_links
-
     def device_for(self, device: object | None) -> str | None:
         """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
         given = None if device is None else str(device)
@@ -268,10 +262,6 @@ class OffloadConfig(_Settings):
                 )
         if self._of_map is not None and self.gpus not in (1, len(self.stripes) or 1):
             raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets of another number: remove gpus")
-        if len(set(self.lent_links)) < len(self.lent_links):
-            raise ConfigError(f"lent_links = {self.lent_links}: name each GPU once")
-        if self.lent_links and self.stripes:
-            raise ConfigError(f"lent_links = {self.lent_links} are of GPUs that compute nothing: leave it out, or gpus")
         for text in self._ignored():
             warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
 

@@ -312,7 +312,8 @@ def with_work(
     """
     aliases = {id(m.tensor): alias for alias, group in by_alias.items() for m in group.members}
     nbytes = {name: getattr(found, name) for name in ("activation_nbytes", "cache_nbytes")}
-    is_text |= found.captured is not None and prospect.planners[0].config.may_capture
+    # a graph can only hold copies of pinned memory
+    is_text |= found.captured is not None and prospect.planners[0].config.pin_memory
     known = Demand(workload=workload, states_nbytes=found.states_nbytes(grains[0]), is_text=is_text, **nbytes)
     manifests, planners = [], []
     for units, grain, planner in zip(grains, prospect.grains, prospect.planners, strict=True):

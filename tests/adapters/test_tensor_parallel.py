@@ -302,7 +302,7 @@ def test_without_other_processes(folder: Path) -> None:
     for wrong in ({"tp_sise": 2}, "auto", {"tp_size": "two"}):
         with pytest.raises(ConfigError, match="distributed_config = "):
             weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config=wrong)
-    for more in ({"gpus": 2}, {"device_budget": {0: "1MiB", 1: "1MiB"}}, {"lent_links": [1]}):
+    for more in ({"gpus": 2}, {"device_budget": {0: "1MiB", 1: "1MiB"}}):
         with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):
             weightstream.from_pretrained(folder / "llama", distributed_config={"tp_size": 2}, **more)
     model = weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 1})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -16,13 +15,10 @@ import streaming
 import weightstream
 from coded_rig import random_model, rows
 from expert_rig import built, generated, held, prompt
-from models import BLOCKLESS, MODELS, assert_same, model_nbytes
+from models import BLOCKLESS, MODELS, assert_same
 from stack import Stack, assert_equal, captured, floats, slow
 from streaming import plain, run
-from weightstream import ConfigError
 from weightstream.adapters import generation
-from weightstream.runtime import lent
-from weightstream.runtime.backend import Copy, Event
 from weightstream.striping import Stripes
 
 transformers = pytest.importorskip("transformers")
@@ -206,36 +202,3 @@ def test_models_on_both_are_captured_in_turns() -> None:
                 want = reference.generate(ids, **options, **generating.STATIC)
             assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)
             assert told[0].replays > 8, told[0]
-
-
-@pytest.mark.parametrize("name", ["Stack", "llama", "llama-bf16", "CalledTwice", "mixtral"])
-def test_a_link_that_is_lent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lent, "PIECE_NBYTES", 4096)
-    monkeypatch.setattr(lent, "_LEAST_NBYTES", 512)
-    bring, brought = lent.Neighbour.bring, []
-
-    def counted(neighbour: lent.Neighbour, copies: Sequence[Copy], released: Event) -> None:
-        brought.append(len(copies))
-        bring(neighbour, copies, released)
-
-    monkeypatch.setattr(lent.Neighbour, "bring", counted)
-    model, reference = MODELS[name](), plain(name, "cuda:0")
-    budget = model_nbytes(model.module) // 2
-    with weightstream.offload(model.module, device="cuda:0", device_budget=budget, lent_links=[1], codec="none") as s:
-        for seed in range(20):
-            assert_same(run(model, "cuda:0", seed), run(reference, "cuda:0", seed))
-        assert s.plan.step_nbytes
-        assert brought
-        if name.startswith("llama"):
-            ids = torch.arange(1, 9, device="cuda:0").view(1, 8)
-            options = {"max_new_tokens": 12, "do_sample": False}
-            want = reference.module.generate(ids, cache_implementation="static", disable_compile=True, **options)
-            told: list[Any] = []
-            for _ in range(5):
-                assert torch.equal(weightstream.generate(model.module, ids, on_decoding=told.append, **options), want)
-            assert all("with lent_links steps run eager" in str(decoding) for decoding in told)
-
-
-def test_a_link_cannot_be_lent_to_itself() -> None:
-    with pytest.raises(ConfigError, match="name others"):
-        weightstream.offload(MODELS["Stack"]().module, device="cuda:0", device_budget=1 << 20, lent_links=[0])

@@ -190,8 +190,8 @@ def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
         raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
     if wanted.tp_size == 1:
         return False
-    if config.stripes or config.lent_links:
-        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus, device_map and lent_links")
+    if config.stripes:
+        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus and device_map")
     return True
 
 

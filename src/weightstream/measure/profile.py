@@ -38,13 +38,10 @@ def profile_for(
     """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
 
     A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
-    profile is assumed, with a warning. Links that are lent are taken to be as fast as the device's own. It has the
-    rates of decoding these `dtypes`; others may be missing.
+    profile is assumed, with a warning. It has the rates of decoding these `dtypes`; others may be missing.
     """
     found = _profile_for(backend, dtypes, anew=anew, progress=progress)
-    found = with_decoding(backend, found, dtypes, progress=progress)
-    num_links = getattr(backend, "num_links", 1)
-    return found if num_links == 1 else replace(found, link_bytes_per_s=num_links * found.link_bytes_per_s)
+    return with_decoding(backend, found, dtypes, progress=progress)
 
 
 def _profile_for(backend: Backend, dtypes: Collection[str], *, anew: bool, progress: bool | None) -> Profile:

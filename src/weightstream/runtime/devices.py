@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,7 +16,6 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime import cuda, driver
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.lent import Borrowing, Neighbour
 from weightstream.runtime.thread_state import ThreadState
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
@@ -66,35 +64,11 @@ def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Back
         device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
     except RuntimeError as error:
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists what it knows
-    if config.lent_links and device.type != "cuda":
-        raise ConfigError(f"lent_links = {config.lent_links}: device = {device} has no link; GPUs lend theirs to a GPU")
     if device.type == "cpu":
         return CpuBackend()
     if device.type == "cuda":
-        own = cuda.CudaBackend(device, pin_memory=config.pin_memory)
-        return _borrowing(own, config) if config.lent_links else own
+        return cuda.CudaBackend(device, pin_memory=config.pin_memory)
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
-
-
-def _borrowing(own: Backend, config: OffloadConfig) -> Backend:
-    """The backend with the links of other GPUs, which have to be reached directly."""
-    others = [torch.device("cuda", index) for index in config.lent_links]
-    if own.device in others:
-        raise ConfigError(f"lent_links = {config.lent_links}: {own.device} computes, name others")
-    with ExitStack() as on_failure:
-        on_failure.callback(own.close)
-        found = []
-        for other in others:
-            there = cuda.CudaBackend(other, pin_memory=config.pin_memory)
-            on_failure.callback(there.close)
-            if not cuda.peers(own.device, [other])[0]:
-                raise ConfigError(f"lent_links = {config.lent_links}: {own.device} does not reach {other} directly")
-            there.alloc(1).to(own.device)  # torch lets the two reach each other from then on
-            pull = cuda.CudaBackend(own.device)
-            on_failure.callback(pull.close)
-            found.append(Neighbour(there, pull))
-        on_failure.pop_all()
-    return cast("Backend", Borrowing(own, found))
 
 
 def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:

@@ -40,8 +40,8 @@ def _driver() -> Any:
 
 
 def copy(dst: torch.Tensor, src: torch.Tensor, stream: int) -> bool:
-    """Queue a copy into flat memory of the current device: from flat memory of another, or from pinned host memory,
-    flat or rows that lie apart. False where the driver refuses."""
+    """Queue a copy of pinned host memory, flat or rows that lie apart, into flat memory of the current device. False
+    where the driver refuses."""
     if src.dim() == 1:
         return not _driver().cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), stream)
     height, width = src.shape
