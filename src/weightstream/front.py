@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,8 +28,6 @@ from weightstream.runtime.leaves import Role, leaves_of
 from weightstream.runtime.preload import preloading
 from weightstream.runtime.streamer import Streamer
 from weightstream.striping import Stripes, stripe
-
-logger = logging.getLogger("weightstream")
 
 
 def offload(

@@ -67,5 +67,5 @@ def test_a_unit_takes_what_the_host_does_for_it(is_coded: bool, streams: bool, w
     form: dict[str, Any] = {"shape": (8,), "stride": (1,), "dtype": "bfloat16"}
     form |= {"nbytes": 8, "decoded_nbytes": 16} if is_coded else {"nbytes": 16}
     unit = UnitSpec(name="unit", tensors=tuple(TensorSpec(name=name, alias=name, **form) for name in "ab"))
-    assert profile.compute_s(0, unit, shown=2, streams=streams) == wanted_s
-    assert profile.compute_s(0, unit) == 10.0
+    assert max(profile.times_s(0, unit, shown=2, streams=streams)) == wanted_s
+    assert max(profile.times_s(0, unit)) == 10.0

@@ -576,10 +576,10 @@ def test_where_the_host_is_the_limit_the_device_is_not_forgotten() -> None:
 
 def test_measured_seconds_replace_the_estimate_and_small_units_take_their_overhead() -> None:
     small, large = model((1,), (10**9,)).units
-    assert Profile(unit_s=(3.0, 4.0)).compute_s(1, large) == 4.0
-    assert Profile(overhead_s=0.25).compute_s(0, small) == 0.25
-    assert Profile(overhead_s=0.25, launch_s=0.5).compute_s(0, small) == 0.75
-    assert Profile(device_bytes_per_s=1e9).compute_s(0, large) == 1.0
+    assert Profile(unit_s=(3.0, 4.0)).times_s(1, large) == (4.0, 0.0)
+    assert Profile(overhead_s=0.25).times_s(0, small) == (0.25, 0.0)
+    assert Profile(overhead_s=0.25, launch_s=0.5).times_s(0, small) == (0.75, 0.0)
+    assert Profile(device_bytes_per_s=1e9).times_s(0, large) == (1.0, 0.0)
     assert Profile(copy_latency_s=0.5, link_bytes_per_s=100.0).copy_s(100) == 1.5
     assert Profile(copy_latency_s=0.5).copy_s(0) == 0.0
 

@@ -162,7 +162,8 @@ def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache
 
 
 def told(stack: Stack, device: Device | None = None, *, waits: bool = True) -> str:
-    return unread([stack.alias], {stack.alias: stack.home}, device or Device(), waits=waits) or ""
+    alias = stack.home.group.alias
+    return unread([alias], {alias: stack.home}, device or Device(), waits=waits) or ""
 
 
 def test_of_rows_that_begin_at_no_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:

@@ -319,17 +319,6 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
         assert ended[0] > 5
 
 
-def test_a_turn_is_released_by_another_thread() -> None:
-    turn = Turn()
-    assert turn.acquire()
-    assert turn.is_mine
-    thread = threading.Thread(target=turn.release)
-    thread.start()
-    thread.join()
-    assert not turn.is_mine
-    assert turn.run(lambda is_first: is_first)
-
-
 def test_a_turn_that_no_thread_has_is_free_again() -> None:
     """As an error at the very end of a step leaves it."""
     turn = Turn()

@@ -76,7 +76,7 @@ class Case:
         return sum(streamer.stats().unplanned_fills for _, _, streamer in self.parts)
 
     def locks(self) -> list[Any]:
-        return [lock for _, _, s in self.parts for lock in (s._gate.turn, s._gate.lock)]
+        return [lock for _, _, s in self.parts for lock in (s._gate.turn._lock, s._gate.lock)]
 
     def remove(self) -> None:
         if self.removal is not None:

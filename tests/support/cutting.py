@@ -86,7 +86,7 @@ def interrupted(after_s: float) -> Iterator[None]:
 
 
 def is_free(lock: Any) -> bool:
-    """Whether another thread can take a lock, or a turn."""
+    """Whether another thread can take a lock."""
     found: list[bool] = []
 
     def take() -> None:

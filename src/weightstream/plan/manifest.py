@@ -250,10 +250,6 @@ class Profile:
     captured_s: tuple[float, ...] = ()
     host_share: float = 0.95  # it varies by 1.7 from minute to minute [H200]
 
-    def compute_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> float:
-        """Seconds of a unit alone at one of its positions: of the device or the host, whichever takes longer."""
-        return max(self.times_s(index, unit, shown=shown, streams=streams))
-
     def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> tuple[float, float]:
         """Seconds of the device and of the host, which runs ahead, for a unit at one of its positions.
 

@@ -192,7 +192,7 @@ class Planner:
             if unit.name in self.unit_s:
                 on_device = self.unit_s[unit.name]
             elif unit.name not in work:
-                on_device, on_host = profile.compute_s(index, unit), 0.0
+                on_device, on_host = profile.times_s(index, unit)
             times.append((on_device, on_host, after_share, more))
         unit_s, host_s, after, captured_s = (tuple(unit[k] for unit in times) for k in range(4))
         if self.machine.on_cpu:  # it computes itself what it launches

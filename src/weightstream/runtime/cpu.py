@@ -66,9 +66,9 @@ class CpuStamp:
 class CpuBackend:
     """Compute runs inline on the calling thread, so a wait blocks it; copies run on a thread of their own."""
 
-    def __init__(self, profile: Profile = CPU_PROFILE) -> None:
+    def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.profile = profile
+        self.profile = CPU_PROFILE
         self.pinning = nullcontext()  # nothing is pinned
         self._copies = Worker("weightstream-copy")
         self._close = finalize(self, self._copies.stop)

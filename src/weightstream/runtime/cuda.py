@@ -156,14 +156,14 @@ class CudaStamp:
 class CudaBackend:
     """One GPU: compute runs on the caller's current stream, copies and what looks ahead on streams of their own."""
 
-    def __init__(self, device: torch.device, *, pin_memory: bool = True, profile: Profile = CUDA_PROFILE) -> None:
+    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device {device}: this torch ({torch.__version__}) sees no CUDA GPU; use device='cpu'")
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
         self.device = torch.device("cuda", index)
-        self.profile = profile
+        self.profile = CUDA_PROFILE
         self.pinning = Lock()
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)

@@ -56,10 +56,6 @@ class Stack:
         return cls(home=home, shape=shape, dtype=dtype, out=buffer[: home.group.nbytes])
 
     @property
-    def alias(self) -> str:
-        return self.home.group.alias
-
-    @property
     def key(self) -> int:
         return id(self.home.group.members[0].tensor)
 

@@ -98,18 +98,6 @@ class Turn:
             finally:
                 self.threads.clear()
 
-    def acquire(self, timeout: float = -1) -> bool:
-        """Take the turn for this thread, to be released by any; False after `timeout` seconds, unless negative."""
-        if not self._lock.acquire(timeout=timeout):
-            return False
-        self._begin()
-        return True
-
-    def release(self) -> None:
-        """Give up the turn that `acquire` took."""
-        self.threads.clear()
-        self._lock.release()
-
     def end(self, close: Callable[[], None], *, has_failed: bool = False) -> None:
         """Call `close`, after which no thread joins, once those that did have left; after a failure that is waited for
         for a while at most."""

@@ -27,7 +27,7 @@ class LazyMemory(Memory):
     layout: Layout | None = None  # of the coded form that it is made of
 
     def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[Extent]) -> None:
-        self.name, self.path, self.nbytes, self.extents = name, path, nbytes, tuple(extents)
+        self.path, self.nbytes, self.extents = path, nbytes, tuple(extents)
         self._lock = threading.RLock()
         super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
 

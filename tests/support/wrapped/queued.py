@@ -20,7 +20,8 @@ class QueueBackend(CpuBackend):
     """
 
     def __init__(self, profile: Profile = CPU_PROFILE) -> None:
-        super().__init__(profile)
+        super().__init__()
+        self.profile = profile
         self._kernels = Worker("weightstream-compute")
         self._errors: list[BaseException] = []
         self._stop = weakref.finalize(self, self._kernels.stop)
