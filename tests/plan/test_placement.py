@@ -155,7 +155,7 @@ def test_every_budget_of_small_models(profile: Profile) -> None:
             assert plan.budget is not None
             assert plan.device_nbytes <= plan.budget
             assert plan.resident >= kept_anyway(manifest)
-            assert plan.step_s == cost.simulate_s(plan, profile)
+            assert plan.step_s == cost.simulated_s(plan, profile)[1]
             prove(plan)
 
 
@@ -375,7 +375,7 @@ def test_the_classic_rule(group_size: int, num_in_group: int, layers: list[int],
     assert plan.ring_nbytes == min(prefetch_step, len(layers)) * 1536
     assert plan.host_nbytes == len(layers) * 1536
     assert plan.budget is None
-    assert plan.step_s == cost.simulate_s(plan, Profile())
+    assert plan.step_s == cost.simulated_s(plan, Profile())[1]
     prove(plan)
 
 
@@ -474,7 +474,7 @@ def test_the_simulation_lies_between_the_lower_bound_and_the_serial_time(data: s
     capacity = data.draw(st.integers(max(grains), sum(grains) + 1)) * GRAIN
     plan = plan_of([g * GRAIN for g in grains], order, capacity)
     profile = data.draw(profiles_of(len(grains)))
-    predicted = cost.simulate_s(plan, profile)
+    predicted = cost.simulated_s(plan, profile)[1]
     assert lower_bound_s(plan, profile) <= closed_form_s(plan, profile)
     assert lower_bound_s(plan, profile) <= predicted
     assert predicted <= cost.compute_s(plan, profile) + cost.copy_s(plan, profile)
@@ -492,7 +492,7 @@ def test_the_closed_form_of_equal_blocks(num_units: int) -> None:
             profile = Profile(
                 link_bytes_per_s=GRAIN / copy, copy_latency_s=0.0, overhead_s=compute, device_bytes_per_s=1e30
             )
-            gap = cost.simulate_s(plan, profile) - closed_form_s(plan, profile)
+            gap = cost.simulated_s(plan, profile)[1] - closed_form_s(plan, profile)
             assert 0 <= gap <= (0 if exact else math.ceil(beyond / 2) * min(compute, copy))
 
 
@@ -501,9 +501,9 @@ def test_two_slots_hide_the_smaller_of_compute_and_copies_and_one_slot_hides_not
         profile = Profile(
             link_bytes_per_s=GRAIN / copy, copy_latency_s=0.0, overhead_s=compute, device_bytes_per_s=1e30
         )
-        assert cost.simulate_s(equal_plan(6, 2), profile) == 6 * max(compute, copy)
-        assert cost.simulate_s(equal_plan(6, 1), profile) == 6 * (compute + copy)
-        assert cost.simulate_s(equal_plan(6, 6), profile) == 6 * compute
+        assert cost.simulated_s(equal_plan(6, 2), profile)[1] == 6 * max(compute, copy)
+        assert cost.simulated_s(equal_plan(6, 1), profile)[1] == 6 * (compute + copy)
+        assert cost.simulated_s(equal_plan(6, 6), profile)[1] == 6 * compute
         assert cost.copy_s(equal_plan(6, 6), profile) == 0
 
 
@@ -519,18 +519,18 @@ def test_the_host_runs_ahead_of_the_device() -> None:
         ((2.0, 2.0), (), 4.0),
     ):
         profile = replace(fast, unit_s=unit_s, host_s=host_s)
-        assert cost.simulate_s(plan, profile) == pytest.approx(step_s)
+        assert cost.simulated_s(plan, profile)[1] == pytest.approx(step_s)
         assert cost.compute_s(plan, profile) == step_s
     opened = plan_of([GRAIN, GRAIN], (0, 1), GRAIN)
     profile = replace(fast, unit_s=(0.0, 0.0), host_s=(1.0, 1.0), overhead_s=2.0, link_bytes_per_s=1e30)
-    assert cost.simulate_s(opened, profile) == pytest.approx(6.0)
+    assert cost.simulated_s(opened, profile)[1] == pytest.approx(6.0)
     on_cpu = replace(profile, host_s=())
     assert cost.compute_s(opened, on_cpu) == 4.0
     coded = manifest.coded({next(iter(manifest.aliases)): (3, GRAIN // 2)})
     profile = replace(fast, unit_s=(0.0, 0.0), host_s=(1.0, 0.0), overhead_s=50.0, fill_s=30.0, show_s=5.0)
     decoded = Plan.build(coded, frozenset(coded.aliases), 0)
     profile = replace(profile, decoding_launch_s=12.0)
-    assert cost.simulate_s(decoded, profile) == pytest.approx(1 + 50 - 30 + 5 + 12)
+    assert cost.simulated_s(decoded, profile)[1] == pytest.approx(1 + 50 - 30 + 5 + 12)
 
 
 def test_a_late_host_delays_the_copies_behind_it() -> None:
@@ -539,8 +539,8 @@ def test_a_late_host_delays_the_copies_behind_it() -> None:
         link_bytes_per_s=GRAIN, copy_latency_s=0.0, overhead_s=0.0, unit_s=(0.0,) * 4, host_s=(3.0, 0.0, 0.0, 0.0)
     )
     in_turn = replace(profile, host_s=(0.0,) * 4)
-    assert cost.simulate_s(equal_plan(4, 1), in_turn) == 4.0
-    late = [cost.simulate_s(equal_plan(4, 1), replace(profile, host_s=(s, 0.0, 0.0, 0.0))) for s in (3.0, 5.0)]
+    assert cost.simulated_s(equal_plan(4, 1), in_turn)[1] == 4.0
+    late = [cost.simulated_s(equal_plan(4, 1), replace(profile, host_s=(s, 0.0, 0.0, 0.0)))[1] for s in (3.0, 5.0)]
     assert late == [4.0, 5.0]
 
 
@@ -568,10 +568,10 @@ def test_where_the_host_is_the_limit_the_device_is_not_forgotten() -> None:
     careless = place(manifest, budget=16 * GRAIN, profile=replace(copies, host_share=1.0))
     assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "what is told is what is predicted"
     assert careless.ring_nbytes < chosen.ring_nbytes
-    on_device = [cost.simulate_s(plan, copies, has_host=False) for plan in (chosen, careless)]
+    on_device = [cost.simulated_s(plan, copies)[0] for plan in (chosen, careless)]
     assert on_device[0] < 0.9 * on_device[1]
     no_host = replace(copies, host_s=(0.0,) * 8, overhead_s=0.0)
-    assert on_device == [cost.simulate_s(plan, no_host) for plan in (chosen, careless)]
+    assert on_device == [cost.simulated_s(plan, no_host)[1] for plan in (chosen, careless)]
 
 
 def test_measured_seconds_replace_the_estimate_and_small_units_take_their_overhead() -> None:
@@ -648,8 +648,9 @@ def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profi
 @given(drawn=unplaced())
 def test_a_host_that_is_never_late_takes_no_time(drawn: tuple[Plan, Profile]) -> None:
     alone_s, step_s = cost.simulated_s(*drawn)
-    assert step_s == cost.simulate_s(*drawn)
-    assert alone_s == cost.simulate_s(*drawn, has_host=False) <= step_s
+    with_host, without = (cost._simulated(*drawn, cost.times_s(*drawn), has_host)[0] for has_host in (True, False))
+    assert (step_s, alone_s) == (with_host, without)
+    assert alone_s <= step_s
     assert alone_s == step_s or drawn[1].host_s
 
 
@@ -722,7 +723,7 @@ def test_with_a_disk_the_simulation_lies_between_its_bounds(drawn: tuple[Plan, P
     plan, profile = drawn
     free = sorted(plan.manifest.aliases.keys() - plan.resident - plan.mapped)
     placed = replace(plan, disk=frozenset(data.draw(st.sets(st.sampled_from(free)))) if free else frozenset())
-    predicted = cost.simulate_s(placed, profile)
+    predicted = cost.simulated_s(placed, profile)[1]
     assert lower_bound_s(placed, profile) <= predicted
     assert lower_bound_s(placed, profile) <= closed_form_s(placed, profile)
     most = cost.compute_s(placed, profile) + cost.copy_s(placed, profile) + cost.disk_s(placed, profile)
@@ -733,7 +734,7 @@ def test_a_disk_slower_than_the_link_sets_the_pace_and_one_that_is_faster_does_n
     plan = replace(equal_plan(6, 2), disk=frozenset(f"blocks.{i}.0" for i in range(6)))
     for disk, wanted in [(GRAIN / 4, 24.0), (GRAIN * 1000.0, 6.0)]:
         profile = replace(LINK_BOUND, disk_bytes_per_s=disk)
-        assert cost.simulate_s(plan, profile) == pytest.approx(wanted, rel=0.01)
+        assert cost.simulated_s(plan, profile)[1] == pytest.approx(wanted, rel=0.01)
     assert cost.disk_s(plan, replace(LINK_BOUND, disk_bytes_per_s=GRAIN / 4)) == 24.0
     assert cost.disk_s(equal_plan(6, 2), LINK_BOUND) == 0.0
 
@@ -757,7 +758,7 @@ def test_uneven_units_use_the_ring_by_its_ends() -> None:
     ring = 13 * GRAIN
     found = place(manifest, budget=ring, profile=profile)
     assert (found.by_ends, found.ring_nbytes) == (True, ring)
-    in_order = cost.simulate_s(Plan.build(manifest, found.resident, ring), profile)
+    in_order = cost.simulated_s(Plan.build(manifest, found.resident, ring), profile)[1]
     assert found.step_s < in_order - 2
     assert found.step_s < sum(sizes) + 2
     assert found.reordered(tuple(reversed(manifest.order))).by_ends

@@ -486,7 +486,7 @@ def test_enough_is_less_memory_in_the_same_time() -> None:
     assert less.device_nbytes <= less.budget < (plan.budget or 0)
     index = next(i for i, grain in enumerate(found.grains) if grain == less.manifest)
     profile = found.planners[index].profile(less.manifest)
-    assert cost.simulate_s(less, profile) <= plan.step_s * 1.001
+    assert cost.simulated_s(less, profile)[1] <= plan.step_s * 1.001
 
 
 def test_a_step_that_copies_longest_has_no_enough() -> None:
@@ -504,7 +504,7 @@ def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, 
     chosen = choices.choices(manifest, placement.always_resident(manifest), budget)
     slots = ((r, ring, s, ends) for r, ring, unit_nbytes, ends in chosen for s in {0, unit_nbytes * (not ends)})
     plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, by_ends=ends) for r, ring, slot, ends in slots)
-    found = [(cost.simulate_s(plan, profile), plan.device_nbytes) for plan in plans]
+    found = [(cost.simulated_s(plan, profile)[1], plan.device_nbytes) for plan in plans]
     least = min(step_s for step_s, _ in found)
     return least, min(nbytes for step_s, nbytes in found if step_s <= least + 1e-9)
 

@@ -170,7 +170,7 @@ def test_decoding_is_part_of_compute() -> None:
     decode_s += beside_s * sum(bool(unit.coded()) for unit in plan.manifest.units)
     assert plan.decode_s == pytest.approx(decode_s)
     assert sum(profile.unit_s) == pytest.approx(sum(plain.unit_s) + decode_s)
-    assert plan.step_s == pytest.approx(cost.simulate_s(plan, profile))
+    assert plan.step_s == pytest.approx(cost.simulated_s(plan, profile)[1])
     assert found.planners[index].priced(plan).step_s == pytest.approx(plan.step_s)
     after = [share * s for share, s in zip(profile.after_share, profile.unit_s, strict=True)]
     assert after == pytest.approx([share * s for share, s in zip(plain.after_share, plain.unit_s, strict=True)])

@@ -68,13 +68,8 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
-def simulate_s(plan: Plan, profile: Profile, *, has_host: bool = True) -> float:
-    """Seconds of a step in the steady state; without a host, launches take no time."""
-    return _simulated(plan, profile, times_s(plan, profile), has_host)[0]
-
-
 def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
-    """The same without a host, and with one."""
+    """Seconds of a step in the steady state: without a host, so that launches take no time, and with one."""
     times = times_s(plan, profile)
     step_s, is_late = _simulated(plan, profile, times, True)
     return _simulated(plan, profile, times, False)[0] if is_late else step_s, step_s

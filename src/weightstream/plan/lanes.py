@@ -140,7 +140,7 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
 
 
 def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = False) -> float:
-    """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulate_s` for one.
+    """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulated_s` for one.
 
     Each lane has a link. What a block is given comes from the first lane, and goes back there. Its first unit is open,
     and what that streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host
