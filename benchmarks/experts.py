@@ -96,18 +96,18 @@ def measured(
     """What a row says of one plan."""
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
     plan, stats = streamer.plan, streamer.stats()
-    asked = stats.experts_found + stats.experts_fetched
+    asked = stats.experts.found + stats.experts.fetched
     return {
         "ms": ms,
         "graph_ms": round(1e3 * stats.step_s, 3) if stats.step_s else None,
         "x_resident": round(plain_ms / ms["p50"], 3) if plain_ms else None,
         "tokens_per_s": round(1e3 * batch / ms["p50"], 1),
         "equal": equal,
-        "found": round(stats.experts_found / asked, 3) if asked else None,
+        "found": round(stats.experts.found / asked, 3) if asked else None,
         "num_slots": plan.num_slots,
         "ahead": plan.ahead,
-        "ahead_fetched": stats.experts_ahead,
-        "ahead_used": round(stats.experts_ahead_used / stats.experts_ahead, 3) if stats.experts_ahead else None,
+        "ahead_fetched": stats.experts.ahead,
+        "ahead_used": round(stats.experts.ahead_used / stats.experts.ahead, 3) if stats.experts.ahead else None,
         "fetched_mib": round(plan.fetched_nbytes / 2**20, 1),
         "device_gib": round(stats.held_nbytes["device"] / 2**30, 2),
         "plan": plan.summary(),

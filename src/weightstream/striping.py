@@ -45,7 +45,7 @@ from weightstream.runtime.undo import Undo
 from weightstream.runtime.values import moved
 from weightstream.shares import Shares, shared_out
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.trace import Trace
+from weightstream.trace import Trace, total
 
 _COMPILED = "the model is spread over several devices, where nothing is compiled: its steps run eager, or are captured"
 
@@ -182,6 +182,7 @@ class Stripes:
             predicted_step_s=self.plan.step_s,
             step_s=max(steps, default=None),
             units=tuple(unit for stats in found for unit in stats.units),
+            experts=total(stats.experts for stats in found),
             read_in_place=tuple(nbytes for stats in found for nbytes in stats.read_in_place),
         )
 

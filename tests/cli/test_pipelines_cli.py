@@ -83,6 +83,7 @@ def test_an_image_is_written_and_is_the_plain_one(folder: Path, tmp_path: Path) 
     assert found["files"] == [str(out)]
     assert found["held_nbytes"]["device"] <= 800 << 10
     assert found["stats"]["transformer"]["steps"] == 3
+    assert not any(found["stats"]["transformer"]["experts"].values())
     first = pixels(out)
     assert len(first) == 32 * 32 * 3
     result = weightstream("run", folder, *flags, "--seed", 6)

@@ -141,7 +141,7 @@ def test_captured_generation_has_the_plain_bits(form: str, kind: str) -> None:
         for _ in range(2):
             assert_same(generated(model, ids), wanted)
         stats = streamer.stats()
-        assert (stats.experts_fetched > 0) is (form != "coded"), stats
+        assert (stats.experts.fetched > 0) is (form != "coded"), stats
         assert stats.fills == 0
     assert_same(generated(model, ids), wanted)
 
@@ -233,7 +233,7 @@ def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, b
         for _ in range(2):
             assert_same(generated(model, ids, **DRAWN), wanted)
         stats = streamer.stats()
-        assert stats.experts_ahead_used > 0.4 * stats.experts_ahead, stats
+        assert stats.experts.ahead_used > 0.4 * stats.experts.ahead, stats
         cached = [unit for unit in streamer._binding.units if unit.rows is not None and unit.rows.cache]
         assert cached[0].rows.cache.counts().ahead == 0, "nobody guesses for the first"
         assert min(unit.rows.cache.counts().ahead for unit in cached[1:]) > 0
@@ -270,7 +270,7 @@ def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
         if drops:
             monkeypatch.setattr(Ahead, "reach", reaches)
         found = generated(model, ids, **DRAWN)
-        assert streamer.stats().experts_ahead_used > 0
+        assert streamer.stats().experts.ahead_used > 0
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) is not drops
 
 
@@ -301,4 +301,4 @@ def test_rows_are_fetched_from_the_page_cache(form: str, shards: str, tmp_path: 
     with loaded.weightstream as streamer:
         assert streamer.plan.cached, streamer.plan
         assert_same(generated(loaded, ids), wanted)
-        assert streamer.stats().experts_fetched > 0
+        assert streamer.stats().experts.fetched > 0

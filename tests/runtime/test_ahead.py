@@ -100,7 +100,7 @@ def test_batches_that_are_placed_look_ahead_too() -> None:
     wanted = generated(model, ids, NEW)
     with held(model, "cached", SLOTS, ahead=3) as streamer:
         assert same(generated(model, ids, NEW), wanted)
-        assert streamer.stats().experts_ahead > 0
+        assert streamer.stats().experts.ahead > 0
 
 
 @torch.no_grad()
@@ -158,7 +158,7 @@ def test_hooks_of_the_router_see_no_guess() -> None:
         layer.mlp.gate.register_forward_hook(count)
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         generated(model, prompt(2), NEW)
-        assert streamer.stats().experts_ahead > 0
+        assert streamer.stats().experts.ahead > 0
         assert calls[0] == NEW * NUM_LAYERS
 
 
@@ -175,7 +175,7 @@ def test_experts_that_are_given_other_ids_than_their_block_names_are_not_guessed
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         assert same(generated(model, prompt(2), NEW), wanted)
         assert guessing(model) == [True, False, False]
-        assert streamer.stats().experts_ahead == 0
+        assert streamer.stats().experts.ahead == 0
 
 
 def test_a_block_that_does_not_run_without_its_experts_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_a_block_that_does_not_run_without_its_experts_is_not_asked(monkeypatch:
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         assert same(generated(model, prompt(2), NEW), wanted)
         assert guessing(model) == [False] * NUM_LAYERS
-        assert streamer.stats().experts_ahead == 0
+        assert streamer.stats().experts.ahead == 0
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -230,7 +230,7 @@ def test_a_written_expert_is_not_used_as_it_was_fetched_ahead() -> None:
     wanted = generated(other, prompt(2), 8)
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         assert same(generated(model, prompt(2), 8), wanted)
-        assert streamer.stats().experts_ahead > 0
+        assert streamer.stats().experts.ahead > 0
 
 
 def test_a_block_in_training_is_not_asked() -> None:
@@ -242,10 +242,10 @@ def test_a_block_in_training_is_not_asked() -> None:
         decoded(model, 2)
         torch.manual_seed(1)
         assert same(decoded(model, 8), wanted)
-        assert streamer.stats().experts_ahead == 0
+        assert streamer.stats().experts.ahead == 0
         model.eval()
         generated(model, ids, NEW)
-        assert streamer.stats().experts_ahead > 0
+        assert streamer.stats().experts.ahead > 0
 
 
 def test_under_autocast_nothing_is_guessed() -> None:
@@ -253,12 +253,12 @@ def test_under_autocast_nothing_is_guessed() -> None:
     model = alike("qwen3_moe")
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         decoded(model, 4)
-        before = streamer.stats().experts_ahead
+        before = streamer.stats().experts.ahead
         with torch.autocast("cpu", dtype=torch.bfloat16):
             decoded(model, 8)
-        assert streamer.stats().experts_ahead == before > 0
+        assert streamer.stats().experts.ahead == before > 0
         decoded(model, 8)
-        assert streamer.stats().experts_ahead > before
+        assert streamer.stats().experts.ahead > before
 
 
 def test_the_first_step_after_a_change_of_plan_looks_ahead_too() -> None:
@@ -266,14 +266,14 @@ def test_the_first_step_after_a_change_of_plan_looks_ahead_too() -> None:
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         decoded(model, 8)
         streamer.switch(replace(streamer.plan, ahead=1))
-        before, numbers = streamer.stats().experts_ahead, []
+        before, numbers = streamer.stats().experts.ahead, []
         for unit in streamer._binding.units:
             if unit.rows is not None and unit.rows.cache is not None:
                 fetch = unit.rows.cache.fetch_ahead
                 unit.rows.cache.fetch_ahead = lambda *args, fetch=fetch: (numbers.append(args[1]), fetch(*args))  # type: ignore[method-assign]
         decoded(model, 1)
         assert numbers == [1] * (NUM_LAYERS - 1)
-        assert streamer.stats().experts_ahead >= before
+        assert streamer.stats().experts.ahead >= before
 
 
 def test_nothing_of_a_guess_is_kept_alive() -> None:

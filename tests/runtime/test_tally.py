@@ -55,7 +55,6 @@ def test_stats_are_those_of_the_caches() -> None:
         assert (found, fetched) == counts(streamer)
         assert found + fetched == 6 * NUM_LAYERS * TOP_K, "the first, watched step reads single rows, too"
         assert nbytes == fetched * ROW_NBYTES > 0
-        assert (streamer.stats().experts_found, streamer.stats().experts_fetched) == (found, fetched)
 
 
 def test_what_was_counted_outlives_a_plan_and_the_streamer() -> None:
@@ -272,13 +271,14 @@ def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
         assert report["experts"] is None
         assert "experts" not in lines
         return
-    num_ids = stats.experts_found + stats.experts_fetched
+    num_ids = stats.experts.found + stats.experts.fetched
     assert report["experts"] == {
         "num_slots": MOST,
-        "found_share": stats.experts_found / num_ids,
+        "found_share": stats.experts.found / num_ids,
         "ahead_used_share": None,
-        "fetched_nbytes_per_token": stats.experts_fetched_nbytes / 8,
+        "fetched_nbytes_per_token": stats.experts.fetched_nbytes / 8,
     }
+    assert report["stats"]["experts"] == stats.experts._asdict()
     assert lines["experts"] == counted(report["experts"])
 
 

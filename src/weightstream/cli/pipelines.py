@@ -299,7 +299,10 @@ def run(
     if as_json:
         planned = session.planned
         told = {"seconds": taken_s, "predicted_s": planned and planned.seconds, "plan": planned and planned.numbers()}
-        parts = {name: dataclasses.asdict(part) for name, part in stats.components.items()}
+        parts = {
+            name: dataclasses.asdict(part) | {"experts": part.experts._asdict()}
+            for name, part in stats.components.items()
+        }
         typer.echo(json.dumps(about | told | {"stats": parts, "held_nbytes": stats.held_nbytes}))
     else:
         _report(about, session.planned, taken_s, stats)

@@ -298,7 +298,7 @@ class Session:
             "tokens_per_s": tokens.per_second,
             "decoding": tokens.decoding and dataclasses.asdict(tokens.decoding),
             "experts": of_cache(self.streamer.plan, stats.experts, len(tokens.ids)),
-            "stats": dataclasses.asdict(stats),
+            "stats": dataclasses.asdict(stats) | {"experts": stats.experts._asdict()},
         }
 
 

@@ -25,9 +25,7 @@ class Stats:
     first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
     the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
 
-    Where experts are cached on the device, `experts_found` were asked for and there, and `experts_fetched` were not;
-    `experts_ahead` were fetched before anybody asked, of which `experts_ahead_used` are among those that were there.
-    All that was fetched are `experts_fetched_nbytes` bytes. To tell these waits for the device.
+    `experts` sums the counts of all caches of experts. Where there is a cache, `stats()` waits for the device.
 
     `read_in_place` are the bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few
     rows.
@@ -43,17 +41,8 @@ class Stats:
     predicted_step_s: float
     step_s: float | None
     units: tuple[UnitTimes, ...]
-    experts_found: int = 0
-    experts_fetched: int = 0
-    experts_fetched_nbytes: int = 0
-    experts_ahead: int = 0
-    experts_ahead_used: int = 0
-    read_in_place: tuple[int, ...] = ()
-
-    @property
-    def experts(self) -> Experts:
-        """The last five."""
-        return Experts(*(getattr(self, f"experts_{name}") for name in Experts._fields))
+    experts: Experts
+    read_in_place: tuple[int, ...]
 
 
 def of_cache(plan: AnyPlan, experts: Experts, num_tokens: int) -> dict[str, Any] | None:
@@ -72,7 +61,6 @@ def of_cache(plan: AnyPlan, experts: Experts, num_tokens: int) -> dict[str, Any]
 def stats_of(installed: Installation) -> Stats:
     """The statistics as of now."""
     held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
-    experts = total(installed.timeline.tally.read().values())
     held["device"] += sum(memory.numel() for memory in installed.binding.memory) + installed.modules.adopted_nbytes
     return Stats(
         **asdict(installed.counters),
@@ -82,6 +70,6 @@ def stats_of(installed: Installation) -> Stats:
         predicted_step_s=plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
+        experts=total(installed.timeline.tally.read().values()),
         read_in_place=installed.refinement.read_whole(plan),
-        **{f"experts_{name}": number for name, number in experts._asdict().items()},
     )
