@@ -141,7 +141,6 @@ def test_no_kernel_sees_other_bytes(place: str, seed: int, nested: bool, monkeyp
 
 
 # Each takes one piece of order out of the source, or moves it to where it orders nothing.
-AHEAD = "self.units[index].opening.decode()"
 WAIT = "        if unit.streams:\n            self.engine.wait(unit.index)\n"
 DECODE = "        self.decode(unit.index)\n"
 MUTATIONS = {

@@ -58,7 +58,6 @@ from weightstream.store.file import DirectFile
 from weightstream.store.mapping import _LIBC, FileMapping
 from wrapped import ClockBackend, Delay, Poison, QueueBackend
 
-Open = Callable[[int], Streamer]
 PREADV = os.preadv
 
 

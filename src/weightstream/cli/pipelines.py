@@ -85,7 +85,7 @@ def plan(
     if save is not None:
         write("--save", save, json.dumps(planned.numbers(), indent=1) + "\n")
     if plot is not None:
-        _draw(model, planned, plans, plot)
+        _draw(model, plans, plot)
     if as_json:
         swept = {"sweep": [{"budget": budget} | found.numbers() for budget, found in plans]} if plans else {}
         typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **planned.numbers(), **swept}))
@@ -133,7 +133,7 @@ def _show_sweep(planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]]
     print_table(table, "seconds per call over budget", drop=("ring", ""))
 
 
-def _draw(model: str, planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> None:
+def _draw(model: str, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> None:
     unit, nbytes_of_one = scale(max(budget for budget, _ in plans))
     budgets = [budget / nbytes_of_one for budget, _ in plans]
     with figure(path, height=4.5) as axes:
