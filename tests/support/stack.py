@@ -65,7 +65,8 @@ def assert_equal(model: Step, inputs: Sequence[torch.Tensor], want: Sequence[tor
     for turn in range(rounds):
         got = [model(x) for x in inputs]  # queued without a synchronisation in between
         pairs = enumerate(zip(got, want, strict=True))
-        assert not (wrong := [f"input {n}: {difference(a, b)}" for n, (a, b) in pairs if not torch.equal(a, b)]), turn
+        wrong = [f"input {index}: {difference(a, b)}" for index, (a, b) in pairs if not torch.equal(a, b)]
+        assert not wrong, f"round {turn}: {'; '.join(wrong)}"
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> str:
