@@ -46,7 +46,6 @@ _OPTIONAL = MappingProxyType(
         "matplotlib": "for figures",
     }
 )
-_OF_A_GPU = frozenset({"triton", _NVML})
 _QUANTISING = MappingProxyType(
     {
         "bitsandbytes": "NF4, FP4, int8",
@@ -78,8 +77,7 @@ class Finding(NamedTuple):
 
 
 def _judged(label: str, text: str, is_good: bool, remedy: str, value: Any = None) -> Finding:
-    mark, remedy = ("ok", "") if is_good else ("better", remedy)
-    return Finding(label, text, mark, remedy, value)
+    return Finding(label, text, "ok" if is_good else "better", "" if is_good else remedy, value)
 
 
 @dataclass(kw_only=True)
@@ -148,11 +146,8 @@ def gpu(system: System) -> Iterator[Finding]:
         return
     facts, free = system.facts, cuda.allocatable_nbytes(system.backend.device)
     yield Finding("device", f"{facts.name}, compute capability {facts.capability}", value=asdict(facts))
-    text, remedy = (
-        f"{human(free)} of {human(facts.total_nbytes)} free",
-        "Other processes hold the rest: see nvidia-smi.",
-    )
-    yield _judged("memory", text, free > facts.total_nbytes / 2, remedy, free)
+    text, is_free = f"{human(free)} of {human(facts.total_nbytes)} free", free > facts.total_nbytes / 2
+    yield _judged("memory", text, is_free, "Other processes hold the rest: see nvidia-smi.", free)
     driver = nvml.driver_version() or "unknown"
     built = f"torch {torch.__version__} built for CUDA {torch.version.cuda}"
     yield Finding("driver", f"{driver} (up to CUDA {facts.driver}), {built}", value=driver)
@@ -328,7 +323,7 @@ def installed(system: System) -> Iterator[Finding]:
     versions["torch"] = str(torch.__version__)  # with the CUDA that it was built for
     yield Finding("installed", _listed(versions), value=versions)
     for name, purpose in _OPTIONAL.items():
-        if versions[name] is None and (system.gpus or name not in _OF_A_GPU):
+        if versions[name] is None and (system.gpus or name not in ("triton", _NVML)):
             yield Finding(name, purpose, "missing", f"pip install {name}")
 
 
