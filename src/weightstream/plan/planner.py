@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
+from weightstream.codec.format import MAX_SHARE
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.given import selects
@@ -35,7 +35,6 @@ _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
-_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of its bytes, as decoding takes time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +293,7 @@ class Planner:
         plain = placement.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
-        most = {a: _WORTH[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
+        most = {a: MAX_SHARE[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
         return {a: nbytes for a, nbytes in self.weights.codes.items() if nbytes < most.get(a, 0.0)}
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
