@@ -27,7 +27,7 @@ from weightstream.plan.schedule import aligned
 transformers = pytest.importorskip("transformers")
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
-pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 BLOCK = (32, 32)
 

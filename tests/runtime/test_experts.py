@@ -46,7 +46,7 @@ from weightstream.store.pages import PageCache
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.usefixtures("keeps_its_plan"),
+    pytest.mark.usefixtures("nothing_foreseen"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 

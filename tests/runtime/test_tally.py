@@ -25,7 +25,7 @@ from weightstream.runtime.tally import Cache, Tally
 from weightstream.trace import Experts, Span, Trace, total
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 MOST = 4
 ROW_NBYTES = 2 * 3 * 64 * 64  # bfloat16, of up, gate and down

@@ -26,7 +26,7 @@ from weightstream.runtime.timeline import Kind, Measured
 from weightstream.trace import Trace
 from wrapped import Wrapper
 
-pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 DECODE, PREFILL = Kind("forward", 1), Kind("forward", 100)
 MARKS = 2 + 5 * 4  # of a step of five units, of which each is filled once

@@ -1,8 +1,8 @@
 """A plan in force on a model: homes are settled, units bound to memory, modules surrounded. Changes it for another.
 
 [Note: a change of plan]
-The work and the order of a call, weights that were read outside of their unit, measured times: all change the plan
-through `switch`, to units of another grain too. It happens between steps, with the device idle. The modules are
+The work and the order of a call, and weights that were read outside of their unit, change the plan through `switch`,
+to units of another grain too; measured times never do. It happens between steps, with the device idle. The modules are
 detached and the ring is let go; then homes move, those alone whose place or code changes, a ring is made, and units are
 bound to it. On an error the same way leads back to the plan that was in force. The addresses of weights change with the
 plan, and graphs and compiled code hold addresses. So what `compile` made is made again, graphs of `capture` are

@@ -1,7 +1,7 @@
-"""What calls and steps teach: work, the order of the units, weights that are read outside of them, measured times.
+"""What calls and steps teach: work, the order of the units, weights that are read outside of them.
 
-Changes the plan. A call of a new kind is followed on shapes before it runs. The first step is watched, and those that
-follow until one reads no weight outside of its unit.
+Changes the plan. Measured times only correct what is predicted of it. A call of a new kind is followed on shapes before
+it runs. The first step is watched, and those that follow until one reads no weight outside of its unit.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Learning:
             self._try_switch(plan, any_error=True)
 
     def learn(self, *, watched: bool, is_whole: bool = True) -> None:
-        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times.
+        """Change the plan as the step that ended teaches: weights to keep on the device, order.
 
         `is_whole`: else units that it did not reach stay on the device, as others may read them outside of these.
         """
@@ -205,7 +205,7 @@ class Learning:
             logger.debug("units run in another order than planned: %s", order)
             self._try_switch(plan.reordered(order))
         elif not self.watching:
-            self._refine(plan)
+            self.correct()
 
     def _to_keep(self) -> frozenset[str]:
         """Alias groups that steps showed to need bytes of their own."""
@@ -280,16 +280,10 @@ class Learning:
 
     def correct(self) -> None:
         """Take measured times into what is predicted of the plan in force; nothing moves."""
-        self._refine(self._installed.plan, may_move=False)
-
-    def _refine(self, plan: Plan, *, may_move: bool = True) -> None:
         installed = self._installed
-        steps, timeline = installed.counters.steps, installed.timeline
-        found = installed.refinement.refine(plan, steps, timeline, timeline.tally.counts, may_move=may_move)
-        if found is not None:
-            installed.binding.plan, better = found
-            if better is not None:
-                self._try_switch(better)
+        plan = installed.refinement.refine(installed.plan, installed.counters.steps, installed.timeline)
+        if plan is not None:
+            installed.binding.plan = plan
 
     def switch(self, plan: Plan) -> None:
         """As `Installation.switch`; reads outside of units of another grain are to be seen."""
