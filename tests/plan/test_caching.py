@@ -16,11 +16,11 @@ from weightstream.config import OffloadConfig
 from weightstream.plan import caching
 from weightstream.plan.caching import Cached, Counts
 from weightstream.plan.check import prove, violations
+from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, Op, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Planner, Weights
 from weightstream.plan.prospect import moved_nbytes
-from weightstream.plan.refine import Times, refine
 from weightstream.runtime.slots import Lru
 
 NUM_ROWS, NUM_PICKED, NUM_LAYERS = 128, 8, 6
@@ -418,12 +418,12 @@ def times_of(step_s: float) -> Times:
 def test_measured_steps_of_a_cache_keep_what_was_counted() -> None:
     plan = mixed(70, 4)(MIXTURE)
     counts = counts_of(0.8, plan.num_slots, Workload(batch=4))
-    refined = refine(mixed(70, 4, counts), plan, times_of(1.04 * plan.step_s))
+    found = corrected(mixed(70, 4, counts), plan, times_of(1.04 * plan.step_s))
     told = mixed(70, 4, counts).priced(plan)
-    assert refined.step_s == pytest.approx(1.04 * plan.step_s)
-    assert refined.fetched_nbytes == told.fetched_nbytes != plan.fetched_nbytes
-    assert refined.cached == plan.cached
-    by_law = refine(mixed(70, 4), plan, times_of(1.04 * plan.step_s))
+    assert found.step_s == pytest.approx(1.04 * plan.step_s)
+    assert found.fetched_nbytes == told.fetched_nbytes != plan.fetched_nbytes
+    assert found.cached == plan.cached
+    by_law = corrected(mixed(70, 4), plan, times_of(1.04 * plan.step_s))
     assert by_law.fetched_nbytes == plan.fetched_nbytes
     assert by_law.acts_as(plan)
 

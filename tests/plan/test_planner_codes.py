@@ -35,12 +35,12 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.check import prove, violations
 from weightstream.plan.codes import decoding_less
+from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, decode_rate
 from weightstream.plan.placement import place
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.refine import Times, refine
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
 SHARE = 0.7
@@ -489,9 +489,9 @@ def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     first = opened[0]
     spans = {u: sum(computes[u:v]) for u, v in itertools.pairwise([*opened, len(computes)])}
     spans[opened[-1]] += sum(computes[:first])
-    refined = refine(planner, plan, Times(step_s=plan.step_s, host_s=plan.step_s, computes=spans, copies=copies))
-    assert refined.step_s == pytest.approx(plan.step_s, rel=0.02)
-    assert refined.compute_s == pytest.approx(sum(computes), rel=1e-6)
+    found = corrected(planner, plan, Times(step_s=plan.step_s, host_s=plan.step_s, computes=spans, copies=copies))
+    assert found.step_s == pytest.approx(plan.step_s, rel=0.02)
+    assert found.compute_s == pytest.approx(sum(computes), rel=1e-6)
 
 
 # -- what is shown ------------------------------------------------------------------------------------------------

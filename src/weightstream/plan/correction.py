@@ -31,7 +31,7 @@ class Times:
     copies: Mapping[int, tuple[int, float]]
 
 
-def refine(planner: Planner, plan: Plan, times: Times) -> Plan:
+def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     """The plan with predictions that agree with the measured times; `planner` predicts the rest."""
     profile = planner.machine.profile
     if plan.cached:  # the seconds of the units include the fetches of rows, which counts predict
@@ -48,10 +48,10 @@ def refine(planner: Planner, plan: Plan, times: Times) -> Plan:
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
     decodes = {unit.name: told.decode_s(u, unit) for u, unit in enumerate(plan.manifest.units)}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
-    refined = replace(planner, machine=machine, unit_s=seconds).priced(plan)
-    if times.step_s > _UNTOLD * refined.step_s:  # others on the device, slower handovers
-        return _as_a_whole(refined, times)
-    return refined
+    found = replace(planner, machine=machine, unit_s=seconds).priced(plan)
+    if times.step_s > _UNTOLD * found.step_s:  # others on the device, slower handovers
+        return _as_a_whole(found, times)
+    return found
 
 
 def _quicker(profile: Profile, ratio: float) -> Profile:

@@ -19,17 +19,16 @@ from torch import nn
 import weightstream
 from models import TEXT
 from weightstream import prospects
-from weightstream.plan import cost
-from weightstream.plan import refine as refinement
+from weightstream.plan import correction, cost
+from weightstream.plan.correction import Times, corrected, unit_s
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect, is_worth
-from weightstream.plan.refine import Times, refine, unit_s
 from weightstream.runtime import devices
 from weightstream.runtime.backend import Copy
 from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
-from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.replanning import Replanning
 from weightstream.runtime.tally import Tally
 from weightstream.runtime.timeline import Kind, Measured
 from wrapped import Delay, Wrapper
@@ -50,7 +49,7 @@ def faster(profile: Profile, compute: float, link: float) -> Profile:
 
 def on_host(planner: Planner, slow: float) -> Planner:
     """The planner of a machine whose host takes so many times longer."""
-    profile = refinement._quicker(planner.machine.profile, slow)
+    profile = correction._quicker(planner.machine.profile, slow)
     return replace(planner, machine=replace(planner.machine, profile=profile))
 
 
@@ -108,12 +107,12 @@ def test_a_corrected_plan_predicts_what_was_measured(percent: int, grain: str, w
     planner, plan = planned(percent, grain, workload=workload)
     for compute, link in itertools.product((0.2, 0.9, 6), (0.3, 1.1, 4)):
         times = times_of(plan, faster(planner.profile(plan.manifest), compute, link))
-        refined = refine(planner, plan, times)
-        assert refined.step_s == pytest.approx(times.step_s, rel=0.02), (compute, link)
+        found = corrected(planner, plan, times)
+        assert found.step_s == pytest.approx(times.step_s, rel=0.02), (compute, link)
         on_host_s = min(times.host_s, cost.host_s(plan, planner.profile(plan.manifest)))
         on_device_s = sum(times.computes.values()) or times.step_s
-        assert refined.compute_s == pytest.approx(max(on_device_s, on_host_s), rel=1e-6)
-        assert replace(refined, **predictions(plan)) == plan
+        assert found.compute_s == pytest.approx(max(on_device_s, on_host_s), rel=1e-6)
+        assert replace(found, **predictions(plan)) == plan
 
 
 def predictions(plan: Plan) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def test_where_nothing_streams_the_step_is_split() -> None:
     planner, plan = planned(100)
     assert not plan.step_nbytes
     times = Times(step_s=0.5, host_s=0.5, computes={}, copies={})
-    assert refine(planner, plan, times).step_s == pytest.approx(0.5)
+    assert corrected(planner, plan, times).step_s == pytest.approx(0.5)
     assert sum(unit_s(plan, [0.0] * len(plan.manifest.units), times).values()) == pytest.approx(0.5)
 
 
@@ -153,7 +152,7 @@ def test_a_unit_at_two_positions_counts_at_both() -> None:
     order = (0, 1, 2, 3, 2, 4, 5, 6, 7, 8, 9, 10)
     plan = plan.reordered(order)
     times = times_of(plan, faster(planner.profile(plan.manifest), 0.25, 1))
-    assert refine(planner, plan, times).step_s == pytest.approx(times.step_s, rel=0.02)
+    assert corrected(planner, plan, times).step_s == pytest.approx(times.step_s, rel=0.02)
 
 
 def test_what_no_unit_tells_counts_as_a_whole() -> None:
@@ -161,13 +160,13 @@ def test_what_no_unit_tells_counts_as_a_whole() -> None:
     planner, plan = planned(70, workload=PREFILL)
     assert plan.limit == "compute"
     times = times_of(plan, faster(planner.profile(plan.manifest), 40, 1))
-    by_units = refine(planner, plan, times)
+    by_units = corrected(planner, plan, times)
     for factor in (1.2, 3.0):
-        refined = refine(planner, plan, replace(times, step_s=factor * times.step_s))
-        assert refined.step_s == factor * times.step_s
+        found = corrected(planner, plan, replace(times, step_s=factor * times.step_s))
+        assert found.step_s == factor * times.step_s
         busy = {name: getattr(by_units, name) for name in ("compute_s", "copy_s")}
-        busy["copy_s" if by_units.limit == "link" else "compute_s"] *= refined.step_s / by_units.step_s
-        assert {name: getattr(refined, name) for name in busy} == pytest.approx(busy)
+        busy["copy_s" if by_units.limit == "link" else "compute_s"] *= found.step_s / by_units.step_s
+        assert {name: getattr(found, name) for name in busy} == pytest.approx(busy)
 
 
 def test_a_profile_of_a_slow_host_is_mended_by_a_step() -> None:
@@ -177,10 +176,10 @@ def test_a_profile_of_a_slow_host_is_mended_by_a_step() -> None:
     plan = slow(decoder("block", **SMALL))
     assert plan.step_s == pytest.approx(cost.host_s(plan, slow.profile(plan.manifest)))
     times = times_of(plan, true.profile(plan.manifest))
-    refined, wanted = refine(slow, plan, times), true.priced(plan)
-    assert refined.step_s == pytest.approx(times.step_s, rel=0.02)
-    assert refined.compute_s == pytest.approx(wanted.compute_s, rel=0.02)
-    assert refined.step_s < 0.5 * plan.step_s
+    found, wanted = corrected(slow, plan, times), true.priced(plan)
+    assert found.step_s == pytest.approx(times.step_s, rel=0.02)
+    assert found.compute_s == pytest.approx(wanted.compute_s, rel=0.02)
+    assert found.step_s < 0.5 * plan.step_s
 
 
 def test_a_host_that_was_held_up_is_not_taken_to_be_slower() -> None:
@@ -188,7 +187,7 @@ def test_a_host_that_was_held_up_is_not_taken_to_be_slower() -> None:
     planner, plan = planned(60)
     profile = planner.profile(plan.manifest)
     on_time = replace(times_of(plan, profile), host_s=cost.host_s(plan, profile))
-    assert refine(planner, plan, replace(on_time, host_s=1e3)) == refine(planner, plan, on_time)
+    assert corrected(planner, plan, replace(on_time, host_s=1e3)) == corrected(planner, plan, on_time)
 
 
 def test_the_link_is_what_the_copies_took() -> None:
@@ -197,24 +196,24 @@ def test_the_link_is_what_the_copies_took() -> None:
     times = Times(step_s=0.01, host_s=1.0, computes={2: 0.01}, copies=copies)
     profile = planner.machine.profile
     slower = replace(profile, link_bytes_per_s=(1 << 20) / (0.125 - profile.copy_latency_s))
-    assert refine(planner, plan, times).copy_s == pytest.approx(cost.copy_s(plan, slower), rel=1e-4)
-    assert refine(planner, plan, replace(times, copies={})).copy_s == cost.copy_s(plan, profile)
+    assert corrected(planner, plan, times).copy_s == pytest.approx(cost.copy_s(plan, slower), rel=1e-4)
+    assert corrected(planner, plan, replace(times, copies={})).copy_s == cost.copy_s(plan, profile)
 
 
 def test_a_disk_that_limits_is_corrected() -> None:
     planner, plan = planned(40, host_budget=20 << 20)
     assert plan.limit == "disk"
     true = replace(planner.profile(plan.manifest), disk_bytes_per_s=planner.machine.profile.disk_bytes_per_s / 3)
-    refined = refine(planner, plan, times_of(plan, true))
-    assert refined.step_s == pytest.approx(cost.simulate_s(plan, true), rel=0.01)
-    assert refined.disk_s == pytest.approx(cost.disk_s(plan, true), rel=0.01)
+    found = corrected(planner, plan, times_of(plan, true))
+    assert found.step_s == pytest.approx(cost.simulate_s(plan, true), rel=0.01)
+    assert found.disk_s == pytest.approx(cost.disk_s(plan, true), rel=0.01)
 
 
 def test_units_that_did_not_run_take_no_part() -> None:
     planner, plan = planned(70, workload=PREFILL)
     partial = plan.reordered(plan.manifest.order[:-1])
     times = times_of(partial, faster(planner.profile(plan.manifest), 40, 1))
-    assert refine(planner, partial, times).step_s == pytest.approx(times.step_s, rel=0.01)
+    assert corrected(planner, partial, times).step_s == pytest.approx(times.step_s, rel=0.01)
 
 
 def test_a_head_that_is_read_in_place_is_not_paid_twice() -> None:
@@ -228,7 +227,7 @@ def test_a_head_that_is_read_in_place_is_not_paid_twice() -> None:
     read_s = manifest.aliases[HEAD] / profile.link_bytes_per_s
     slow = tuple(s + read_s * (unit == head) for unit, s in enumerate(profile.unit_s))
     times = times_of(plan, replace(profile, unit_s=slow))
-    assert refine(planner, plan, times).step_s == pytest.approx(times.step_s, rel=0.01)
+    assert corrected(planner, plan, times).step_s == pytest.approx(times.step_s, rel=0.01)
 
 
 # -- streamers ----------------------------------------------------------------------------------------------------
@@ -320,10 +319,10 @@ def test_delays_that_nobody_predicted_change_no_bit(opened: Callable[..., weight
     assert torch.equal(step(module, 1), step(layers(), 1))
 
 
-def look(learned: Refinement, plan: Plan, num_steps: int, measured: Measured) -> Plan | None:
+def look(learned: Replanning, plan: Plan, num_steps: int, measured: Measured) -> Plan | None:
     """The plan in force as steps that were measured so correct it; None where it stays."""
     timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda: measured, tally=Tally())
-    return learned.refine(plan, num_steps, timeline)
+    return learned.correct(plan, num_steps, timeline)
 
 
 def steps_of(seconds: float) -> Measured:
@@ -337,9 +336,9 @@ def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
     """Steps of its class, but of another size, may well take another time."""
     monkeypatch.setattr(prospects, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
-        given, doubts = streamer._installed.refinement.prospect, []
+        given, doubts = streamer._installed.replanning.prospect, []
         plan = given.planners[0](given.grains[0])
-        learned = Refinement(given, lambda *_: given, lambda: doubts.append(1))
+        learned = Replanning(given, lambda *_: given, lambda: doubts.append(1))
         learned.foresee(plan, Kind("forward", 2 * WIDTH), (), {})
         look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=Kind("forward", size), num_steps=3))
         assert len(doubts) == num_doubts
@@ -352,7 +351,7 @@ def test_a_profile_is_doubted_by_the_steps_that_were_planned_for(num_tokens: int
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     with weightstream.offload(model, device="cpu", device_budget="80KiB") as streamer:
         doubts: list[int] = []
-        learned = Refinement(streamer._installed.refinement.prospect, doubt=lambda: doubts.append(1))
+        learned = Replanning(streamer._installed.replanning.prospect, doubt=lambda: doubts.append(1))
         plan = streamer.plan
         kind = Kind("forward", num_tokens)
         look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=kind, num_steps=3))
@@ -364,7 +363,7 @@ def test_a_plan_stays_where_another_would_be_faster(way: str, opened: Callable[.
     """The prediction alone follows the measured times."""
     module = layers()
     streamer = opened(module, Slow(CpuBackend()), SLOW_COMPUTE)
-    before, found = streamer.plan, streamer._installed.refinement.prospect
+    before, found = streamer.plan, streamer._installed.replanning.prospect
     profile = replace(CPU_PROFILE, link_bytes_per_s=LAYER / COPY_S)
     there = replace(found.planners[0], machine=replace(found.planners[0].machine, profile=profile))
     assert is_worth(there.priced(before), there(found.grains[0]), there.machine)
@@ -392,14 +391,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
         asked.append(times)
         return replace(plan, step_s=times.step_s)
 
-    monkeypatch.setattr("weightstream.runtime.refinement.refine", found)
+    monkeypatch.setattr("weightstream.runtime.replanning.corrected", found)
     return asked
 
 
 def test_steps_of_a_known_kind_are_looked_at_once_enough_came_since() -> None:
     """A generation is looked at once, at its end, after any number of steps."""
     planner, plan = planned(60)
-    learned = Refinement(Prospect(grains=(plan.manifest,), planners=(planner,)))
+    learned = Replanning(Prospect(grains=(plan.manifest,), planners=(planner,)))
     looks = []
     for num_steps, step_s in ((23, 1.0), (46, 2.0), (69, 2.0), (92, 4.0), (138, 4.0), (161, 8.0)):
         plan = look(learned, plan, num_steps, steps_of(step_s)) or plan

@@ -10,12 +10,12 @@ from typing import Any
 from weightstream.errors import PlanError
 from weightstream.plan.caching import Counts
 from weightstream.plan.check import prove
+from weightstream.plan.correction import Times, corrected
 from weightstream.plan.lanes import Lane
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect, is_worth
-from weightstream.plan.refine import Times, refine
 from weightstream.runtime.timeline import Kind, Measured, Timeline, kind_of_workload
 
 logger = logging.getLogger("weightstream")
@@ -28,7 +28,7 @@ _DOUBTED = 2.0  # times: what the machine can do is measured again
 Foresee = Callable[[Prospect, str, Any, Any], Prospect | None]  # the method that is called, and its arguments
 
 
-class Refinement:
+class Replanning:
     """Plans, and plans again with the work of calls before they run; measured times correct what is predicted.
 
     `foresee(prospect, entry, args, kwargs)` tells the work of a call, `doubt()` that the profile was wrong by much.
@@ -132,7 +132,7 @@ class Refinement:
         prove(chosen)
         return chosen
 
-    def refine(self, plan: Plan, num_steps: int, timeline: Timeline) -> Plan | None:
+    def correct(self, plan: Plan, num_steps: int, timeline: Timeline) -> Plan | None:
         """The plan in force as measured times predict it; None where nothing is new.
 
         Steps of a kind that is known are looked at again now and then, as others may use the machine by now, and caches
@@ -151,10 +151,10 @@ class Refinement:
         if missed > _DOUBTED and timeline.kind == self._foreseen:
             self._doubt()
         self._kind, self._foreseen = measured.kind, None  # from here on measured times are in what is predicted
-        refined = refine(self._planners[self.prospect.grain_of(plan.manifest)], plan, _times(measured))
+        found = corrected(self._planners[self.prospect.grain_of(plan.manifest)], plan, _times(measured))
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
-        logger.info("%s; from what was measured %.1f", told, 1e3 * refined.step_s)
-        return refined
+        logger.info("%s; from what was measured %.1f", told, 1e3 * found.step_s)
+        return found
 
     def _learn_counts(self, counts: Counts | None) -> bool:
         """Plan by what caches have counted from now on; returns whether that is new: twice as many as were known."""
