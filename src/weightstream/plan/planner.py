@@ -115,8 +115,8 @@ class Way(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
     """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
-    over the work, and in which the groups `measured_reads` were read from host memory. A `share` is in place of the
-    budget where several models have device memory in turn. `counts` are those of a cache that ran.
+    over the work, and include what kernels read from host memory: they price the plan that was measured. A `share` is
+    in place of the budget where several models have device memory in turn. `counts` are those of a cache that ran.
 
     Raises `PlanError` with the arithmetic where no plan fits.
     """
@@ -126,7 +126,6 @@ class Planner:
     weights: Weights
     demand: Demand = field(default_factory=Demand)
     unit_s: Mapping[str, float] = field(default_factory=dict)
-    measured_reads: frozenset[str] = frozenset()
     share: Share | None = None
     counts: Counts | None = None
 
@@ -358,8 +357,8 @@ class Planner:
         return placement.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
     def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
-        """Bytes of copies that take as long as what kernels read of these in a step."""
-        read = mapped - self.weights.by_row - self.measured_reads
+        """Bytes of copies that take as long as what kernels read of these in a step, beyond measured seconds."""
+        read = frozenset() if self.unit_s else mapped - self.weights.by_row
         return round(sum(manifest.aliases.get(alias, 0) for alias in read) / _READ_RATE)
 
     def _streaming(self, manifest: Manifest, profile: Profile) -> Plan:

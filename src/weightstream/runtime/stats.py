@@ -82,6 +82,6 @@ def stats_of(installed: Installation) -> Stats:
         predicted_step_s=plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
-        read_in_place=installed.refinement.read_whole(plan),
+        read_in_place=installed.replanning.read_whole(plan),
         **{f"experts_{name}": number for name, number in experts._asdict().items()},
     )
