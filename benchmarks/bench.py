@@ -288,7 +288,6 @@ COLUMNS = {
     "x_predicted": "predicted",
     "x_refined": "refined",
     "x_bound": "x bound",
-    "switches": "switches",
     "x_host": "x host",
     "x_arena": "x arena",
     "used_share": "used share",

@@ -195,7 +195,6 @@ class Cells:
                         what: round(1e3 * sum(getattr(unit, what) for unit in refined.units), 2)
                         for what in ("compute_s", "wait_s", "copy_s")
                     },
-                    "plan_changed": streamer.plan.resident != planned.resident,
                     "classic": settings,
                     "classic_predicted_ms": classic_s and round(1e3 * classic_s, 3),
                     "num_classic": num,

@@ -4,14 +4,12 @@
 
 All in one process. A model is made on the GPU with fresh random weights, timed there once clocks have settled, moved to
 host memory and then offloaded under one budget after the other. `ms` counts every step from the third on: there are no
-warm steps but the first two, and what the streamer still learns or moves is in the others. Steps follow each other
+warm steps but the first two, and what the streamer still learns is in the others. Steps follow each other
 without a pause; `host_ms`, until a call returns, is of steps that find the device idle, behind them.
 
 predicted_ms   of the plan that the first step ran with, before any measured time
-refined_ms     of the plan in force after ten steps
+refined_ms     the same after ten steps, corrected by measured times
 x_predicted    the former over ms, as x_refined is the latter
-moves          how often the plan was replaced after the second step, if only by its own prediction; `switches`: those
-               that placed something elsewhere
 beside_nbytes  what the allocator held at most, less what it held before and less the plan's weights
 link_gbps      what the copies of the plan reach back to back, in the same run
 x_bound        ms over the least time that any schedule has: bound.py has the arithmetic
@@ -19,8 +17,7 @@ x_bound        ms over the least time that any schedule has: bound.py has the ar
 --graphs: each case in a CUDA graph as well, behind its eager steps; `x_bound` is then of the resident graph.
 --peers: group offloading of diffusers, at these levels, over the same weights of flux, in its fastest form. --load:
 what becomes of the predictions for NAME (llama) where the profile was taken on an idle machine and another process then
-copies and multiplies all the while, and the other way round. `ms` is of 30 steps behind the tenth there, and so are
-`moves`.
+copies and multiplies all the while, and the other way round. `ms` is of 30 steps behind the tenth there.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ BULK = [64 << 20] * 8  # copies that tell the link's rate where a plan has none
 LOADED_STEPS = 30
 STATES = (("idle", "idle"), ("idle", "loaded"), ("loaded", "idle"))  # of the machine: when profiled, when measured
 GRAPH = "CUDA graph"
-SHOWN = ("x_bound", "x_predicted", "x_refined", "moves", "switches", "first_s", "peak_gib", "equal", "error")
+SHOWN = ("x_bound", "x_predicted", "x_refined", "first_s", "peak_gib", "equal", "error")
 
 Row = dict[str, Any]
 

@@ -33,7 +33,7 @@ COLUMNS = (
     *("x_host", "x_file", "x_arena", "used_share", "anon_peak_growth_gib", "equal"),
     *("step_ms_32", "first_ms", "start_s", "anon_peak_gib", "anon_gib", "device_gib"),
     *("sum_gbps", "hop_ms", "token_ms", "x_predicted_token", "eager_token_ms", "x_predicted_eager_token"),
-    *("predicted_ms", "refined_ms", "x_refined", "bound_ms", "x_bound", "moves", "switches", "link_gbps", "host_ms"),
+    *("predicted_ms", "refined_ms", "x_refined", "bound_ms", "x_bound", "link_gbps", "host_ms"),
 )
 Row = dict[str, Any]
 

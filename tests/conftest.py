@@ -172,12 +172,6 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def keeps_its_plan(nothing_foreseen: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, the plan is the first one."""
-    monkeypatch.setattr("weightstream.runtime.refinement._MOVES", 0)
-
-
-@pytest.fixture
 def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search ends after the plans that promise most: of a whole pipeline hundreds would be tried for each budget."""
     monkeypatch.setattr("weightstream.plan.placement._MOST_PLANS", 12)

@@ -24,6 +24,7 @@ from weightstream.codec import reference
 from weightstream.codec.estimate import ASSUMED_BITS
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.config import OffloadConfig
+from weightstream.measure import checks
 from weightstream.measure import profile as profiles
 from weightstream.plan.check import prove
 from weightstream.prospects import can_decode, sizes_of
@@ -314,7 +315,7 @@ def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.M
 def test_doctor_tells_how_fast_codes_are() -> None:
     backend = CpuBackend()
     backend.profile = MACHINE
-    finding = importlib.import_module("weightstream.measure.findings")._codec(backend)
+    (finding,) = checks.compressed(SimpleNamespace(backend=backend))
     backend.close()
     assert finding.text.startswith("lossless: decoded at 1.1 TB/s (bfloat16), 1.1 TB/s (float16), 750.0 GB/s (float8")
     assert "--codec compressed" in finding.text
@@ -323,7 +324,7 @@ def test_doctor_tells_how_fast_codes_are() -> None:
 
 
 def test_doctor_tells_what_a_launch_takes_where_codes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = importlib.import_module("weightstream.measure.findings")
-    monkeypatch.setattr(findings.coding, "why_not", lambda device, dtype: None)
+    monkeypatch.setattr(checks.coding, "why_not", lambda device, dtype: None)
     backend = SimpleNamespace(device=torch.device("cuda", 0), profile=replace(MACHINE, decoding_s=7.46e-6))
-    assert findings._codec(backend).text.endswith("(float8_e4m3fn), besides 7.46 us a launch")
+    (finding,) = checks.compressed(SimpleNamespace(backend=backend))
+    assert finding.text.endswith("(float8_e4m3fn), plus 7.46 us a launch")

@@ -34,7 +34,7 @@ from weightstream.runtime.block import Block
 from weightstream.runtime.devices import pinned
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.leaves import Role
-from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.replanning import Replanning
 from weightstream.runtime.streamer import Streamer
 from weightstream.runtime.timeline import Kind
 from weightstream.runtime.undo import Undo
@@ -197,19 +197,19 @@ class Assembly:
         """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
         if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
             logger.warning("device memory may run out: %s", short)
-        refinement = Refinement(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
-        around = self._homes, self._backend, refinement, plan, called(self._blocks), self._closing
+        replanning = Replanning(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
+        around = self._homes, self._backend, replanning, plan, called(self._blocks), self._closing
         with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._given.progress):
             streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
         try:
-            self._finish(streamer, refinement, on_added)
+            self._finish(streamer, replanning, on_added)
         except BaseException:
             streamer.remove()
             raise
         return streamer
 
-    def _finish(self, streamer: Streamer, refinement: Refinement, on_added: Callable[[], None] | None) -> None:
-        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: refinement.prospect.planners[0].budget)
+    def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
+        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.prospect.planners[0].budget)
         streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took

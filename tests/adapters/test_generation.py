@@ -451,10 +451,10 @@ def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
     model = build("llama")
     budget = sum(param.nbytes for param in model.parameters()) // 2
     with weightstream.offload(model, device="cpu", device_budget=budget) as streamer:
-        assert is_text(streamer._installed.refinement.prospect)
+        assert is_text(streamer._installed.replanning.prospect)
         for _ in range(2):
             model(prompt(9))
-        found = streamer._installed.refinement.prospect
+        found = streamer._installed.replanning.prospect
         assert found.workload is None, "it is of the prompt"
         assert is_text(found)
 
@@ -473,7 +473,7 @@ def test_plans_are_made_for_eager_steps_where_no_graph_brings_text() -> None:
     assert observe(model, Workload()).captured is not None
     other, about = torch.nn.Linear(4, 4), {"device": "cpu", "device_budget": 1 << 20}
     with weightstream.offload(other, example_inputs=(torch.ones(4),), **about) as streamer:
-        assert not is_text(streamer._installed.refinement.prospect)
+        assert not is_text(streamer._installed.replanning.prospect)
 
 
 def over_lanes(model: Any, num: int) -> Stripes:

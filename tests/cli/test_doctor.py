@@ -7,8 +7,12 @@ import json
 import math
 import os
 import re
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +22,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.measure import bench, findings, links, machine, nvml, profile
+from weightstream.measure import bench, checks, links, machine, nvml, profile
+from weightstream.measure.checks import Finding
 from weightstream.measure.nvml import PciLink
 from weightstream.runtime import cuda
 from weightstream.runtime.cpu import CPU_PROFILE
@@ -91,16 +96,38 @@ def test_the_rest_of_the_machine(root: Path) -> None:
 # -- what is made of it ------------------------------------------------------------------------------------------------
 
 
+def checked(
+    check: checks.Check, device: str = "cuda:0", cores: Iterable[int] = range(2), **facts: Any
+) -> list[Finding]:
+    """What a check finds on a machine whose profile has these facts."""
+    place = torch.device(device)
+    backend: Any = SimpleNamespace(device=place, profile=replace(PROFILE, **facts))
+    system: Any = SimpleNamespace(
+        backend=backend,
+        gpus=[place] if place.type == "cuda" else [],
+        facts=SimpleNamespace(pci=ADDRESS),
+        cores=frozenset(cores),
+    )
+    return [*check(system)]
+
+
+def has_link(monkeypatch: pytest.MonkeyPatch, now: PciLink | None, best: PciLink | None, version: str | None) -> None:
+    monkeypatch.setattr(checks, "copies_s", lambda *_: None)
+    monkeypatch.setattr(checks, "_version", lambda _: version)
+    monkeypatch.setattr(nvml, "link_now", lambda _: now)
+    monkeypatch.setattr(nvml, "link_at_best", lambda _: best)
+
+
 @pytest.mark.parametrize(
     ("now", "best", "measured", "marks", "said"),
     [
         (BEST, BEST, 55.4e9, ["ok", "ok"], "88% of the link's 63.0 GB/s"),
         (BEST, None, 55.4e9, ["ok", "ok"], "generation 5 x16"),
         (BEST, BEST, 40e9, ["ok", "better"], "63% of the link's 63.0 GB/s"),
-        (PciLink(generation=4, width=8), BEST, 14e9, ["better", "ok"], "generation 5 x16 could be"),
+        (PciLink(generation=4, width=8), BEST, 14e9, ["better", "ok"], "generation 5 x16 is possible"),
         (PciLink(generation=5, width=16), PciLink(generation=4, width=16), 55e9, ["ok", "ok"], "87%"),
         (None, None, 55e9, ["note", "ok"], "virtual machines"),
-        (PciLink(generation=1, width=1), BEST, 55e9, ["note", "ok"], "it says generation 1 x1"),
+        (PciLink(generation=1, width=1), BEST, 55e9, ["note", "ok"], "shown: generation 1 x1"),
     ],
 )
 def test_what_is_said_of_a_link(
@@ -111,22 +138,22 @@ def test_what_is_said_of_a_link(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(findings, "_version", lambda _: "13.6")
-    found = list(findings.link_findings(now, best, measured))
+    has_link(monkeypatch, now, best, "13.6")
+    found = checked(checks.link, link_bytes_per_s=measured)
     assert [finding.mark for finding in found] == marks
     assert said in " ".join(finding.text for finding in found)
     assert [bool(finding.remedy) for finding in found] == [mark == "better" for mark in marks]
 
 
 def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "_version", lambda _: None)
-    found, _ = findings.link_findings(None, None, 55e9)
+    has_link(monkeypatch, None, None, None)
+    found, _ = checked(checks.link, link_bytes_per_s=55e9)
     assert found.text.endswith("as nvidia-ml-py is missing")
     assert found.mark == "note"
 
 
 @pytest.mark.parametrize(
-    ("node", "near", "allowed", "mark", "said"),
+    ("node", "local", "allowed", "mark", "said"),
     [
         (None, set(), {0, 1}, "note", "not shown"),
         (1, set(), {0, 1}, "note", "not shown"),
@@ -134,26 +161,63 @@ def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {8, 9}, {0, 1}, "better", "0 of 2 usable cores"),
     ],
 )
-def test_what_is_said_of_nodes(node: int | None, near: set[int], allowed: set[int], mark: str, said: str) -> None:
-    found = findings.numa_finding(node, frozenset(near), frozenset(allowed))
+def test_what_is_said_of_nodes(
+    node: int | None, local: set[int], allowed: set[int], mark: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(near, "node_of", lambda _: node)
+    monkeypatch.setattr(near, "cores_of", lambda _: frozenset(local))
+    (found,) = checked(checks.numa, cores=allowed)
     assert found.mark == mark
     assert said in found.text
     assert ("--cpunodebind=1" in found.remedy) == (mark == "better")
 
 
-def test_links_that_share_something_are_told() -> None:
-    good, bad = (findings.together_finding([50e9, 50e9], together) for together in ([49e9, 48e9], [30e9, 25e9]))
-    assert (good.mark, bad.mark) == ("ok", "better")
-    assert "49.0 GB/s + 48.0 GB/s at once, 97% of what they reach one by one" in good.text
-    assert "switch" in bad.remedy
-    assert bad.value == {"alone": [50e9, 50e9], "together": [30e9, 25e9]}
+@pytest.mark.parametrize(("together", "mark"), [([49e9, 48e9], "ok"), ([30e9, 25e9], "better")])
+def test_links_that_share_something(together: list[float], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "backend_of", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(links, "rates", lambda backends, _: [50e9] if len(backends) == 1 else together)
+    system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
+    (found,) = checks.links_at_once(system)
+    assert found.mark == mark
+    assert f"{sum(together) / 1e11:.0%} of what they reach one by one" in found.text
+    assert ("switch" in found.remedy) is (mark == "better")
+    assert found.value == {"alone": [50e9, 50e9], "together": together}
 
 
-def test_gpus_that_do_not_reach_each_other_are_told() -> None:
-    near, far = findings.hops_finding([20e-6, 25e-6], [True, True]), findings.hops_finding([9e-5], [False])
-    assert (near.mark, far.mark) == ("ok", "better")
-    assert "25 us" in near.text
-    assert "host memory" in far.remedy
+@pytest.mark.parametrize(("peers", "mark"), [([True, True], "ok"), ([True, False], "better")])
+def test_gpus_that_do_not_reach_each_other(peers: list[bool], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.device("cuda", index) for index in range(3)]
+    monkeypatch.setattr(links, "hops_s", lambda first, device, _: [device.index * 1e-5] * 3)
+    monkeypatch.setattr(cuda, "peers", lambda first, others: peers if others == gpus[1:] else [])
+    system: Any = SimpleNamespace(backend=SimpleNamespace(device=gpus[0]), gpus=gpus)
+    (found,) = checks.hops(system)
+    assert (found.mark, found.value) == (mark, [1e-5, 2e-5])
+    assert "20 us" in found.text
+    assert ("host memory" in found.remedy) is (mark == "better")
+
+
+@pytest.mark.parametrize(("nodes", "texts"), [([0, 0], []), ([0, 1], ["the GPUs are on nodes 0, 1"])])
+def test_nodes_of_gpus(nodes: list[int], texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "facts", lambda device: SimpleNamespace(pci=device.index))
+    monkeypatch.setattr(near, "node_of", lambda pci: nodes[pci])
+    system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
+    assert [found.text for found in checks.numa_nodes(system)] == texts
+
+
+@pytest.mark.parametrize(
+    ("pins", "read_only", "marks"),
+    [(True, True, ["ok", "ok"]), (True, False, ["ok", "note"]), (False, True, ["broken", "ok"])],
+)
+def test_what_is_said_of_pinning(
+    pins: bool, read_only: bool, marks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = nullcontext(SimpleNamespace(is_pinned=lambda: pins))
+    monkeypatch.setattr(checks, "host_memory", lambda *_: memory)
+    monkeypatch.setattr(checks, "pins_read_only", lambda index: read_only)
+    found = checked(checks.pinning)
+    assert [finding.mark for finding in found] == marks
+    assert found[0].value is pins
+    assert ("memlock" in found[0].remedy) is not pins
 
 
 def test_links_are_measured_one_by_one_and_together() -> None:
@@ -175,11 +239,14 @@ def test_links_are_measured_one_by_one_and_together() -> None:
         (2 * 3600, 0.0, "ok", "2 hours ago"),
         (3.5 * 86400, 1.0, "better", "3 days ago, while others used 100%"),
         (60, -1.0, "ok", "an unknown share of the GPU"),
-        (NOW, 0.0, "ok", "nobody knows when"),
+        (NOW, 0.0, "ok", "at an unknown time"),
     ],
 )
-def test_what_is_said_of_a_profile(age: float, load: float, mark: str, said: str) -> None:
-    found = findings.measured_finding(replace(PROFILE, measured_at=NOW - age, load=load), "GPU", NOW)
+def test_what_is_said_of_a_profile(
+    age: float, load: float, mark: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    (found,) = checked(checks.measured, measured_at=NOW - age, load=load)
     assert found.mark == mark
     assert said in found.text
     assert ("weightstream doctor --measure" in found.remedy) is (mark == "better")
@@ -188,28 +255,33 @@ def test_what_is_said_of_a_profile(age: float, load: float, mark: str, said: str
 @pytest.mark.parametrize(
     ("policy", "mark", "said"),
     [
-        ("passive", "ok", "OMP_WAIT_POLICY=passive: compute threads that wait leave their core"),
+        ("passive", "ok", "OMP_WAIT_POLICY=passive: waiting compute threads leave their core"),
         ("PASSIVE", "ok", "OMP_WAIT_POLICY=PASSIVE"),
-        ("active", "better", "OMP_WAIT_POLICY=active: compute threads that wait may spin"),
+        ("active", "better", "OMP_WAIT_POLICY=active: waiting compute threads may spin"),
         (None, "better", "OMP_WAIT_POLICY is not set"),
     ],
 )
-def test_what_is_said_of_threads_that_wait(policy: str | None, mark: str, said: str) -> None:
-    found = findings.waiting_finding(2, policy)
+def test_what_is_said_of_threads_that_wait(
+    policy: str | None, mark: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    (found,) = checked(checks.waiting)
     assert found.mark == mark
     assert said in found.text
     assert ("export OMP_WAIT_POLICY=passive" in found.remedy) is (mark == "better")
 
 
 @pytest.mark.parametrize(("cores", "num"), [(2, 1), (4, 1), (5, 0)])
-def test_threads_that_wait_matter_where_cores_are_few(cores: int, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert sum(found.label == "waiting" for found in findings._host()) == num
+def test_threads_that_wait_matter_where_cores_are_few(cores: int, num: int) -> None:
+    assert len(checked(checks.waiting, cores=range(cores))) == num
 
 
 @pytest.mark.parametrize(("launch_s", "mark"), [(20e-6, "ok"), (301e-6, "better")])
 def test_a_launch_that_takes_long_is_to_be_measured_again(launch_s: float, mark: str) -> None:
-    found = findings.kernels_finding(replace(PROFILE, op_launch_s=launch_s))
+    *_, found = checked(checks.speeds, op_launch_s=launch_s)
+    assert found.label == "kernels"
     assert found.mark == mark
     assert found.remedy == "Measure again when idle: weightstream doctor --measure" * (mark == "better")
 
@@ -228,11 +300,25 @@ def test_a_launch_that_takes_long_is_to_be_measured_again(launch_s: float, mark:
     ],
 )
 def test_why_there_is_no_gpu(
-    gpus: tuple[str, ...], driver: str | None, built: str | None, visible: str | None, said: str, remedy: str
+    gpus: tuple[str, ...],
+    driver: str | None,
+    built: str | None,
+    visible: str | None,
+    said: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text, what_to_do = findings.why_no_gpu(gpus, driver, "2.13.0", built, visible)
-    assert said in text
-    assert remedy in what_to_do
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr(nvml, "driver_version", lambda: driver)
+    monkeypatch.setattr(checks, "_version", lambda _: "1")
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = checks.no_gpu(is_wanted=False)
+    assert said in found.text
+    assert remedy in found.remedy
+    assert found.mark == ("broken" if gpus or driver else "note")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -245,7 +331,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cuda, "available", lambda: False)
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
     monkeypatch.setattr(nvml, "driver_version", lambda: None)
-    monkeypatch.setattr(findings, "_FILE_NBYTES", 16 << 20)
+    monkeypatch.setattr(checks, "_FILE_NBYTES", 16 << 20)
     profile.save(torch.device("cpu"), PROFILE)
     return write(tmp_path / "disk")
 
@@ -338,7 +424,7 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_broken(disk: Path) -> None:
 
 def test_a_gpu_that_cannot_be_used_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: (ADDRESS,))
-    monkeypatch.setattr(findings, "_version", lambda _: "1")
+    monkeypatch.setattr(checks, "_version", lambda _: "1")
     result = run(disk)
     assert result.exit_code == 1
     assert ADDRESS in result.stdout
@@ -346,10 +432,10 @@ def test_a_gpu_that_cannot_be_used_is_broken(disk: Path, monkeypatch: pytest.Mon
 
 def test_a_driver_that_nothing_tells_of(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: (ADDRESS,))
-    monkeypatch.setattr(findings, "_version", lambda name: None if name == "nvidia-ml-py" else "1")
+    monkeypatch.setattr(checks, "_version", lambda name: None if name == "nvidia-ml-py" else "1")
     result = run(disk)
     assert result.exit_code == 1
-    assert "nothing is known of a driver" in result.stdout
+    assert "an unknown driver" in result.stdout
     assert "pip install nvidia-ml-py" in result.stdout
 
 
@@ -367,9 +453,9 @@ def no_disk(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EROFS, "Read-only file system")
 
     if request.param == "unwritable":
-        monkeypatch.setattr(findings, "NamedTemporaryFile", refuse)
+        monkeypatch.setattr(checks, "NamedTemporaryFile", refuse)
     elif request.param == "full":
-        monkeypatch.setattr(findings, "_FILE_NBYTES", 1 << 60)
+        monkeypatch.setattr(checks, "_FILE_NBYTES", 1 << 60)
     else:
         return disk / "missing"
     return disk
@@ -390,8 +476,8 @@ def test_the_folder_of_a_model_may_be_given_alone(disk: Path) -> None:
 
 
 def test_what_is_not_installed_is_named_with_its_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = findings._version
-    monkeypatch.setattr(findings, "_version", lambda name: None if name == "diffusers" else version(name))
+    version = checks._version
+    monkeypatch.setattr(checks, "_version", lambda name: None if name == "diffusers" else version(name))
     result = run(disk)
     assert result.exit_code == 0
     assert "pip install diffusers" in result.stdout

@@ -10,8 +10,10 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import Result
@@ -19,6 +21,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from weightstream.cli import app
+from weightstream.cli.pipelines import save
 
 pipelines = pytest.importorskip("pipelines")
 pytest.importorskip("accelerate")
@@ -144,6 +147,27 @@ def test_a_video_is_written(video: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert made.n_frames == 5
     monkeypatch.chdir(tmp_path)
     assert answered("run", video, *flags[:-2])["files"] == ["video.gif"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".bmp"])
+def test_several_images_are_numbered(suffix: str, tmp_path: Path) -> None:
+    images = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    written = save(SimpleNamespace(images=images), tmp_path / f"x{suffix}")
+    assert [path.name for path in written] == [f"x-1{suffix}", f"x-2{suffix}"]
+    for path, colour in zip(written, ((255, 0, 0), (0, 0, 255)), strict=True):
+        with Image.open(path) as made:
+            assert np.allclose(made.getpixel((4, 4)), colour, atol=2)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp"])
+def test_several_videos_are_numbered(suffix: str, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
+    written = save(SimpleNamespace(frames=[frames, frames[:2]]), tmp_path / f"x{suffix}")
+    assert [path.name for path in written] == [f"x-1{suffix}", f"x-2{suffix}"]
+    for path, num_frames in zip(written, (3, 2), strict=True):
+        with Image.open(path) as made:
+            assert made.n_frames == num_frames
+            assert made.info["loop"] == 0, "it repeats"
 
 
 @pytest.mark.parametrize(("name", "text"), [("x.png", "a video goes into a .gif"), ("x.mp4", "pip install imageio")])

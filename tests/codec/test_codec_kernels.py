@@ -422,7 +422,7 @@ def compiled(kernel, signature, constants, options):
 encode = {"data": "*u8", "coded": "*u8", "count": "i64"}
 found = {}
 for dtype, element in ELEMENTS.items():
-    facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
+    facts = {"EXPONENT": element.exponent_bits}
     encoder = compiled(kernels.encode, encode, facts, {"num_warps": 4})
     facts |= {"NUM": 32, "WHOLE": 1}
     decoder = compiled(kernels.decode, {"table": "*i64"}, facts, triton_codec._options(element))

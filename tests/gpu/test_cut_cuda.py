@@ -50,7 +50,7 @@ def test_a_unit_that_runs_in_the_thread_of_autograd_belongs_to_the_step() -> Non
             assert streamer.stats().unplanned_fills == before
 
 
-@pytest.mark.usefixtures("keeps_its_plan")
+@pytest.mark.usefixtures("nothing_foreseen")
 def test_autocast_keeps_no_casts_of_weights_that_stream() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(48)]).eval()
     x = torch.randn(1, 1024, device="cuda")

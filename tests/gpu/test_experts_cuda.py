@@ -162,7 +162,7 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
         while sum(streamer.stats().experts[:2]) < 40 * LAYERS * streamer.plan.num_slots:
             generated(model, ids)
         found, fetched, *_ = streamer.stats().experts
-        assert streamer._installed.refinement.prospect.planners[0].counts is not None
+        assert streamer._installed.replanning.prospect.planners[0].counts is not None
         assert streamer.plan.found_share == pytest.approx(found / (found + fetched), abs=0.1)
 
 
@@ -221,7 +221,7 @@ def looking_ahead(model: Any, form: str, most: int) -> Iterator[Any]:
         yield streamer
 
 
-@pytest.mark.usefixtures("keeps_its_plan")
+@pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
@@ -239,7 +239,7 @@ def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, b
         assert min(unit.rows.cache.counts().ahead for unit in cached[1:]) > 0
 
 
-@pytest.mark.usefixtures("keeps_its_plan")
+@pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
     drops: bool, monkeypatch: pytest.MonkeyPatch

@@ -16,10 +16,11 @@ from weightstream.config import OffloadConfig
 from weightstream.plan import caching
 from weightstream.plan.caching import Cached, Counts
 from weightstream.plan.check import prove, violations
+from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, Op, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Planner, Weights
-from weightstream.plan.refine import Times, moved_nbytes, refine
+from weightstream.plan.prospect import moved_nbytes
 from weightstream.runtime.slots import Lru
 
 NUM_ROWS, NUM_PICKED, NUM_LAYERS = 128, 8, 6
@@ -417,33 +418,14 @@ def times_of(step_s: float) -> Times:
 def test_measured_steps_of_a_cache_keep_what_was_counted() -> None:
     plan = mixed(70, 4)(MIXTURE)
     counts = counts_of(0.8, plan.num_slots, Workload(batch=4))
-    refined = refine(mixed(70, 4, counts), plan, times_of(1.04 * plan.step_s))
+    found = corrected(mixed(70, 4, counts), plan, times_of(1.04 * plan.step_s))
     told = mixed(70, 4, counts).priced(plan)
-    assert refined.plan.step_s == pytest.approx(1.04 * plan.step_s)
-    assert refined.plan.fetched_nbytes == told.fetched_nbytes != plan.fetched_nbytes
-    assert refined.plan.cached == plan.cached
-    by_law = refine(mixed(70, 4), plan, times_of(1.04 * plan.step_s))
-    assert by_law.plan.fetched_nbytes == plan.fetched_nbytes
-    assert by_law.better is None
-
-
-@pytest.mark.parametrize(
-    ("share", "slower", "may_move", "moves"),
-    [(0.1, 1.0, True, True), (0.1, 1.0, False, False), (0.1, 1.3, True, False), (0.9, 1.0, True, False)],
-)
-def test_a_cache_that_finds_little_is_left_for_the_ring(
-    share: float, slower: float, may_move: bool, moves: bool
-) -> None:
-    """Where counts tell what was measured; of other times nobody knows what another plan would do about them."""
-    plan = mixed(70, 4)(MIXTURE)
-    assert plan.cached
-    planner = mixed(70, 4, counts_of(share, plan.num_slots, Workload(batch=4)))
-    measured_s = slower * planner.priced(plan).step_s
-    better = refine(planner, plan, times_of(measured_s), may_move=may_move).better
-    assert (better is not None) is moves
-    if better is not None:
-        assert not better.cached
-        assert better.step_s < 0.9 * measured_s
+    assert found.step_s == pytest.approx(1.04 * plan.step_s)
+    assert found.fetched_nbytes == told.fetched_nbytes != plan.fetched_nbytes
+    assert found.cached == plan.cached
+    by_law = corrected(mixed(70, 4), plan, times_of(1.04 * plan.step_s))
+    assert by_law.fetched_nbytes == plan.fetched_nbytes
+    assert by_law.acts_as(plan)
 
 
 # -- when it is worth it -----------------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.check import prove, violations
 from weightstream.plan.codes import decoding_less
+from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, decode_rate
 from weightstream.plan.placement import place
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
 from weightstream.plan.prospect import Prospect
-from weightstream.plan.refine import Times, refine
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
 SHARE = 0.7
@@ -467,7 +467,6 @@ def test_another_order_keeps_what_is_coded() -> None:
 
 
 def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
-    """So a refined planner may code anew."""
     found = ahead(SMALL, device_budget=100 * MIB, grains=("block",))
     planner: Planner = found.planners[0]
     plan = planner(found.grains[0])
@@ -478,7 +477,7 @@ def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
 
 @pytest.mark.parametrize("budget", [6 * GIB, 13 * GIB])
 def test_measured_seconds_hold_decoding_once(budget: int) -> None:
-    """A plan that takes what was predicted, refined, is predicted to take the same, and is the best there is."""
+    """A plan that takes what was predicted is predicted to take the same from what was measured."""
     found = ahead(EIGHT, device_budget=budget, grains=("block",), on=machine(maps_host_memory=False))
     planner, plan = found.planners[0], found.plan()[1]
     assert plan.manifest.codes
@@ -490,10 +489,9 @@ def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     first = opened[0]
     spans = {u: sum(computes[u:v]) for u, v in itertools.pairwise([*opened, len(computes)])}
     spans[opened[-1]] += sum(computes[:first])
-    refined = refine(planner, plan, Times(step_s=plan.step_s, host_s=plan.step_s, computes=spans, copies=copies))
-    assert refined.plan.step_s == pytest.approx(plan.step_s, rel=0.02)
-    assert refined.plan.compute_s == pytest.approx(sum(computes), rel=1e-6)
-    assert refined.better is None
+    found = corrected(planner, plan, Times(step_s=plan.step_s, host_s=plan.step_s, computes=spans, copies=copies))
+    assert found.step_s == pytest.approx(plan.step_s, rel=0.02)
+    assert found.compute_s == pytest.approx(sum(computes), rel=1e-6)
 
 
 # -- what is shown ------------------------------------------------------------------------------------------------

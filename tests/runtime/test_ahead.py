@@ -35,7 +35,7 @@ from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.slots import Lru
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 SLOTS, NEW = 5, 24  # of 8 experts, of which a token takes two
 ROW_NBYTES = 2 * 3 * 64 * 64  # bfloat16, of up, gate and down

@@ -245,7 +245,7 @@ def test_what_one_kind_of_calls_keeps_stays_for_all() -> None:
         for rows in (2, 16, 64, 256):
             kept = {"layers.2.weight"} if rows >= 16 else set()
             assert_steps(model, plain, 2, rows)
-            prospect = streamer._installed.refinement.prospect
+            prospect = streamer._installed.replanning.prospect
             assert all(grain.kept == kept for grain in prospect.grains)
             assert streamer.plan.resident >= kept
         before = streamer.stats().unplanned_fills
@@ -279,7 +279,7 @@ class Deep(nn.Module):
 def test_a_plan_of_another_grain_can_be_put_in_force() -> None:
     model, plain = models(Deep)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
-        found = streamer._installed.refinement.prospect
+        found = streamer._installed.replanning.prospect
         assert_steps(model, plain, 2)
         for manifest, planner in zip(found.grains, found.planners, strict=True):
             streamer.switch(planner(manifest))
@@ -307,7 +307,7 @@ class DeepReads(Deep):
 def test_reads_outside_of_finer_units_are_seen_after_a_change_of_grain() -> None:
     model, plain = models(DeepReads)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
-        found = streamer._installed.refinement.prospect
+        found = streamer._installed.replanning.prospect
         blocks, matrices = found.grains[0], found.grains[-1]
         assert len(blocks.units) < len(matrices.units)
         for manifest, outside in ((blocks, 0), (matrices, 6), (blocks, 0)):
@@ -321,7 +321,7 @@ def test_a_switch_to_another_grain_that_fails_leads_back(monkeypatch: pytest.Mon
     model, plain = models(Deep)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
         assert_steps(model, plain, 2)
-        found, before = streamer._installed.refinement.prospect, streamer.plan
+        found, before = streamer._installed.replanning.prospect, streamer.plan
         other = next(i for i, m in enumerate(found.grains) if len(m.units) != len(before.manifest.units))
         plan = found.planners[other](found.grains[other])
         alloc, calls = streamer._backend.alloc, []

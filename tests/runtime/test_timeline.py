@@ -18,7 +18,7 @@ import weightstream
 from graph_rig import GraphRig, Graphs, take_turns
 from rig import equal_plan
 from weightstream.plan.plan import Plan
-from weightstream.runtime import refinement
+from weightstream.runtime import replanning
 from weightstream.runtime.backend import Copy, Side
 from weightstream.runtime.cpu import CpuBackend
 from weightstream.runtime.engine import Engine
@@ -26,7 +26,7 @@ from weightstream.runtime.timeline import Kind, Measured
 from weightstream.trace import Trace
 from wrapped import Wrapper
 
-pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 DECODE, PREFILL = Kind("forward", 1), Kind("forward", 100)
 MARKS = 2 + 5 * 4  # of a step of five units, of which each is filled once
@@ -155,7 +155,7 @@ def test_the_host_takes_what_the_quickest_timed_call_did(backend: Counted) -> No
     assert found.num_steps == 3
     assert 0.01 <= found.host_s < 0.1
     assert found.step_s == 1.0, "a tick of the device's clock"
-    assert refinement._times(found).host_s == found.host_s
+    assert replanning._times(found).host_s == found.host_s
 
 
 def test_what_the_device_has_not_passed_is_read_later(backend: Counted) -> None:

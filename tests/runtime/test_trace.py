@@ -21,7 +21,7 @@ from weightstream.cli import app
 from weightstream.errors import OffloadError
 from weightstream.trace import Span, Trace
 
-pytestmark = pytest.mark.usefixtures("keeps_its_plan")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 NBYTES = WIDTH * WIDTH * 4
 

@@ -301,7 +301,7 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
     with torch.no_grad(), offloaded(model) as streamer:
         for _ in range(6):
             model(x)
-        prospect = streamer._installed.refinement.prospect
+        prospect = streamer._installed.replanning.prospect
         plans = [planner(grain) for planner, grain in zip(prospect.planners, prospect.grains, strict=True)]
         assert len({len(plan.extents) for plan in plans}) > 1
 

@@ -22,7 +22,7 @@ PLACES = ("streams", "in part", "resident")
 @pytest.fixture
 def code_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code what can be, though a tile takes more than a small matrix has."""
-    monkeypatch.setattr(planner, "_WORTH", {"auto": 0.97, "compressed": 100.0})
+    monkeypatch.setattr(planner, "MAX_SHARE", {"auto": 0.97, "compressed": 100.0})
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

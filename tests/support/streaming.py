@@ -35,7 +35,7 @@ def once(ask: Callable[..., int], module: nn.Module, device: str, **given: Any) 
     bytes. On a GPU it is asked each time."""
     if device != "cpu":
         return ask(module, device, **given)
-    key = (ask, *given.items(), facts(module), planner._WORTH["compressed"], prospects.GRAINS, prospects.estimate)
+    key = (ask, *given.items(), facts(module), planner.MAX_SHARE["compressed"], prospects.GRAINS, prospects.estimate)
     if key not in _KNOWN:
         _KNOWN[key] = ask(module, device, **given)
     return _KNOWN[key]

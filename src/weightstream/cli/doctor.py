@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +18,7 @@ from rich.text import Text
 from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write
 
 if TYPE_CHECKING:
-    from weightstream.measure.findings import Sections
+    from weightstream.measure.checks import Finding
 
 _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
     {
@@ -47,32 +50,32 @@ def doctor(
     Speeds are measured the first time, in a second or two, and kept until the driver, torch or the device changes.
     Exits with 1 if something is broken.
     """
-    from weightstream.measure.findings import examine
+    from weightstream.measure.checks import examine
     from weightstream.measure.profile import to_json
 
-    sections, profile = examine(device, (model or path).expanduser(), anew=measure)
+    found, profile = examine(device, (model or path).expanduser(), anew=measure)
     if save is not None:
         write("--save", save, to_json(profile) + "\n")
-    findings = [finding._asdict() | {"section": name} for name, part in sections.items() for finding in part]
     if as_json:
+        findings = [finding._asdict() | {"section": section} for section, finding in found]
         typer.echo(json.dumps({"profile": asdict(profile), "findings": findings}, indent=2))
     else:
-        show(sections)
+        _print(found)
         if save is not None:
             typer.echo(f"The profile is in {save}: weightstream plan MODEL --profile {save}")
-    raise typer.Exit(1 if any(finding["mark"] == "broken" for finding in findings) else 0)
+    raise typer.Exit(1 if any(finding.mark == "broken" for _, finding in found) else 0)
 
 
-def show(sections: Sections) -> None:
+def _print(found: Sequence[tuple[str, Finding]]) -> None:
     """One line per finding, the remedy below it."""
-    for name, part in sections.items():
-        if part:
-            screen().print(name, style="bold")
-        for finding in part:
+    width = max(len(finding.label) for _, finding in found)
+    for section, rows in groupby(found, itemgetter(0)):
+        screen().print(section, style="bold")
+        for _, finding in rows:
             symbol, style, _ = _MARKS[finding.mark]
-            print_folded(Text.assemble((f"{symbol:>4}", style), f"  {finding.label:<14}"), finding.text)
+            print_folded(Text.assemble((f"{symbol:>4}", style), f"  {finding.label:<{width}} "), finding.text)
             if finding.remedy:
-                print_folded(Text(f"{'-> ':>20}", "italic"), finding.remedy, "italic")
-    counts = Counter(finding.mark for part in sections.values() for finding in part)
+                print_folded(Text(f"{'-> ':>{width + 7}}", "italic"), finding.remedy, "italic")
+    counts = Counter(finding.mark for _, finding in found)
     verdict = ", ".join(f"{counts[mark]} {text}" for mark, (_, _, text) in _MARKS.items() if text and counts[mark])
     typer.echo(f"\n{verdict or 'All is well'}.")

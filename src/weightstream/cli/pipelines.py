@@ -241,32 +241,19 @@ def place_of(out: Path | None, takes: Collection[str]) -> Path:
 
 
 def save(output: Any, out: Path) -> list[Path]:
-    """Writes the images, or the video, of a call; where there are several, their number goes into the name."""
+    """Writes the images of PIL, or the videos, of a call; where there are several, their number goes into the name."""
+    from diffusers.utils import export_to_gif, export_to_video
+
     made = _made(output)
-    is_video = getattr(output, "images", None) is None
-    written = []
-    for index, item in enumerate(made):
-        path = out if len(made) == 1 else out.with_stem(f"{out.stem}-{index + 1}")
-        frames = list(item) if is_video else [item]
-        if path.suffix.lower() == ".mp4":
-            require("diffusers.utils", "diffusers", "a video").export_to_video(frames, str(path))
+    paths = [out if len(made) == 1 else out.with_stem(f"{out.stem}-{number}") for number in range(1, len(made) + 1)]
+    for path, item in zip(paths, made, strict=True):
+        if not isinstance(item, list):
+            item.save(path)
+        elif path.suffix.lower() == ".mp4":
+            export_to_video(item, str(path))
         else:
-            pictures = [_picture(frame) for frame in frames]
-            more = {"save_all": True, "append_images": pictures[1:]} if len(pictures) > 1 else {}
-            pictures[0].save(path, **more)
-        written.append(path)
-    return written
-
-
-def _picture(frame: Any) -> Any:
-    """A frame as an image of PIL."""
-    import numpy
-    from PIL import Image
-
-    if isinstance(frame, Image.Image):
-        return frame
-    values = numpy.asarray(frame)
-    return Image.fromarray((values.clip(0, 1) * 255).round().astype("uint8") if values.dtype.kind == "f" else values)
+            export_to_gif(item, str(path))  # or an animated .webp: PIL goes by the suffix
+    return paths
 
 
 def run(
@@ -287,7 +274,7 @@ def run(
     out = place_of(out, takes)
     session = Session(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
     session.seed = seed
-    output, taken_s = session.run()
+    output, taken_s = session.run(output_type="pil")
     written = save(output, out)
     stats = session.pipe.weightstream.stats()
     identical = None

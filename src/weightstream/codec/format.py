@@ -20,6 +20,8 @@ VERSION = 1
 TILE = 4096
 LANES = 128
 ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
+# By the setting `codec`: weights are worth compressing below this share of their bytes, as decoding takes time.
+MAX_SHARE: Mapping[str, float] = MappingProxyType({"auto": 0.97, "compressed": 1.0})
 _MAX_ESCAPES = 2**31 - 1  # ranks are signed
 _MOST_DENSE = TILE * (2 + 3 + 8) // 8  # bytes behind the symbols of a tile
 

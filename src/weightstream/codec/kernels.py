@@ -21,6 +21,30 @@ import triton.language as tl
 from weightstream.codec import dense_kernels
 
 
+@triton.constexpr_function
+def _is_dense(exponent):
+    """As `Element.is_dense`, from the number of exponent bits."""
+    return exponent == 8
+
+
+@triton.constexpr_function
+def _width(exponent):
+    """Bits of a float, and words of a lane in a decoded tile."""
+    return 8 if exponent == 4 else 16
+
+
+@triton.constexpr_function
+def _mantissa(exponent):
+    """Bits of the mantissa."""
+    return _width(exponent) - 1 - exponent
+
+
+@triton.constexpr_function
+def _tile_words(exponent):
+    """Words of a coded tile: 128 for each bit of a coded weight."""
+    return 128 * (1 + _mantissa(exponent) + (2 if _is_dense(exponent) else 3))
+
+
 @triton.jit
 def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
     """The k-th fields of 3 bits: two bits in `a` or `b`, the third in `c`."""
@@ -33,14 +57,15 @@ def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
 
 
 @triton.jit
-def _places(coded, count, tile, WORDS: tl.constexpr, EXPONENT: tl.constexpr):
+def _places(coded, count, tile, EXPONENT: tl.constexpr):
     """Of a tile: where its words are, one to a lane, how many escapes are before it, its base; where escapes begin."""
+    WORDS: tl.constexpr = _tile_words(EXPONENT)
     num_tiles = tl.cdiv(count, 4096).to(tl.int32)
     words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + tl.arange(0, 128)
     starts_at = coded + num_tiles.to(tl.int64) * (4 * WORDS)
     bases_at = starts_at + 4 * (num_tiles + 1)
     start = tl.load(starts_at.to(tl.pointer_type(tl.int32)) + tile)
-    length = (num_tiles + 3) // 4 * 4 if EXPONENT == 8 else num_tiles
+    length = (num_tiles + 3) // 4 * 4 if _is_dense(EXPONENT) else num_tiles
     return words, start, tl.load(bases_at + tile), bases_at + length
 
 
@@ -60,7 +85,7 @@ def _write(
     MASKED: tl.constexpr,
 ):
     """Decode the words of all lanes of a tile from their symbols in a to c; `room` is how many words fit."""
-    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16  # of a float; words per lane
+    WIDTH: tl.constexpr = _width(EXPONENT)
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
     if EXPONENT == 5:
         ma = tl.load(words + 1024)
@@ -97,17 +122,16 @@ def _decode_tile(
     target,
     left,
     EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`: all of
     the tile's, if it is WHOLE."""
-    PER_WORD: tl.constexpr = 4 if EXPONENT == 4 else 2
+    PER_WORD: tl.constexpr = 32 // _width(EXPONENT)
     OUT: tl.constexpr = 4096 // PER_WORD  # words of a decoded tile
-    SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
+    SYMBOLS: tl.constexpr = 128 * (1 + _mantissa(EXPONENT))
     lane = tl.arange(0, 128)
     room = tl.minimum(tl.cdiv(left, PER_WORD), OUT).to(tl.int32) - lane
-    if EXPONENT == 8:
+    if _is_dense(EXPONENT):
         dense_kernels.decode_tile(words, start, base, escapes, num_escapes, target + lane, room, not WHOLE)
     else:
         a = tl.load(words + SYMBOLS)
@@ -124,7 +148,7 @@ def _decode_tile(
 
 
 @triton.jit
-def decode(table, NUM: tl.constexpr, WHOLE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def decode(table, NUM: tl.constexpr, WHOLE: tl.constexpr, EXPONENT: tl.constexpr):
     """Decode a tile of one of at most NUM tensors, all of whole tiles if WHOLE. The table holds the first program of
     each, then for each its source, target, weights and escapes."""
     program = tl.program_id(0)
@@ -136,16 +160,15 @@ def decode(table, NUM: tl.constexpr, WHOLE: tl.constexpr, EXPONENT: tl.constexpr
     count = tl.load(row + 2)
     num_escapes = tl.load(row + 3).to(tl.int32)
 
-    OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048  # words of a tile, decoded and coded
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + (2 if EXPONENT == 8 else 3))
-    words, start, base, escapes = _places(source, count, tile, WORDS, EXPONENT)
+    OUT: tl.constexpr = 128 * _width(EXPONENT)  # words of a decoded tile
+    words, start, base, escapes = _places(source, count, tile, EXPONENT)
     target += tile.to(tl.int64) * OUT
     left = 4096 if WHOLE else count - tile.to(tl.int64) * 4096
-    _decode_tile(words, start, base, escapes, num_escapes, target, left, EXPONENT, MANTISSA, WHOLE)
+    _decode_tile(words, start, base, escapes, num_escapes, target, left, EXPONENT, WHOLE)
 
 
 @triton.jit
-def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr):
     """Decode a tile of one of the rows `ids` of a tensor to what of the target `places` names; where escapes are
     `BESIDE` the words of a row, these are in `slots`, else in the tensor.
 
@@ -166,12 +189,12 @@ def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr
     starts = tl.load(table + 6).to(tl.pointer_type(tl.int32))
     bases = tl.load(table + 7).to(tl.pointer_type(tl.uint8))
 
-    OUT: tl.constexpr = 1024 if EXPONENT == 4 else 2048
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + (2 if EXPONENT == 8 else 3))
+    OUT: tl.constexpr = 128 * _width(EXPONENT)
+    WORDS: tl.constexpr = _tile_words(EXPONENT)
     row = tl.minimum(row, num_rows - 1).to(tl.int32)
     place = tl.load(table) + (slot if BESIDE else row.to(tl.int64)) * stride
     first = tl.load(starts + row * tiles)
-    if EXPONENT == 8:  # words are read
+    if _is_dense(EXPONENT):  # words are read
         first &= -4
     if not BESIDE:  # damaged, it may be any number
         first = tl.minimum(tl.maximum(first, 0), most)
@@ -185,37 +208,37 @@ def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr
     tile = row * tiles + part
     start, base = tl.load(starts + tile) - first, tl.load(bases + tile)
     target += (tl.load(places + index) * tiles + part) * OUT
-    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, EXPONENT, MANTISSA, True)
+    _decode_tile(words, start, base, escapes, num_escapes, target, 4096, EXPONENT, True)
 
 
 @triton.jit(do_not_specialize=["count"])
-def histogram(data, counts, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def histogram(data, counts, count: tl.int64, EXPONENT: tl.constexpr):
     """How often each exponent occurs in a tile."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * 4096 + tl.arange(0, 4096)
     source = data.to(tl.pointer_type(tl.uint8 if EXPONENT == 4 else tl.uint16))
     values = tl.load(source + place, mask=place < count, other=0).to(tl.int32)
-    found = tl.histogram((values >> MANTISSA) & (2**EXPONENT - 1), 2**EXPONENT)
+    found = tl.histogram((values >> _mantissa(EXPONENT)) & (2**EXPONENT - 1), 2**EXPONENT)
     symbol = tl.arange(0, 2**EXPONENT)
     beyond = tl.maximum((tile.to(tl.int64) + 1) * 4096 - count, 0).to(tl.int32)
     tl.store(counts + tile * 2**EXPONENT + symbol, found - tl.where(symbol == 0, beyond, 0))
 
 
 @triton.jit
-def _field(word, field: tl.constexpr, base, left, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def _field(word, field: tl.constexpr, base, left, EXPONENT: tl.constexpr):
     """What the exponent of one float of a word is above its base: 0 behind the end."""
-    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
-    exponent = ((word >> (WIDTH * field + MANTISSA)) & (2**EXPONENT - 1)).to(tl.int32)
+    WIDTH: tl.constexpr = _width(EXPONENT)
+    exponent = ((word >> (WIDTH * field + _mantissa(EXPONENT))) & (2**EXPONENT - 1)).to(tl.int32)
     return tl.where(left > field, exponent - base, 0)
 
 
 @triton.jit
-def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constexpr):
     """Write the planes and the escapes of a tile; `left` weights are from a lane's first word on."""
-    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
+    WIDTH: tl.constexpr = _width(EXPONENT)
     PER_WORD: tl.constexpr = 32 // WIDTH
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
-    SYMBOLS: tl.constexpr = 128 * (1 + MANTISSA)
+    SYMBOLS: tl.constexpr = 128 * (1 + _mantissa(EXPONENT))
     ESCAPE: tl.constexpr = 7
     PER_PLANE: tl.constexpr = WIDTH // 2  # words of weights in a word of symbols
 
@@ -231,7 +254,7 @@ def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constex
             word = tl.load(source + k * 128, mask=room > 0, other=0)
             symbol = zero
             for field in tl.static_range(PER_WORD):
-                rest = _field(word, field, base, room, EXPONENT, MANTISSA)
+                rest = _field(word, field, base, room, EXPONENT)
                 escaped = (rest < 0) | (rest >= ESCAPE)
                 found += escaped.to(tl.int32)
                 symbol |= tl.where(escaped, ESCAPE, rest).to(tl.uint32) << (WIDTH * field)
@@ -261,7 +284,7 @@ def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constex
         room = left - k * (128 * PER_WORD)
         word = tl.load(source + k * 128, mask=room > 0, other=0)
         for field in tl.static_range(PER_WORD):
-            rest = _field(word, field, base, room, EXPONENT, MANTISSA)
+            rest = _field(word, field, base, room, EXPONENT)
             escaped = (rest < 0) | (rest >= ESCAPE)
             value = ((rest - ESCAPE) & (2**EXPONENT - 1)).to(tl.uint8)
             tl.store(escapes + rank, value, mask=escaped)
@@ -269,18 +292,17 @@ def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constex
 
 
 @triton.jit(do_not_specialize=["count"])
-def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr):
     """Write the planes and the escapes of a tile; starts and bases are in place already."""
-    WIDTH: tl.constexpr = 8 if EXPONENT == 4 else 16
+    WIDTH: tl.constexpr = _width(EXPONENT)
     PER_WORD: tl.constexpr = 32 // WIDTH
-    WORDS: tl.constexpr = 128 * (1 + MANTISSA + (2 if EXPONENT == 8 else 3))
 
     tile = tl.program_id(0)
     lane = tl.arange(0, 128)
-    words, start, base, escapes = _places(coded, count, tile, WORDS, EXPONENT)
+    words, start, base, escapes = _places(coded, count, tile, EXPONENT)
     source = data.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (128 * WIDTH) + lane
     left = count - tile.to(tl.int64) * 4096 - lane * PER_WORD  # weights from the lane's first word on
-    if EXPONENT == 8:
+    if _is_dense(EXPONENT):
         dense_kernels.encode_tile(source, words, start, base, escapes, left)
     else:
-        _encode_tile(source, words, start, base, escapes, left, EXPONENT, MANTISSA)
+        _encode_tile(source, words, start, base, escapes, left, EXPONENT)

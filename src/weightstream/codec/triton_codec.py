@@ -31,9 +31,8 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     count = data.numel() // element.nbytes
     num_tiles = -(-count // TILE)
     counts = torch.empty(num_tiles, 2**element.exponent_bits, dtype=torch.int32, device=data.device)
-    facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
     with on(data.device):
-        kernels.histogram[(num_tiles,)](data, counts, count, **facts)
+        kernels.histogram[(num_tiles,)](data, counts, count, EXPONENT=element.exponent_bits)
     return counts
 
 
@@ -48,9 +47,8 @@ def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -
     if counts is None:
         counts = histograms(data[: count * element.nbytes], dtype)
     layout, coded = reference.prepared(counts, dtype, count)
-    facts = {"EXPONENT": element.exponent_bits, "MANTISSA": element.mantissa_bits}
     with on(data.device):
-        kernels.encode[(layout.num_tiles,)](data, coded, count, **facts, num_warps=WARPS)
+        kernels.encode[(layout.num_tiles,)](data, coded, count, EXPONENT=element.exponent_bits, num_warps=WARPS)
     return layout, coded
 
 
@@ -73,7 +71,7 @@ class Decoding:
         tables = torch.tensor([table for table, _ in rows], dtype=torch.int64, device="cpu").to(coded.device)
         element = layout.element
         is_whole = all(layout.count % TILE == 0 for _, layout, _ in self._parts)
-        facts = _MOST, int(is_whole), element.exponent_bits, element.mantissa_bits
+        facts = _MOST, int(is_whole), element.exponent_bits
         pairs = zip(tables, rows, strict=True)
         self._launches = [((num_tiles, 1, 1), (table, *facts)) for table, (_, num_tiles) in pairs]
         self._compiled: list[Callable[[], object]] = []
@@ -127,7 +125,7 @@ class Picking:
         self._in_order = torch.arange(out.nbytes * num_rows // layout.raw_nbytes, dtype=torch.int64, device=out.device)
         self._table = torch.tensor(table, dtype=torch.int64, device="cpu").to(out.device)
         self._tiles = tiles
-        self._facts = int(slots is not None), layout.element.exponent_bits, layout.element.mantissa_bits
+        self._facts = int(slots is not None), layout.element.exponent_bits
         self._options = _options(layout.element)
         self._compiled: Any = None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -77,15 +78,12 @@ def _link(address: str, which: str) -> PciLink | None:
 
 
 def _answer(question: Callable[[Any], _T]) -> _T | None:
-    try:
+    with suppress(ImportError):
         nvml = import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-        try:
-            return question(nvml)
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError:  # no driver, or a GPU that does not tell this
-        return None
+        with suppress(nvml.NVMLError):  # no driver, or a GPU that does not report this
+            nvml.nvmlInit()
+            try:
+                return question(nvml)
+            finally:
+                nvml.nvmlShutdown()
+    return None

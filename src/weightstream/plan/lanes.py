@@ -58,7 +58,7 @@ class Lane:
             {name: tuple(op for op in ops if not op.after) for name, ops in every.items()}
             for every in (planner.demand.work, planner.demand.captured)
         )
-        planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured), unit_s={})
+        planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured))
         simulated, profile = planner.alone(plan)
         link = planner.machine.profile.link_bytes_per_s
         read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
+from weightstream.codec.format import MAX_SHARE
 from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
 from weightstream.given import selects
@@ -35,7 +35,6 @@ _READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
 _HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
 _SLACK = 50  # a share of free memory that the allocator may lose between blocks
 _SLACK_NBYTES = 256 << 20
-_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of its bytes, as decoding takes time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +115,8 @@ class Way(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
     """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
-    over the work, and in which the groups `measured_reads` were read from host memory. A `share` is in place of the
-    budget where several models have device memory in turn. `counts` are those of a cache that ran.
+    over the work, and include what kernels read from host memory: they price the plan that was measured. A `share` is
+    in place of the budget where several models have device memory in turn. `counts` are those of a cache that ran.
 
     Raises `PlanError` with the arithmetic where no plan fits.
     """
@@ -127,7 +126,6 @@ class Planner:
     weights: Weights
     demand: Demand = field(default_factory=Demand)
     unit_s: Mapping[str, float] = field(default_factory=dict)
-    measured_reads: frozenset[str] = frozenset()
     share: Share | None = None
     counts: Counts | None = None
 
@@ -294,7 +292,7 @@ class Planner:
         plain = placement.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
-        most = {a: _WORTH[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
+        most = {a: MAX_SHARE[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
         return {a: nbytes for a, nbytes in self.weights.codes.items() if nbytes < most.get(a, 0.0)}
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
@@ -359,8 +357,8 @@ class Planner:
         return placement.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
     def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
-        """Bytes of copies that take as long as what kernels read of these in a step."""
-        read = mapped - self.weights.by_row - self.measured_reads
+        """Bytes of copies that take as long as what kernels read of these in a step, beyond measured seconds."""
+        read = frozenset() if self.unit_s else mapped - self.weights.by_row
         return round(sum(manifest.aliases.get(alias, 0) for alias in read) / _READ_RATE)
 
     def _streaming(self, manifest: Manifest, profile: Profile) -> Plan:

@@ -11,10 +11,13 @@ from weightstream.plan.choices import Share
 from weightstream.plan.manifest import KEPT, Manifest, Workload
 from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Planner, Refusal, fastest
+from weightstream.plan.planner import Machine, Planner, Refusal, fastest
 
 _BISECTIONS = 8
 _AS_FAST = 1e-3
+_GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
+_STEPS = 500  # in which the move must pay
+_MOVED_BYTES_PER_S = 5e9  # to memory that is pinned anew
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +120,21 @@ class Prospect:
             f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
             f"{human(machine.free_nbytes)} free on the device: lower device_budget, batch or context"
         )
+
+
+def is_worth(plan: Plan, found: Plan, machine: Machine) -> bool:
+    """Whether to move weights from a plan in force to another pays: soon, and without breaking the host."""
+    gain_s, moved_s = plan.step_s - found.step_s, moved_nbytes(plan, found) / _MOVED_BYTES_PER_S
+    home_again = plan.offloaded_nbytes + plan.resident_nbytes <= machine.host_free_nbytes
+    return gain_s > _GAIN * plan.step_s and gain_s * _STEPS > moved_s and home_again
+
+
+def moved_nbytes(plan: Plan, found: Plan) -> int:
+    """Plain bytes of the weights that have another place, or another form, in one plan than in the other."""
+    changed = (plan.resident ^ found.resident) | (plan.mapped ^ found.mapped) | (plan.disk ^ found.disk)
+    changed |= plan.cached ^ found.cached
+    changed |= plan.manifest.codes.keys() ^ found.manifest.codes.keys()
+    return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if alias in changed)
 
 
 def _names(manifest: Manifest) -> list[str]:

@@ -1,8 +1,8 @@
 """A plan in force on a model: homes are settled, units bound to memory, modules surrounded. Changes it for another.
 
 [Note: a change of plan]
-The work and the order of a call, weights that were read outside of their unit, measured times: all change the plan
-through `switch`, to units of another grain too. It happens between steps, with the device idle. The modules are
+The work and the order of a call, and weights that were read outside of their unit, change the plan through `switch`,
+to units of another grain too; measured times never do. It happens between steps, with the device idle. The modules are
 detached and the ring is let go; then homes move, those alone whose place or code changes, a ring is made, and units are
 bound to it. On an error the same way leads back to the plan that was in force. The addresses of weights change with the
 plan, and graphs and compiled code hold addresses. So what `compile` made is made again, graphs of `capture` are
@@ -33,7 +33,7 @@ from weightstream.runtime.graphs import Graphs
 from weightstream.runtime.homes import Homes
 from weightstream.runtime.mode import Gate, Mode
 from weightstream.runtime.moves import CodeOverflow
-from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.replanning import Replanning
 from weightstream.runtime.stacks import unread
 from weightstream.runtime.tally import Cache, Tally
 from weightstream.runtime.timeline import Timeline
@@ -52,7 +52,7 @@ class Installation:
         compiled: Compiled,
         homes: Homes,
         backend: Backend,
-        refinement: Refinement,
+        replanning: Replanning,
         grains: Sequence[Sequence[UnitModule]],
         on_close: Callable[[], None],
         block: Block | None = None,
@@ -63,7 +63,7 @@ class Installation:
         self.homes = homes
         self.backend = backend
         self.gate = Gate(block)
-        self.refinement = refinement
+        self.replanning = replanning
         self.grains = [tuple(units) for units in grains]
         self.graphs = Graphs(backend, lambda: self.binding)
         self.counters = Counters()
@@ -93,13 +93,13 @@ class Installation:
         """Put the first plan in force, or one that is made now. On an error the model is as it was."""
         try:
             try:
-                self._bind(plan or self.refinement.plan(self.manifest()))
+                self._bind(plan or self.replanning.plan(self.manifest()))
             except StoreError:
                 if self.homes.can_map:
                     raise
                 self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
-                self.refinement.cannot_map()
-                self._bind(self.refinement.plan(self.manifest()))
+                self.replanning.cannot_map()
+                self._bind(self.replanning.plan(self.manifest()))
         except BaseException:
             self.remove()
             raise
@@ -165,21 +165,21 @@ class Installation:
                     return plan
             except CodeOverflow as error:
                 logger.info("%s", error)
-                self.refinement.learn_sizes(error.sizes)
-            plan = self.refinement.plan(plan.manifest.plain())
+                self.replanning.learn_sizes(error.sizes)
+            plan = self.replanning.plan(plan.manifest.plain())
 
     def _is_unread(self, plan: Plan, *, waits: bool = False) -> bool:
         """Whether rows cannot be fetched from where they lie, as far as is known, or once all pages are there."""
         why = unread(plan.cached, self.homes.homes, self.backend, waits=waits)
         if why is not None:
             logger.warning("experts are planned without a cache: %s", why)
-            self.refinement.cannot_fetch()
+            self.replanning.cannot_fetch()
         return why is not None
 
     def without_cache(self) -> Plan | None:
         """The plan to move to where pages that were on their way could not be pinned after all."""
         plan = self.plan
-        return self.refinement.plan(plan.manifest.plain()) if self._is_unread(plan, waits=True) else None
+        return self.replanning.plan(plan.manifest.plain()) if self._is_unread(plan, waits=True) else None
 
     def _bind_again(self, plan: Plan) -> None:
         """Back to the plan that was in force; where that fails too the model is set free."""

@@ -1,7 +1,7 @@
-"""What calls and steps teach: work, the order of the units, weights that are read outside of them, measured times.
+"""What calls and steps teach: work, the order of the units, weights that are read outside of them.
 
-Changes the plan. A call of a new kind is followed on shapes before it runs. The first step is watched, and those that
-follow until one reads no weight outside of its unit.
+Changes the plan. Measured times only correct what is predicted of it. A call of a new kind is followed on shapes before
+it runs. The first step is watched, and those that follow until one reads no weight outside of its unit.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Learning:
         self._has_room = True  # for all of those
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
         self._has_told = False  # that reads outside of units are slow
-        self._foreseen = set(map(_class_of, installed.refinement.known))
+        self._foreseen = set(map(_class_of, installed.replanning.known))
         self._last: Kind | None = None
-        workload = installed.refinement.prospect.workload
+        workload = installed.replanning.prospect.workload
         self._planned = None if workload is None else _class_of(kind_of_workload(workload))
 
     @property
@@ -161,14 +161,14 @@ class Learning:
         self._foreseen.add(kind)
         with torch.inference_mode(False), torch.no_grad():
             try:
-                plan = self._installed.refinement.foresee(self._installed.plan, exact, args, kwargs)
+                plan = self._installed.replanning.foresee(self._installed.plan, exact, args, kwargs)
             except Exception:  # the call itself is not at fault
                 logger.warning("the work of this call cannot be told before it runs", exc_info=True)
                 return
             if plan is None:
                 return
             self._change(plan)
-            prospect, now = self._installed.refinement.prospect, self._installed.plan
+            prospect, now = self._installed.replanning.prospect, self._installed.plan
             self.watching |= not prospect.grains[prospect.grain_of(now.manifest)].kept <= now.resident
 
     def _change(self, plan: Plan) -> None:
@@ -179,7 +179,7 @@ class Learning:
             self._try_switch(plan, any_error=True)
 
     def learn(self, *, watched: bool, is_whole: bool = True) -> None:
-        """Change the plan as the step that ended teaches: weights to keep on the device, order, measured times.
+        """Change the plan as the step that ended teaches: weights to keep on the device, order.
 
         `is_whole`: else units that it did not reach stay on the device, as others may read them outside of these.
         """
@@ -205,7 +205,7 @@ class Learning:
             logger.debug("units run in another order than planned: %s", order)
             self._try_switch(plan.reordered(order))
         elif not self.watching:
-            self._refine(plan)
+            self.correct()
 
     def _to_keep(self) -> frozenset[str]:
         """Alias groups that steps showed to need bytes of their own."""
@@ -227,7 +227,7 @@ class Learning:
         reason: Exception | None = None
         try:
             movable = installed.homes.movable
-            plan = installed.refinement.replan(installed.manifest(), kept=self._asked, movable=movable)
+            plan = installed.replanning.replan(installed.manifest(), kept=self._asked, movable=movable)
             reason = self._try_switch(plan.reordered(order) if order is not None else plan)
         except PlanError as error:
             reason = self._cut_finer(error)
@@ -260,7 +260,7 @@ class Learning:
             if sum(nbytes[alias] for alias in left[index]) >= now:
                 break
             try:
-                plan = installed.refinement.plan(installed.refinement.prospect.grains[index])
+                plan = installed.replanning.plan(installed.replanning.prospect.grains[index])
             except PlanError:
                 continue
             return self._try_switch(plan)
@@ -280,16 +280,10 @@ class Learning:
 
     def correct(self) -> None:
         """Take measured times into what is predicted of the plan in force; nothing moves."""
-        self._refine(self._installed.plan, may_move=False)
-
-    def _refine(self, plan: Plan, *, may_move: bool = True) -> None:
         installed = self._installed
-        steps, timeline = installed.counters.steps, installed.timeline
-        found = installed.refinement.refine(plan, steps, timeline, timeline.tally.counts, may_move=may_move)
-        if found is not None:
-            installed.binding.plan, better = found
-            if better is not None:
-                self._try_switch(better)
+        plan = installed.replanning.correct(installed.plan, installed.counters.steps, installed.timeline)
+        if plan is not None:
+            installed.binding.plan = plan
 
     def switch(self, plan: Plan) -> None:
         """As `Installation.switch`; reads outside of units of another grain are to be seen."""
@@ -302,9 +296,9 @@ class Learning:
 
     def rebudget(self, device_budget: int) -> None:
         """Move to the plan of another budget. What had no room is asked for again."""
-        refinement = self._installed.refinement
-        self.switch(refinement.rebudget(device_budget))
-        self._asked, self._has_room = refinement.kept, True
+        replanning = self._installed.replanning
+        self.switch(replanning.rebudget(device_budget))
+        self._asked, self._has_room = replanning.kept, True
 
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
         """Switch, if that can be; else the plan in force stays. Returns why it did.

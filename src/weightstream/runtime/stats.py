@@ -71,5 +71,5 @@ def stats_of(installed: Installation) -> Stats:
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
         experts=total(installed.timeline.tally.read().values()),
-        read_in_place=installed.refinement.read_whole(plan),
+        read_in_place=installed.replanning.read_whole(plan),
     )

@@ -33,7 +33,7 @@ from weightstream.runtime.homes import Homes
 from weightstream.runtime.installation import Installation
 from weightstream.runtime.learning import Learning
 from weightstream.runtime.mode import Mode
-from weightstream.runtime.refinement import Refinement
+from weightstream.runtime.replanning import Replanning
 from weightstream.runtime.stats import Stats, stats_of
 from weightstream.runtime.thread_state import ThreadState
 from weightstream.runtime.timeline import Kind, kind_of, profiled
@@ -61,18 +61,18 @@ class Streamer:
         grains: Sequence[Sequence[UnitModule]],
         homes: Homes,
         backend: Backend,
-        refinement: Refinement,
+        replanning: Replanning,
         plan: Plan,
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
         block: Block | None = None,
         entries: Sequence[str] = (),
     ) -> None:
-        units = grains[refinement.prospect.grain_of(plan.manifest)]
+        units = grains[replanning.prospect.grain_of(plan.manifest)]
         self._backend = backend
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
         self._compiled = Compiled(model, blocks)
-        made = self._compiled, homes, backend, refinement, grains, on_close, block
+        made = self._compiled, homes, backend, replanning, grains, on_close, block
         self._installed = Installation(self._modules, *made)
         self._learning = Learning(self._installed)
         self._gate, self.graphs, self._homes = self._installed.gate, self._installed.graphs, homes
@@ -88,7 +88,7 @@ class Streamer:
     @property
     def lane(self) -> Lane:
         """The plan in force, and the seconds of its units as one of several devices has them."""
-        return self._installed.refinement.lane(self.plan)
+        return self._installed.replanning.lane(self.plan)
 
     @property
     def _binding(self) -> Binding:

@@ -1,7 +1,7 @@
 """The tally: how often caches of experts found what a step asked for, by unit, since the model was offloaded.
 
-Counts are on the device. They are read where somebody asks, or where a plan is refined from measured times, once in
-many steps: each time the host waits for the device.
+Counts are on the device. They are read where somebody asks, or where predictions are corrected, once in many steps:
+each time the host waits for the device.
 """
 
 from __future__ import annotations

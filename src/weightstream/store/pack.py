@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weightstream.codec import coding
-from weightstream.codec.format import ALIGN_NBYTES, ELEMENTS, Layout
+from weightstream.codec.format import ALIGN_NBYTES, ELEMENTS, MAX_SHARE, Layout
 from weightstream.errors import ConfigError, StoreError, UnsupportedError
 from weightstream.store.atomic import remove_leftovers, replacing
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
@@ -31,7 +31,6 @@ from weightstream.store.mapping import Memory
 _PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
 _LEAST_CODED = 64 << 10  # weights
-_WORTH = MappingProxyType({"auto": 0.97, "compressed": 1.0, "none": 0.0})  # of the bytes, as decoding takes time
 
 _BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
 _PICKLE_NBYTES = 16 << 20
@@ -137,7 +136,7 @@ def choose(
         if codec != "none" and tensor.numel() >= _LEAST_CODED and dtype in ELEMENTS:
             with _readable(tensor, mappings) as data:
                 layout = coding.counted_layout(data, dtype, device)
-            if layout.nbytes < _WORTH[codec] * tensor.nbytes:
+            if layout.nbytes < MAX_SHARE[codec] * tensor.nbytes:
                 layouts[name] = layout
         advance(tensor.nbytes)
     return layouts

@@ -10,28 +10,26 @@ from typing import Any
 from weightstream.errors import PlanError
 from weightstream.plan.caching import Counts
 from weightstream.plan.check import prove
+from weightstream.plan.correction import Times, corrected
 from weightstream.plan.lanes import Lane
 from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
-from weightstream.plan.prospect import Prospect
-from weightstream.plan.refine import Refined, Times, is_worth, refine
+from weightstream.plan.prospect import Prospect, is_worth
 from weightstream.runtime.timeline import Kind, Measured, Timeline, kind_of_workload
 
 logger = logging.getLogger("weightstream")
 
 _EVERY, _AGAIN = 4, 64  # steps
 _FROM = 3  # timed steps of one kind
-_MOVES = 2  # to a better plan, at most: workloads that alternate must not move weights for ever
 _MISSED = 1.25  # times what was predicted, or as much less: what is known of a kind of steps holds no more
-_WORSE = 1.1  # times the steps before a move: it is undone
 _DOUBTED = 2.0  # times: what the machine can do is measured again
 
 Foresee = Callable[[Prospect, str, Any, Any], Prospect | None]  # the method that is called, and its arguments
 
 
-class Refinement:
-    """Plans, and plans again: with the work of calls before they run, and with the measured times of their steps.
+class Replanning:
+    """Plans, and plans again with the work of calls before they run; measured times correct what is predicted.
 
     `foresee(prospect, entry, args, kwargs)` tells the work of a call, `doubt()` that the profile was wrong by much.
     """
@@ -51,9 +49,6 @@ class Refinement:
         self._kind: Kind | None = None  # of the steps that the plan was held against last
         self._foreseen = _planned(prospect)  # of the call that the plan was predicted for from its work
         self._looked_at = 0  # so many steps
-        self._num_moves = 0
-        self._left: tuple[Plan, Measured] | None = None  # what the last move left, and how long its steps took
-        self._is_whole = False  # no unit's times told what was measured last: others may be gone by the next look
 
     def plan(self, manifest: Manifest) -> Plan:
         """The plan of a manifest, proved. Raises `PlanError`."""
@@ -66,7 +61,6 @@ class Refinement:
         return self.prospect.planners
 
     def _change(self, change: Callable[[Planner], Planner]) -> None:
-        self._left = None  # it was planned without
         self.prospect = replace(self.prospect, planners=tuple(map(change, self._planners)))
 
     def replan(self, manifest: Manifest, *, kept: frozenset[str], movable: frozenset[str]) -> Plan:
@@ -84,7 +78,7 @@ class Refinement:
         found = self.prospect.within(device_budget).keeping(self.kept)
         plan = found.plan()[1]
         prove(plan)
-        self.prospect, self._left = found, None
+        self.prospect = found
         return plan
 
     def read_whole(self, plan: Plan) -> tuple[int, ...]:
@@ -128,65 +122,39 @@ class Refinement:
             logger.warning("%s", error)
             better = same
         fits = grain.kept <= plan.resident and (planner.budget is None or same.device_nbytes <= planner.budget)
-        is_better = is_worth(planner, same, better, same.step_s) and not (better.moving - same.moving)
+        is_better = is_worth(same, better, planner.machine) and not (better.moving - same.moving)
         chosen = better if not fits or is_better else same
         if short := found.shortage(chosen):
             logger.warning("device memory may run out: %s", short)
         told = f"this call takes {1e3 * same.step_s:.1f} ms by its shapes, {1e3 * plan.step_s:.1f} predicted without"
         logger.info("%s%s", told, f"; a better plan takes {1e3 * better.step_s:.1f}" if chosen is better else "")
-        self._kind, self._foreseen, self._left = None, kind, None
+        self._kind, self._foreseen = None, kind
         prove(chosen)
         return chosen
 
-    def refine(
-        self,
-        plan: Plan,
-        num_steps: int,
-        timeline: Timeline,
-        counts: Callable[[], Counts | None] = lambda: None,
-        *,
-        may_move: bool = True,
-    ) -> tuple[Plan, Plan | None] | None:
-        """The plan in force as measured times predict it, and a better one to move to; None where nothing is new.
+    def correct(self, plan: Plan, num_steps: int, timeline: Timeline) -> Plan | None:
+        """The plan in force as measured times predict it; None where nothing is new.
 
         Steps of a kind that is known are looked at again now and then, as others may use the machine by now, and caches
-        have `counts`.
+        have counts.
         """
         is_known = timeline.kind == self._kind
-        pause = _AGAIN if is_known else _EVERY if may_move else 1
-        if timeline.kind is None or num_steps - self._looked_at < pause:
+        if timeline.kind is None or num_steps - self._looked_at < (_AGAIN if is_known else _EVERY):
             return None
         self._looked_at = num_steps
         measured = timeline.measured()
         if measured is None or measured.num_steps < _FROM:
             return None
         missed = max(measured.step_s, plan.step_s) / (min(measured.step_s, plan.step_s) or 1e-9)
-        if not self._learn_counts(counts()) and is_known and missed <= _MISSED:
+        if not self._learn_counts(timeline.tally.counts()) and is_known and missed <= _MISSED:
             return None
-        planner = self._planners[self.prospect.grain_of(plan.manifest)]
         if missed > _DOUBTED and timeline.kind == self._foreseen:
             self._doubt()
-        self._foreseen = None  # from here on measured times are in what is predicted
-        left, self._left = self._left, None
-        is_worse = left is not None and left[1].kind == measured.kind and measured.step_s > _WORSE * left[1].step_s
-        # of a code that moves, what it costs to encode is not known
-        may_move &= (not is_known or self._is_whole) and self._num_moves < _MOVES and not plan.manifest.codes
-        may_move &= not is_worse
-        refined: Refined = refine(planner, plan, _times(measured), may_move=may_move)
-        self._kind, self._is_whole = measured.kind, refined.is_whole
-        if left is not None and is_worse:
-            refined = replace(refined, better=replace(left[0], step_s=left[1].step_s))
-            self._num_moves = _MOVES  # what misled once may again
+        self._kind, self._foreseen = measured.kind, None  # from here on measured times are in what is predicted
+        found = corrected(self._planners[self.prospect.grain_of(plan.manifest)], plan, _times(measured))
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
-        if refined.better is None:
-            logger.info("%s; from what was measured %.1f", told, 1e3 * refined.plan.step_s)
-            return refined.plan, None
-        logger.info("%s; moving to a plan of %.1f: %s", told, 1e3 * refined.better.step_s, refined.better.summary())
-        self._num_moves += 1
-        self._left = None if is_worse else (plan, measured)
-        self._kind = None  # the steps of the new plan are to be measured
-        prove(refined.better)
-        return refined.plan, refined.better
+        logger.info("%s; from what was measured %.1f", told, 1e3 * found.step_s)
+        return found
 
     def _learn_counts(self, counts: Counts | None) -> bool:
         """Plan by what caches have counted from now on; returns whether that is new: twice as many as were known."""
@@ -194,9 +162,7 @@ class Refinement:
         if counts is None or counts.num_rows < 2 * (known.num_rows if known else 1):
             return False
         of_kind = counts._replace(workload=self.prospect.workload)
-        self.prospect = replace(
-            self.prospect, planners=tuple(replace(planner, counts=of_kind) for planner in self._planners)
-        )
+        self._change(lambda planner: replace(planner, counts=of_kind))
         return True
 
 
