@@ -101,9 +101,11 @@ def _limited(nbytes: int) -> Iterator[list[str]]:
 
 
 def _group_memory(folder: Path) -> dict[str, float]:
-    """The most that the group has used, where the kernel tells."""
-    path = folder / "memory.peak"
-    return {"cgroup_peak_gib": round(int(path.read_text()) / host.GIB, 3)} if path.exists() else {}
+    """The most that the group has used, of either version of cgroups, where the kernel tells."""
+    for path in (folder / "memory.peak", folder / "memory.max_usage_in_bytes"):
+        if path.exists():
+            return {"cgroup_peak_gib": round(int(path.read_text()) / host.GIB, 3)}
+    return {}
 
 
 GROUPS = {"disk": disk, "budget": budget, "cgroup": cgroup, "half": half, "accelerate_disk": accelerate_disk}

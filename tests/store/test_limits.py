@@ -1,4 +1,4 @@
-"""How much host memory this process may take: fake trees of cgroups, and real cgroups."""
+"""How much host memory this process may take: fake trees of every kind of cgroup, and real cgroups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from weightstream.store.limits import available_nbytes, describe_limits
 MIB = 1 << 20
 GIB = 1 << 30
 RAM = 8 * GIB
+V1_UNLIMITED = "9223372036854771712"
 
+V1_MOUNT = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
 V2_MOUNT = "31 23 0:28 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
 UNIFIED = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw"
 OTHERS = "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
@@ -46,11 +48,34 @@ def grow(root: Path, cgroup: str, *mounts: str, **groups: dict[str, Any]) -> Pat
     return root
 
 
+def v1(folder: str, limit: int | str, usage: int | str, cache: int = 0) -> dict[str, Any]:
+    stat = f"cache 1\ninactive_file 7\nactive_file 7\ntotal_inactive_file {cache}\ntotal_active_file {cache}\n"
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    files = dict(zip(names, (f"{limit}\n", f"{usage}\n", stat), strict=True))
+    return {"folder": f"/sys/fs/cgroup/memory{folder}", "files": files}
+
+
 def v2(folder: str, limit: int | str, usage: int | str, cache: int = 0, high: int | str = "max") -> dict[str, Any]:
     stat = f"anon 5\ninactive_file {cache}\nactive_file {cache}\nunevictable 0\n"
     names = ("memory.max", "memory.high", "memory.current", "memory.stat")
     files = dict(zip(names, (f"{limit}\n", f"{high}\n", f"{usage}\n", stat), strict=True))
     return {"folder": f"/sys/fs/cgroup{folder}", "files": files}
+
+
+def test_version_1(tmp_path: Path) -> None:
+    root = grow(
+        tmp_path,
+        "5:cpu:/elsewhere\n4:memory,hugetlb:/docker/ab12\n0::/\n",
+        V1_MOUNT.format(top="/"),
+        UNIFIED,
+        group=v1("/docker/ab12", 2 * GIB, GIB, cache=100 * MIB),
+        parent=v1("/docker", V1_UNLIMITED, 5 * GIB),
+        top=v1("", V1_UNLIMITED, 9 * GIB),
+    )
+    assert available_nbytes(root) == GIB + 200 * MIB
+    assert describe_limits(root).endswith(
+        ", cgroup /docker/ab12 2.0GiB of which 1.2GiB are free, 8.0GiB of RAM available"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +89,7 @@ def v2(folder: str, limit: int | str, usage: int | str, cache: int = 0, high: in
         (20 * GIB, "max", RAM),
     ],
 )
-def test_the_least_of_two_limits_counts(tmp_path: Path, limit: int | str, high: int | str, free: int) -> None:
+def test_version_2(tmp_path: Path, limit: int | str, high: int | str, free: int) -> None:
     """The least of memory.max and memory.high, and never more than RAM."""
     group = v2("/system.slice/run.scope", limit, GIB, cache=32 * MIB, high=high)
     root = grow(tmp_path, "0::/system.slice/run.scope\n", V2_MOUNT.format(top="/"), group=group)
@@ -72,10 +97,13 @@ def test_the_least_of_two_limits_counts(tmp_path: Path, limit: int | str, high: 
     assert ("cgroup /system.slice/run.scope" in describe_limits(root)) == ((limit, high) != ("max", "max"))
 
 
-def test_lines_of_version_1_name_no_group(tmp_path: Path) -> None:
-    other, group = v2("/unified/a", MIB, 0), v2("/unified/b", GIB, 0)
-    root = grow(tmp_path, "4:memory:/a\n1:name=systemd:/a\n0::/b\n", UNIFIED, other=other, group=group)
-    assert available_nbytes(root) == GIB
+def test_hybrid_counts_both(tmp_path: Path) -> None:
+    cgroup = "4:memory:/a\n0::/b\n"
+    mounts = (V1_MOUNT.format(top="/"), UNIFIED)
+    for number, (old, new) in enumerate([(1, 2), (2, 1)]):
+        root = grow(tmp_path / str(number), cgroup, *mounts, a=v1("/a", old * GIB, 0), b=v2("/unified/b", new * GIB, 0))
+        assert available_nbytes(root) == GIB
+        assert f"cgroup {'/a' if old == 1 else '/b'} 1.0GiB" in describe_limits(root)
 
 
 def test_an_ancestor_may_bind(tmp_path: Path) -> None:
@@ -96,10 +124,11 @@ def test_an_ancestor_may_bind(tmp_path: Path) -> None:
 def test_a_container_sees_its_group_as_the_root_of_the_mount(tmp_path: Path, path: str) -> None:
     """The mount's root is the group where /proc/self/cgroup names a path that is not below it."""
     outside = v2("/../../elsewhere", MIB, 0)
-    one = grow(tmp_path / "2", f"0::{path}\n", V2_MOUNT.format(top="/docker/ab12"), group=v2("", GIB, 256 * MIB))
+    one = grow(tmp_path / "1", f"4:memory:{path}\n", V1_MOUNT.format(top="/docker/ab12"), group=v1("", GIB, 256 * MIB))
+    two = grow(tmp_path / "2", f"0::{path}\n", V2_MOUNT.format(top="/docker/ab12"), group=v2("", GIB, 256 * MIB))
     group = v2("", GIB, 256 * MIB)
     private = grow(tmp_path / "3", f"0::{path}\n", V2_MOUNT.format(top="/"), group=group, outside=outside)
-    assert [available_nbytes(root) for root in (one, private)] == [768 * MIB] * 2
+    assert [available_nbytes(root) for root in (one, two, private)] == [768 * MIB] * 3
     assert "cgroup /docker/ab12 1.0GiB of which 768.0MiB are free" in describe_limits(one)
 
 
@@ -172,7 +201,7 @@ def garbled(text: str) -> st.SearchStrategy[str]:
 
 
 CGROUP = "4:memory:/a/b\n0::/a/b\n"
-MOUNTS = "\n".join([OTHERS, UNIFIED, ""])
+MOUNTS = "\n".join([OTHERS, V1_MOUNT.format(top="/"), UNIFIED, ""])
 STATISTICS = "anon 5\ninactive_file 1024\nactive_file 1024\n"
 
 
@@ -181,13 +210,13 @@ STATISTICS = "anon 5\ninactive_file 1024\nactive_file 1024\n"
 def test_garbage_never_raises(tmp_path: Path, cgroup: str, mounts: str, number: str, statistics: str) -> None:
     root = tmp_path
     if not any(root.iterdir()):
-        grow(root, "", b=v2("/unified/a/b", 4 * GIB, GIB))
+        grow(root, "", a=v1("/a/b", 4 * GIB, GIB), b=v2("/unified/a/b", 4 * GIB, GIB))
     for name, text in {
         "proc/self/cgroup": cgroup,
         "proc/self/mountinfo": mounts,
         "sys/fs/cgroup/unified/a/b/memory.current": number,
-        "sys/fs/cgroup/unified/a/b/memory.max": number,
-        "sys/fs/cgroup/unified/a/b/memory.stat": statistics,
+        "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": number,
+        "sys/fs/cgroup/memory/a/b/memory.stat": statistics,
     }.items():
         (root / name).unlink()  # ext4 flushes a file that is cut and written again
         (root / name).write_bytes(text.encode(errors="surrogatepass"))
@@ -199,7 +228,7 @@ def test_garbage_never_raises(tmp_path: Path, cgroup: str, mounts: str, number: 
 def test_memlock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, text: str) -> None:
     limits = {resource.RLIMIT_MEMLOCK: (limit, limit)}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (resource.RLIM_INFINITY,) * 2))
-    root = grow(tmp_path, "0::/docker/ab12\n", V2_MOUNT.format(top="/"), a=v2("/docker/ab12", 2 * GIB, GIB))
+    root = grow(tmp_path, "4:memory:/docker/ab12\n", V1_MOUNT.format(top="/"), a=v1("/docker/ab12", 2 * GIB, GIB))
     expected = "cgroup /docker/ab12 2.0GiB of which 1.0GiB are free, 8.0GiB of RAM available"
     assert describe_limits(root) == text + expected
 
@@ -250,7 +279,8 @@ def test_limits_of_the_process_count(kind: str, name: str) -> None:
 def test_a_real_group_counts_and_its_page_cache_does_not(tmp_path: Path) -> None:
     code = f"""
         def used():
-            return int((group / "memory.current").read_text())
+            names = ("memory.usage_in_bytes", "memory.current")
+            return next(int((group / name).read_text()) for name in names if (group / name).exists())
 
         group, path = Path({{group!r}}), Path({str(tmp_path / "large")!r})
         print(available_nbytes())

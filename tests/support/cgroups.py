@@ -34,25 +34,29 @@ def limited(nbytes: int) -> Iterator[list[str]]:
 
 
 def _mounted() -> Path:
-    """Returns where the memory controller is mounted, and sees to it that children get it."""
+    """Returns where the memory controller is mounted, and sees to it that children of version 2 get it."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, file_system = line.partition(" - ")
-        kind = file_system.split(" ", 1)[0]
+        kind, _, options = file_system.split(" ", 2)
         point = Path(mount.split()[4])
+        if kind == "cgroup" and "memory" in options.split(","):
+            return point
         if kind == "cgroup2" and "memory" in (point / "cgroup.controllers").read_text().split():
             with contextlib.suppress(OSError):  # then the child has no memory.max, and the test skips
                 (point / "cgroup.subtree_control").write_text("+memory")
             return point
-    pytest.skip("no cgroup of version 2 with a memory controller is mounted")
+    pytest.skip("no cgroup with a memory controller is mounted")
 
 
 def _limit(folder: Path, nbytes: int) -> None:
+    names = {"memory.limit_in_bytes", "memory.max"} & {path.name for path in folder.iterdir()}
     try:
-        (folder / "memory.max").write_text(str(nbytes))
-    except OSError as error:
+        (folder / names.pop()).write_text(str(nbytes))
+    except (KeyError, OSError) as error:
         pytest.skip(f"{folder} takes no limit: {error!r}")
-    if (folder / "memory.swap.max").exists():  # absent where swap is not accounted
-        (folder / "memory.swap.max").write_text("0")
+    for name, value in (("memory.memsw.limit_in_bytes", nbytes), ("memory.swap.max", 0)):
+        if (folder / name).exists():  # absent where swap is not accounted
+            (folder / name).write_text(str(value))
 
 
 def _remove(folder: Path) -> None:

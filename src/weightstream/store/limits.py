@@ -1,7 +1,7 @@
 """Limit: what caps the host memory of this process, and how much is left below it. It knows no weights and no device.
 
-Cgroups of version 2 are found in /proc/self/cgroup and /proc/self/mountinfo. A container may see its own group as the
-root of the mount, under a path that does not exist there: then the mount's root is the group.
+Cgroups are found in /proc/self/cgroup and /proc/self/mountinfo, of version 1, 2 or both. A container may see its own
+group as the root of the mount, under a path that does not exist there: then the mount's root is the group.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ import psutil
 
 from weightstream.plan.amounts import human
 
-_LIMITS = ("memory.max", "memory.high")
-_NO_LIMIT = 1 << 62  # where these say "max"
-_PAGE_CACHE = ("inactive_file", "active_file")  # of memory.stat: the kernel takes these back before it refuses
+_NO_LIMIT = 1 << 62  # version 1 writes the largest multiple of a page below 2**63, version 2 "max"
+
+
+class _Version(NamedTuple):
+    controller: str  # in the second field of /proc/self/cgroup
+    kind: str  # of the file system
+    limits: tuple[str, ...]
+    usage: str
+    page_cache: tuple[str, ...]  # of memory.stat: what the kernel takes back before it refuses
 
 
 class _Limit(NamedTuple):
@@ -30,6 +36,9 @@ class _Limit(NamedTuple):
     free_nbytes: int
 
 
+_V1_CACHE, _V2_CACHE = ("total_inactive_file", "total_active_file"), ("inactive_file", "active_file")
+_V1 = _Version("memory", "cgroup", ("memory.limit_in_bytes",), "memory.usage_in_bytes", _V1_CACHE)
+_V2 = _Version("", "cgroup2", ("memory.max", "memory.high"), "memory.current", _V2_CACHE)
 _RLIMITS = MappingProxyType({"vms": ("ulimit -v", resource.RLIMIT_AS), "data": ("ulimit -d", resource.RLIMIT_DATA)})
 
 
@@ -54,8 +63,9 @@ def _ram_nbytes() -> int:
 
 def _limits(root: Path) -> Iterator[_Limit]:
     for line in _lines(root / "proc/self/cgroup"):
-        if line.startswith("0::"):
-            yield from filter(None, (_limit(*group) for group in _groups(root, line.removeprefix("0::"))))
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        for version in (version for version in (_V1, _V2) if version.controller in controllers.split(",")):
+            yield from filter(None, (_limit(version, *group) for group in _groups(root, version, path)))
     for field, (name, kind) in _RLIMITS.items():
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
@@ -63,20 +73,20 @@ def _limits(root: Path) -> Iterator[_Limit]:
             yield _Limit(name, limit, free)
 
 
-def _limit(path: PurePosixPath, folder: Path) -> _Limit | None:
-    limit = min(_number(folder / name, _NO_LIMIT) for name in _LIMITS)
+def _limit(version: _Version, path: PurePosixPath, folder: Path) -> _Limit | None:
+    limit = min(_number(folder / name, _NO_LIMIT) for name in version.limits)
     if limit >= _NO_LIMIT:
         return None
     statistics = [line.split() for line in _lines(folder / "memory.stat")]
     found = [pair for pair in statistics if len(pair) == 2 and re.fullmatch(r"[0-9]{1,20}", pair[1])]
-    # The statistics may be older than the usage by seconds: never more than the whole limit is free.
-    used = _number(folder / "memory.current", 0) - sum(int(size) for name, size in found if name in _PAGE_CACHE)
+    # The statistics of version 2 may be older than the usage by seconds: never more than the whole limit is free.
+    used = _number(folder / version.usage, 0) - sum(int(size) for name, size in found if name in version.page_cache)
     return _Limit(f"cgroup {os.fsencode(path).decode(errors='replace')}", limit, limit - max(0, used))
 
 
-def _groups(root: Path, path: str) -> list[tuple[PurePosixPath, Path]]:
+def _groups(root: Path, version: _Version, path: str) -> list[tuple[PurePosixPath, Path]]:
     """Returns the group at `path` and its ancestors as far as they are mounted, as (path, folder)."""
-    mounts = list(_mounts(root))
+    mounts = list(_mounts(root, version))
     for top, point in mounts:
         inner = PurePosixPath(path)
         if inner.is_relative_to(top) and ".." not in inner.parts:
@@ -86,12 +96,13 @@ def _groups(root: Path, path: str) -> list[tuple[PurePosixPath, Path]]:
     return mounts
 
 
-def _mounts(root: Path) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yields (path of the group at its root, mount point) of every mount of cgroups."""
+def _mounts(root: Path, version: _Version) -> Iterator[tuple[PurePosixPath, Path]]:
+    """Yields (path of the group at its root, mount point) of every mount of the memory controller."""
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
         fields, facts = mount.split(), file_system.split()
-        if len(fields) >= 5 and facts[:1] == ["cgroup2"]:
+        is_whole = len(fields) >= 5 and len(facts) >= 3
+        if is_whole and facts[0] == version.kind and version.controller in ("", *facts[2].split(",")):
             top, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5])
             yield PurePosixPath(top), root / point.lstrip("/")
 
