@@ -8,17 +8,15 @@ mps alone. Names that transformers does not promise to keep, of 5.17 and later; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters import hf_private
-
 NAME = "DeferredStopCheck"  # of a class
+_PLAIN = "_weightstream_plain"  # where the one in its place keeps it
 
 
 class _Call(NamedTuple):
@@ -32,24 +30,29 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)  # of this t
 
 
 class _Replaced:
-    """That class, replaced while any call is inside."""
+    """That class, replaced while any call is inside.
+
+    Without a lock, which an interrupt could leave held: a call that begins as the last one ends may look at once.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._calls, self._around = Lock(), 0, ExitStack()
+        self._calls: set[object] = set()
 
-    def __enter__(self) -> None:
+    def enter(self, call: object) -> None:
         from transformers.generation import utils
 
-        with self._lock:
-            if not self._calls and hasattr(utils, NAME):
-                self._around.enter_context(hf_private.set_inside(utils, NAME, _late(getattr(utils, NAME))))
-            self._calls += 1
+        self._calls.add(call)
+        kind = getattr(utils, NAME, None)
+        if kind is not None and _PLAIN not in vars(kind):
+            setattr(utils, NAME, _late(kind))
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._calls -= 1
-            if not self._calls:
-                self._around.close()
+    def leave(self, call: object) -> None:
+        from transformers.generation import utils
+
+        self._calls.discard(call)
+        kind = getattr(utils, NAME, None)
+        if not self._calls and kind is not None and _PLAIN in vars(kind):
+            setattr(utils, NAME, vars(kind)[_PLAIN])
 
 
 _REPLACED = _Replaced()  # of the process, as the class is
@@ -59,12 +62,16 @@ _REPLACED = _Replaced()  # of the process, as the class is
 def a_step_late(is_ahead: Callable[[], bool], *, draws: bool) -> Iterator[None]:
     """Inside, this thread's `generate` looks a step late while it `is_ahead`, where its cache and its device allow it.
     `draws`: what a step draws at random is taken back with it."""
-    with _REPLACED:
+    call = object()
+    try:
+        _REPLACED.enter(call)
         token = _CALL.set(_Call(is_ahead, draws))
         try:
             yield
         finally:
             _CALL.reset(token)
+    finally:
+        _REPLACED.leave(call)
 
 
 def _has_events(device: torch.device) -> bool:
@@ -98,4 +105,5 @@ def _late(base: Any) -> Any:
                 self._random.set_rng_state(self._states[-1 - undone])  # else another has seeded it since
             return undone
 
+    setattr(Late, _PLAIN, base)
     return Late
