@@ -151,7 +151,7 @@ def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monke
     out, ids = target(layout, len(NONE)), on_device(NONE)
     pick = triton_codec.Picking(coded, layout, out, NUM_ROWS)
     with monkeypatch.context() as patch:
-        watch(patch, [coded, pick._table, pick._in_order, ids], [out])
+        watch(patch, [coded, pick._table, pick._in_order, ids, *again(dtype, out)], [out])
         pick(ids)
     assert_none(layout, coded, out.view(len(NONE), -1).cpu())
 
