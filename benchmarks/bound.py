@@ -20,10 +20,9 @@ from torch import nn
 from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.plan.planner import Planner
 from weightstream.prospects import (
-    can_decode,
     dtypes_of,
     grains_of,
-    machine_of,
+    machine_decoding,
     prospect_of,
     sizes_of,
     tables_of,
@@ -65,9 +64,7 @@ def bounds_of(model: nn.Module, budgets: Iterable[int], backend: Backend) -> dic
     tables, found = tables_of(model, by_alias), {}
     nbytes = sum(group.nbytes for group in by_alias.values())
     tables_nbytes = sum(by_alias[alias].nbytes for alias in tables)
-    dtypes = dtypes_of(model)
-    known = machine_of(backend, config, dtypes=dtypes)
-    machine = replace(known, host_free_nbytes=2 * nbytes, can_decode=can_decode(backend, config, dtypes))
+    machine = replace(machine_decoding(backend, config, dtypes_of(model)), host_free_nbytes=2 * nbytes)
     weights = weights_of(by_alias, by_row=tables, codes=sizes_of(by_alias, {}, {}, tables))
     planner = Planner(config=config, machine=machine, weights=weights)
     prospect = prospect_of(model, by_alias, grains_of(model, by_alias), planner)

@@ -32,10 +32,9 @@ from weightstream.plan.placement import place_layers
 from weightstream.plan.planner import Planner
 from weightstream.plan.prospect import Prospect
 from weightstream.prospects import (
-    can_decode,
     dtypes_of,
     grains_of,
-    machine_of,
+    machine_decoding,
     prospect_of,
     sizes_of,
     tables_of,
@@ -124,9 +123,7 @@ class Cells:
         self.model = build(shape, device)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
-        config, dtypes = OffloadConfig(), dtypes_of(self.model)
-        decodes = can_decode(self.backend, config, dtypes)
-        machine = replace(machine_of(self.backend, config, dtypes=dtypes), can_decode=decodes)
+        machine = machine_decoding(self.backend, OffloadConfig(), dtypes_of(self.model))
         print(machine.profile, flush=True)
         self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
         self.resident: dict[str, float] = {}

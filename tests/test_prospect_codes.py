@@ -169,9 +169,8 @@ def test_a_load_tells_what_it_is_going_to_need(
     """Before a weight is read, with the dtype and the bytes of the checkpoint; nothing else is compiled."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
-    front = importlib.import_module("weightstream.front")
     monkeypatch.setattr(prospects, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(front, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
+    monkeypatch.setattr(prospects, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
     model = weightstream.from_pretrained(folder, device="cpu", dtype=dtype, codec=codec, progress=False)
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * 2
     model.weightstream.remove()

@@ -181,10 +181,7 @@ def _machine(
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(backend_of(device, config)) as backend:
-            dtypes = dtypes if config.uses_codes else ()
-            found = prospects.machine_of(backend, config, dtypes=dtypes)  # kernels compile while it is measured
-            decodes = dtypes and prospects.can_decode(backend, config, dtypes)
-            return prospects.decoding(found, backend, dtypes) if decodes else found
+            return prospects.machine_decoding(backend, config, dtypes)
     machine = prospects.machine_elsewhere(profile or cuda.CUDA_PROFILE)
     given = config.device_nbytes(machine.total_nbytes or -1)
     if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):

@@ -19,7 +19,6 @@ from weightstream.assembly import Given, assembled, rooted
 from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.given import dtype_given, of_model, settled
-from weightstream.measure.profile import prepare
 from weightstream.measure.progress import lasting
 from weightstream.runtime import cuda
 from weightstream.runtime.backend import Backend
@@ -161,13 +160,7 @@ def from_pretrained(
     # the device first: a wrong one is told before gigabytes are read
     with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
-        prepare(backend.device, (), progress)
-        expected: set[str] = set()
-
-        def expect(loaded: torch.dtype, nbytes: int) -> None:
-            expected.update(prospects.dtypes_to_load(loaded, nbytes, backend, config))
-            prepare(backend.device, expected, progress)
-
+        kernels = prospects.Kernels(backend, config, progress)
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(
                 path_or_repo_id,
@@ -177,13 +170,12 @@ def from_pretrained(
                 offload_folder=config.offload_folder,
                 progress=progress,
                 verify_checksums=config.verify_checksums,
-                expect=expect,
-                decode=lambda dtypes: not prospects.can_decode(backend, config, dtypes, progress),
+                expect=kernels.expect,
+                decode=kernels.are_missing,
                 device=backend.device,
                 **kwargs,
             )
-        if expected:  # nothing is left to a thread that might use the device later, in a capture
-            prospects.can_decode(backend, config, expected, progress)
+        kernels.wait()
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy

@@ -29,7 +29,6 @@ from weightstream.errors import (
     WeightstreamError,
 )
 from weightstream.given import dtype_given, settled
-from weightstream.measure.profile import prepare
 from weightstream.pipeline_plans import (
     Parts,
     Shared,
@@ -46,7 +45,7 @@ from weightstream.pipeline_plans import (
 from weightstream.plan.amounts import human
 from weightstream.plan.choices import Share
 from weightstream.plan.turns import PipelinePlan
-from weightstream.prospects import can_decode, dtypes_to_load
+from weightstream.prospects import Kernels
 from weightstream.runtime import guards
 from weightstream.runtime.backend import Backend
 from weightstream.runtime.block import Block
@@ -152,13 +151,7 @@ def pipeline_from_pretrained(
     check_given(config, example_inputs)
     with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         dtype = dtype_given(dtype, torch_dtype)
-        prepare(backend.device, (), progress)
-        expected: set[str] = set()
-
-        def expect(common: torch.dtype, nbytes: int) -> None:
-            expected.update(dtypes_to_load(common, nbytes, backend, config))
-            prepare(backend.device, expected, progress)
-
+        kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=False):
             loaded = load_pipeline(
                 path_or_repo_id,
@@ -168,13 +161,12 @@ def pipeline_from_pretrained(
                 offload_folder=config.offload_folder,
                 progress=progress,
                 verify_checksums=config.verify_checksums,
-                expect=expect,
-                decode=lambda dtypes: not can_decode(backend, config, dtypes, progress),
+                expect=kernels.expect,
+                decode=kernels.are_missing,
                 device=backend.device,
                 **kwargs,
             )
-        if expected:  # as in `from_pretrained`
-            can_decode(backend, config, expected, progress)
+        kernels.wait()
         for owned in loaded.folders:
             on_failure.callback(owned.close)
         _refuse(loaded.pipe)

@@ -26,7 +26,7 @@ from weightstream.config import OffloadConfig
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import can_decode as decodes
-from weightstream.measure.profile import profile_for, with_decoding
+from weightstream.measure.profile import prepare, profile_for, with_decoding
 from weightstream.plan.codes import Sizes
 from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload, decode_rate
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
@@ -83,6 +83,36 @@ def decoding(machine: Machine, backend: Backend, dtypes: Collection[str], progre
     found = with_decoding(backend, machine.profile, dtypes, progress=progress)
     rates = {name: getattr(found, name) for name in (*map(decode_rate, dtypes), "decoding_s")}
     return replace(machine, can_decode=True, profile=replace(machine.profile, **rates))
+
+
+def machine_decoding(backend: Backend, config: OffloadConfig, dtypes: Collection[str]) -> Machine:
+    """The machine, and whether and how fast it decodes these dtypes. Kernels compile while it is measured."""
+    dtypes = dtypes if config.uses_codes else ()
+    found = machine_of(backend, config, dtypes=dtypes)
+    return decoding(found, backend, dtypes) if dtypes and can_decode(backend, config, dtypes) else found
+
+
+class Kernels:
+    """The kernels that decode the weights of a load, compiled from when its headers are read."""
+
+    def __init__(self, backend: Backend, config: OffloadConfig, progress: bool | None) -> None:
+        self._backend, self._config, self._progress = backend, config, progress
+        self._expected: set[str] = set()  # dtypes
+        prepare(backend.device, (), progress)
+
+    def expect(self, dtype: torch.dtype, nbytes: int) -> None:
+        """A model of so many bytes is about to be loaded in this dtype."""
+        self._expected |= dtypes_to_load(dtype, nbytes, self._backend, self._config)
+        prepare(self._backend.device, self._expected, self._progress)
+
+    def are_missing(self, dtypes: Collection[str]) -> bool:
+        """Whether compressed weights of these dtypes cannot be decoded as they are needed."""
+        return not can_decode(self._backend, self._config, dtypes, self._progress)
+
+    def wait(self) -> None:
+        """Leave nothing to a thread that might use the device later, in a capture."""
+        if self._expected:
+            can_decode(self._backend, self._config, self._expected, self._progress)
 
 
 def dtypes_to_code(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ pipelines = pytest.importorskip("pipelines")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
+from weightstream import prospects  # noqa: E402
 from weightstream.adapters import pipeline_files  # noqa: E402
 
 pytestmark = [
@@ -354,9 +354,8 @@ def test_a_load_tells_what_it_is_going_to_need(
     """Kernels are compiled for the dtype and the bytes of the files, from before these are read."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
-    module = importlib.import_module("weightstream.pipelines")
-    monkeypatch.setattr(module, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(module, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
+    monkeypatch.setattr(prospects, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
+    monkeypatch.setattr(prospects, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
     loaded(saved("flux"), **option).weightstream.remove()
     held = [load_file(file) for file in saved("flux").rglob("*.safetensors")]
     assert asked == [(dtype, sum(tensor.nbytes for tensors in held for tensor in tensors.values()))]

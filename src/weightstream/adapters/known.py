@@ -58,13 +58,10 @@ class KnownValues:
         """An operator has given this: its values, too, if all that it is made of is known."""
         made = [tensor for tensor in tensors_in(output) if tensor.is_meta]
         written = _written(func, args, kwargs) if func._schema.is_mutable else []
-        if not (made or written) or not (written or all(t.numel() <= _MOST and t not in self._values for t in made)):
+        if not written and not (made and all(t.numel() <= _MOST and t not in self._values for t in made)):
             return
-        if any(not tensor.is_meta for tensor in written):  # that is done, and done once
-            for tensor in written:
-                self._forget(tensor)
-            return
-        is_known = not any(t.is_meta and t not in self._values for t in tensors_in((args, kwargs)))
+        is_known = all(t.is_meta for t in written)  # else it is done, and is not to be done twice
+        is_known &= not any(t.is_meta and t not in self._values for t in tensors_in((args, kwargs)))
         found: list[torch.Tensor] | None = None
         if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
             with suppress(Exception):  # of values that the operator does not take

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -18,6 +17,7 @@ from weightstream.cli.terminal import (
     figure,
     foretold,
     grid,
+    numbers_of,
     print_labelled,
     print_table,
     require,
@@ -286,10 +286,7 @@ def run(
     if as_json:
         planned = session.planned
         told = {"seconds": taken_s, "predicted_s": planned and planned.seconds, "plan": planned and planned.numbers()}
-        parts = {
-            name: dataclasses.asdict(part) | {"experts": part.experts._asdict()}
-            for name, part in stats.components.items()
-        }
+        parts = {name: numbers_of(part) for name, part in stats.components.items()}
         typer.echo(json.dumps(about | told | {"stats": parts, "held_nbytes": stats.held_nbytes}))
     else:
         _report(about, session.planned, taken_s, stats)

@@ -28,6 +28,7 @@ from weightstream.cli.terminal import (
     Width,
     counted,
     foretold,
+    numbers_of,
     print_labelled,
     require,
     takes_model,
@@ -298,7 +299,7 @@ class Session:
             "tokens_per_s": tokens.per_second,
             "decoding": tokens.decoding and dataclasses.asdict(tokens.decoding),
             "experts": of_cache(self.streamer.plan, stats.experts, len(tokens.ids)),
-            "stats": dataclasses.asdict(stats) | {"experts": stats.experts._asdict()},
+            "stats": numbers_of(stats),
         }
 
 

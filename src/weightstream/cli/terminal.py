@@ -6,6 +6,7 @@ Colours are those that can be read on light and on dark. Reads settings; loads n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from annotated_types import Ge
@@ -28,6 +29,9 @@ from rich.text import Text
 from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.amounts import human, milliseconds
+
+if TYPE_CHECKING:
+    from weightstream.runtime.stats import Stats
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
@@ -200,6 +204,11 @@ def foretold(predicted_s: float, measured_s: float, text: Callable[[float], str]
     if is_far:
         lines["advice"] = "measure again with `weightstream doctor --measure`"
     return lines
+
+
+def numbers_of(stats: Stats) -> dict[str, Any]:
+    """What `--json` says of stats: counts of experts by name."""
+    return dataclasses.asdict(stats) | {"experts": stats.experts._asdict()}
 
 
 def counted(experts: Mapping[str, Any]) -> str:

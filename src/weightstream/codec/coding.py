@@ -157,12 +157,8 @@ def _parts(data: torch.Tensor, dtype: str, device: torch.device) -> list[torch.T
     return list(data.split(num_tiles * TILE * ELEMENTS[dtype].nbytes))
 
 
-def _has_kernels(device: torch.device, dtype: str) -> bool:
-    return device.type != "cpu" and available(device, dtype)
-
-
-def _decodes(device: torch.device, layout: Layout) -> bool:
-    return device.type != "cpu" and available(device, layout.dtype, is_ragged=_is_ragged(layout))
+def _has_kernels(device: torch.device, dtype: str, *, is_ragged: bool = False) -> bool:
+    return device.type != "cpu" and available(device, dtype, is_ragged=is_ragged)
 
 
 def _is_ragged(layout: Layout) -> bool:
@@ -191,7 +187,7 @@ def decoding(parts: Sequence[Part]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
     with_kernels, found = [], list[Callable[[], None]]()
     for coded, layout, out in parts:
-        if _decodes(out.device, layout):
+        if _has_kernels(out.device, layout.dtype, is_ragged=_is_ragged(layout)):
             with_kernels.append((coded, layout, out))
         else:
             found.append(partial(_decode_in_torch, coded, layout, out))

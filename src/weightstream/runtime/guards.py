@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime import ops, parameter
@@ -398,9 +399,11 @@ class Saving(_StandsIn):
     def _save_on(self, device: torch.device, destination: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save copies of the wrapped weights that lie on the device while that lasts."""
         copied = copy.copy(self.module)  # a plain module
-        wrapped = {id(leaf.shells[-1]) for leaf in leaves(self.module) if leaf.shells}
-        held = copied._parameters.items()
-        copied._parameters = {key: on_device(t, device) if id(t) in wrapped else t for key, t in held}  # type: ignore[arg-type, misc]
+        parameters: dict[str, Any] = dict(copied._parameters)
+        for key, tensor in copied._parameters.items():
+            if is_traceable_wrapper_subclass(tensor):
+                parameters[key] = on_device(tensor, device)
+        copied._parameters = parameters
         saved: dict[str, Any] = {}
         copied._save_to_state_dict(saved, *args, **kwargs)
         for key, value in saved.items():

@@ -89,7 +89,7 @@ def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same tensor on a device: copied as bytes, so that a wrapper is not packed anew for it."""
-    if type(tensor) in (nn.Parameter, torch.Tensor) or not is_traceable_wrapper_subclass(tensor):
+    if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach().to(device)
     inside = {name: on_device(inner, device) for name, inner in _inside(tensor)}
     return rewrapped(tensor, type(tensor), **inside)
