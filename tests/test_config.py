@@ -16,15 +16,10 @@ from typing import Any
 
 import pytest
 
-from weightstream import config as config_module
-from weightstream.config import (
-    ConfigWarning,
-    OffloadConfig,
-    PrefetchOffloadConfig,
-    UVAOffloadConfig,
-)
 from weightstream.errors import ConfigError, WeightstreamError
-from weightstream.given import name_matches, unmatched_patterns
+from weightstream.settings import config as config_module
+from weightstream.settings.arguments import name_matches, unmatched_patterns
+from weightstream.settings.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 GIB = 2**30
 PIN, UVA = "WEIGHTSTREAM_DISABLE_PIN_MEMORY", "WEIGHTSTREAM_DISABLE_UVA"
@@ -686,7 +681,7 @@ def test_the_hash_does_not_depend_on_process_or_set_order() -> None:
     values = "cpu_offload_gb=1, cpu_offload_params="
     here = OffloadConfig.from_kwargs(cpu_offload_gb=1, cpu_offload_params=set(names)).compute_hash()
     code = (
-        "import sys; from weightstream.config import OffloadConfig\n"
+        "import sys; from weightstream.settings.config import OffloadConfig\n"
         f"names = {{{', '.join(map(repr, names))}}}\n"
         f"print(OffloadConfig.from_kwargs({values}names).compute_hash(), *names)"
     )
@@ -696,8 +691,8 @@ def test_the_hash_does_not_depend_on_process_or_set_order() -> None:
 
 
 def run_python(code: str, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter that sees only config.py and what it imports of the package."""
-    folder = Path(config_module.__file__).parent
+    """What `code` prints in a fresh interpreter whose package has an empty `__init__.py`."""
+    folder = Path(config_module.__file__).parents[1]
     stub = (
         "import sys, types; package = types.ModuleType('weightstream')\n"
         f"package.__path__ = [{str(folder)!r}]; sys.modules['weightstream'] = package\n"
@@ -709,7 +704,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_the_module_imports_no_framework() -> None:
-    code = "import weightstream.config; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import weightstream.settings.config; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = set(run_python(code).split())
     assert "pydantic" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "safetensors"}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from models import floats, randomise
-from weightstream.hosts.experts import enter_by_forward
-from weightstream.offloaders import BudgetOffloader, PrefetchOffloader
+from weightstream.api.offloaders import BudgetOffloader, PrefetchOffloader
+from weightstream.integrations.vllm.experts import enter_by_forward
 
 NUM_LAYERS, NUM_EXPERTS, WIDTH = 6, 4, 64
 RUNNERS: dict[str, nn.Module] = {}

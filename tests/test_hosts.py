@@ -25,7 +25,7 @@ base = sys.modules["vllm.model_executor.offloader"].base = sys.modules["vllm.mod
 base.BaseOffloader = base.NoopOffloader = object
 
 from weightstream.errors import PlanError
-from weightstream.hosts import vllm as host
+from weightstream.integrations.vllm import plugin as host
 
 
 

@@ -13,9 +13,7 @@ from fixtures_structure import Block
 from models import floats, randomise
 from repeats import thinned
 from weightstream import OffloadConfig
-from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
-from weightstream.errors import ConfigError, OffloadError, PlanError
-from weightstream.offloaders import (
+from weightstream.api.offloaders import (
     BaseOffloader,
     BudgetOffloader,
     NoopOffloader,
@@ -25,7 +23,9 @@ from weightstream.offloaders import (
     get_offloader,
     set_offloader,
 )
-from weightstream.runtime.cpu import CpuBackend
+from weightstream.errors import ConfigError, OffloadError, PlanError
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 from wrapped import Limit
 
 NUM_LAYERS = 8
@@ -175,7 +175,7 @@ def test_weights_may_change_until_post_init(change: Callable[[Any], None], kind:
         change(module)
     if isinstance(offloader, UVAOffloader):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("weightstream.assembly.logger.warning", lambda *args: None)
+            patch.setattr("weightstream.inputs.builder.logger.warning", lambda *args: None)
             offloader.post_init()
     else:
         offloader.post_init()
@@ -253,7 +253,7 @@ def test_sync_before_each_step_changes_nothing() -> None:
 
 
 def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightstream.runtime.devices.CpuBackend", lambda: Limit(CpuBackend(), 4096))
+    monkeypatch.setattr("weightstream.runtime.devices.opening.CpuBackend", lambda: Limit(CpuBackend(), 4096))
     offloader = PrefetchOffloader(1, 1, 2)
     modules = offloader.wrap_modules(layers())
     before = [(p, p.data_ptr()) for module in modules for p in module.parameters()]

@@ -23,7 +23,8 @@ transformers = pytest.importorskip("transformers")
 
 import weightstream  # noqa: E402
 from models import EXPERTS, GQA, START_ID, T5, TEXT, TOKEN_IDS, TWO_STACKS, VISION, randomise  # noqa: E402
-from weightstream.adapters import hub, packing  # noqa: E402
+from weightstream.adapters.hf import hub  # noqa: E402
+from weightstream.api import pack  # noqa: E402
 from weightstream.errors import CheckpointError, PlanError, UnsupportedError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_loading_bars", "few_plans")
@@ -619,7 +620,7 @@ WHOLE = [name for name in BY_PATH if not CASES[name].ours and not CASES[name].op
 def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     where = built(case, tmp_path / "model")
-    packing.pack(str(where), tmp_path / "pack", trust_remote_code="trust_remote_code" in case.options)
+    pack.pack(str(where), tmp_path / "pack", trust_remote_code="trust_remote_code" in case.options)
     load = getattr(transformers, case.auto).from_pretrained
     found, expected = (load(path, **case.options) for path in (tmp_path / "pack", where))
     assert_equal_weights(found, expected)
@@ -638,7 +639,7 @@ def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> N
 def test_an_adapter_is_not_packed(name: str, tmp_path: Path) -> None:
     where = built(CASES[name], tmp_path / "model")
     with pytest.raises(UnsupportedError, match=r"adapter_config\.json is of an adapter, .*merge_and_unload"):
-        packing.pack(str(where), tmp_path / "pack")
+        pack.pack(str(where), tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
 
 

@@ -14,8 +14,8 @@ import torch
 import weightstream
 from models import MODELS, Model, assert_same, step
 from streaming import open_streamer
-from weightstream.adapters import device_map
-from weightstream.runtime.guards import refuse_foreign
+from weightstream.adapters.modules import device_map
+from weightstream.runtime.streamer.forward_patch import refuse_foreign
 
 transformers = pytest.importorskip("transformers")
 

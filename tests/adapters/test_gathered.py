@@ -12,7 +12,7 @@ import torch
 import weightstream
 from models import MODELS, assert_same, model_nbytes, step
 from repeats import thinned
-from weightstream.runtime.sources import OnDisk
+from weightstream.runtime.weights.sources import OnDisk
 from weightstream.store.folder import OffloadFolder
 
 transformers = pytest.importorskip("transformers")

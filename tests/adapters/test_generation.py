@@ -26,17 +26,17 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
-from weightstream.adapters import generation, static_cache  # noqa: E402
-from weightstream.adapters.generation import Decoding, Recorder, decode, generate  # noqa: E402
-from weightstream.adapters.shapes import observe  # noqa: E402
-from weightstream.assembly import Given  # noqa: E402
-from weightstream.config import OffloadConfig  # noqa: E402
+from weightstream.adapters.hf import generation, static_cache  # noqa: E402
+from weightstream.adapters.hf.generation import Decoding, Recorder, decode, generate  # noqa: E402
+from weightstream.adapters.tracing.footprint import observe  # noqa: E402
+from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
+from weightstream.inputs.builder import Given  # noqa: E402
+from weightstream.inputs.planner_inputs import Sketch, machine_elsewhere, sketch_of  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
-from weightstream.plan.prospect import Prospect  # noqa: E402
-from weightstream.prospects import Sketch, machine_elsewhere, sketch_of  # noqa: E402
-from weightstream.runtime import crossing  # noqa: E402
-from weightstream.striping import Stripes, stripe  # noqa: E402
+from weightstream.plan.problem import Prospect  # noqa: E402
+from weightstream.runtime.streamer import activation_transfer  # noqa: E402
+from weightstream.settings.config import OffloadConfig  # noqa: E402
 
 CACHE = cache_name(transformers.LlamaForCausalLM)
 
@@ -550,8 +550,8 @@ def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: 
     with over_lanes(model, 2) as stripes:
         for _ in range(3):
             model(x.clone(), mask.clone())
-        monkeypatch.setattr(crossing.Way, "goes", lambda way, _: way is stripes._ways[1])
-        monkeypatch.setattr(crossing.Way, "copied", staticmethod(lambda tensor, _: tensor.clone()))
+        monkeypatch.setattr(activation_transfer.Way, "goes", lambda way, _: way is stripes._ways[1])
+        monkeypatch.setattr(activation_transfer.Way, "copied", staticmethod(lambda tensor, _: tensor.clone()))
         call, made = (model if part == "the model" else model.body), []
         with stripes.step():
             call(x, mask)
@@ -660,7 +660,7 @@ def test_a_capture_that_fails_tells_what_failed_first_and_keeps_nothing(llama: A
 def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `generate` puts in place of the forward for a text is no other code of the model."""
     lanes = Lanes()
-    monkeypatch.setattr("weightstream.runtime.devices.CpuBackend", lambda *_: Lane(lanes))
+    monkeypatch.setattr("weightstream.runtime.devices.opening.CpuBackend", lambda *_: Lane(lanes))
     model, reference = build("llama"), build("llama")
     nbytes = sum(param.nbytes for param in model.parameters())
     with weightstream.offload(model, device="cpu", device_budget=nbytes // 2, codec="none") as streamer:

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import cache_utils, core_model_loading  # noqa: E402
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters import hf_private, static_cache, stopping  # noqa: E402
+from weightstream.adapters.hf import deferred_stop, private, static_cache  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
@@ -32,7 +32,7 @@ class Strict(transformers.LlamaForCausalLM):
 
 
 def lost(name: str) -> str:
-    return f"transformers {transformers.__version__} has no {name} any more, or uses it otherwise: mend hf_private.py"
+    return f"transformers {transformers.__version__} has no {name}, or uses it otherwise: mend adapters/hf/private.py"
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def needs(name: str) -> Iterator[None]:
 
 def on_meta(cls: Any = transformers.LlamaForCausalLM, **config: Any) -> Any:
     with needs("get_init_context, ContextManagers"):
-        return hf_private.build_on_meta(cls, transformers.LlamaConfig(**SMALL, **config), torch.bfloat16)
+        return private.build_on_meta(cls, transformers.LlamaConfig(**SMALL, **config), torch.bfloat16)
 
 
 def saved(folder: Any, **config: Any) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ class Traced:
 def converted(tensors: dict[str, torch.Tensor]) -> tuple[Any, set[int]]:
     model, threads = on_meta(), set[int]()
     with needs("convert_and_load_state_dict_in_model, LoadStateDictConfig, get_model_conversion_mapping"):
-        hf_private.convert_into(model, {name: Traced(t, threads) for name, t in tensors.items()}, torch.bfloat16)
+        private.convert_into(model, {name: Traced(t, threads) for name, t in tensors.items()}, torch.bfloat16)
     return model, threads
 
 
@@ -92,7 +92,7 @@ def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.Monke
         return copied(found)
 
     config = transformers.MixtralConfig(**SMALL, num_local_experts=8)
-    model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
     _, twice, hidden = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].shape
     shapes = {"w1": (twice // 2, hidden), "w2": (hidden, twice // 2), "w3": (twice // 2, hidden)}
     tensors = {
@@ -100,7 +100,7 @@ def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.Monke
         for layer, expert, (name, shape) in itertools.product(range(2), range(8), shapes.items())
     }
     monkeypatch.setattr(copy, "copy", counting)
-    hf_private.convert_into(model, tensors, torch.bfloat16)
+    private.convert_into(model, tensors, torch.bfloat16)
     assert num[0] == 4 + 2, lost("deepcopy")  # one more of each converter waits for another parameter
     for name, stack in model.state_dict().items():
         if "experts" in name:
@@ -110,28 +110,28 @@ def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.Monke
 
 def test_loading_is_sequential(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = saved(tmp_path)
-    assert converted(tensors)[1] == {threading.get_ident()}, lost(hf_private.SEQUENTIAL)
-    monkeypatch.setattr(hf_private, "SEQUENTIAL", "ANOTHER")
+    assert converted(tensors)[1] == {threading.get_ident()}, lost(private.SEQUENTIAL)
+    monkeypatch.setattr(private, "SEQUENTIAL", "ANOTHER")
     if converted(tensors)[1] == {threading.get_ident()}:
-        pytest.fail(f"transformers {transformers.__version__} loads in sequence anyway: {hf_private.SEQUENTIAL} can go")
+        pytest.fail(f"transformers {transformers.__version__} loads in sequence anyway: {private.SEQUENTIAL} can go")
 
 
 def test_loaded_parameters_are_marked(tmp_path: Any) -> None:
     tensors = saved(tmp_path)
     del tensors["lm_head.weight"]
     model, _ = converted(tensors)
-    marked = [name for name, param in model.named_parameters() if hf_private.is_loaded(param)]
-    assert marked == list(tensors), lost(hf_private.LOADED)
+    marked = [name for name, param in model.named_parameters() if private.is_loaded(param)]
+    assert marked == list(tensors), lost(private.LOADED)
 
 
 def test_places_of_names() -> None:
     config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
-    model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
     experts = "model.layers.1.mlp.experts"
     with needs("WeightConverter, WeightRenaming, rename_source_key"):
         names = ["norm.weight", "model.other.weight", "b", "model.layers.1.block_sparse_moe.experts.0.w1.weight"]
-        found, _ = hf_private.places(model, [*names, f"{experts}.gate_up_proj"])
-        assert hf_private.unused_names(model, found) == ["b", "model.other.weight"]
+        found, _ = private.places(model, [*names, f"{experts}.gate_up_proj"])
+        assert private.unused_names(model, found) == ["b", "model.other.weight"]
     assert found == {
         "norm.weight": ("model.norm.weight", False),
         "model.other.weight": (None, False),
@@ -146,9 +146,9 @@ def test_conversions_are_remembered() -> None:
     config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
     name = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
     for names, num in (([name], 1), (["model.norm.weight"], 0)):
-        model = hf_private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+        model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
         with needs("was_used"):
-            hf_private.remember_conversions(model, hf_private.places(model, names)[1])
+            private.remember_conversions(model, private.places(model, names)[1])
         found = [t for t in model._weight_conversions if type(t).__name__ == "WeightConverter"]
         assert len(found) == num, lost("was_used")
     assert "_weight_conversions" in inspect.getsource(core_model_loading.revert_weight_conversion), lost(
@@ -163,14 +163,14 @@ def test_a_model_is_built_on_meta_in_its_dtype() -> None:
     )
     assert model.lm_head.weight is not model.model.embed_tokens.weight, lost("no_tie_weights of get_init_context")
     with needs("tie_weights(recompute_mapping=)"):
-        hf_private.tie(model)
+        private.tie(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight, lost("tie_weights")
 
 
 def test_dtypes_that_are_kept() -> None:
     with needs("_get_dtype_plan, build_glob_alternation"):
-        plain = hf_private.kept_dtype(on_meta(), torch.bfloat16)
-        strict = hf_private.kept_dtype(on_meta(Strict), torch.bfloat16)
+        plain = private.kept_dtype(on_meta(), torch.bfloat16)
+        strict = private.kept_dtype(on_meta(Strict), torch.bfloat16)
     name = "model.layers.0.input_layernorm.weight"
     assert (plain(name), strict(name)) == (None, torch.float32), lost("_keep_in_fp32_modules_strict")
     assert strict("model.norm.weight") is None, lost("build_glob_alternation")
@@ -181,23 +181,23 @@ def test_the_dtype_of_a_load() -> None:
     config.dtype = None
     first = {"a": torch.int64, "b": torch.float8_e4m3fn, "c": torch.float16, "d": torch.float32}
     with needs("_get_dtype"):
-        assert hf_private.loaded_dtype("bfloat16", config, None, first) is torch.bfloat16
-        assert hf_private.loaded_dtype("auto", config, None, first) is torch.float16, lost("get_state_dict_dtype")
-        assert hf_private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.float64, lost("_get_dtype")
-        assert hf_private.loaded_dtype("auto", config, {}, {}) is torch.float32
+        assert private.loaded_dtype("bfloat16", config, None, first) is torch.bfloat16
+        assert private.loaded_dtype("auto", config, None, first) is torch.float16, lost("get_state_dict_dtype")
+        assert private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.float64, lost("_get_dtype")
+        assert private.loaded_dtype("auto", config, {}, {}) is torch.float32
     assert config.dtype is None, "that of the caller stays as it is"
     config.dtype = torch.bfloat16
-    assert hf_private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.bfloat16, lost("_get_dtype")
+    assert private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.bfloat16, lost("_get_dtype")
 
 
 def test_the_class_that_an_auto_class_stands_for() -> None:
     config = transformers.LlamaConfig(**SMALL)
     with needs("_get_model_class, _model_mapping"):
         for auto, kind in (("AutoModel", "LlamaModel"), ("AutoModelForCausalLM", "LlamaForCausalLM")):
-            found = hf_private.class_behind(getattr(transformers, auto), config, None)
+            found = private.class_behind(getattr(transformers, auto), config, None)
             assert found is getattr(transformers, kind), lost("_get_model_class")
         with pytest.raises(ValueError, match="Unrecognized configuration class"):
-            hf_private.class_behind(transformers.AutoModelForSeq2SeqLM, config, None)
+            private.class_behind(transformers.AutoModelForSeq2SeqLM, config, None)
 
 
 def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
@@ -209,7 +209,7 @@ def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
     tensors["lm_head.weight"] = torch.zeros(3, 3)
     names = "_get_resolved_checkpoint_files", "_load_pretrained_model", "_finalize_model_loading"
     with needs(", ".join(names)):
-        reading = hf_private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
+        reading = private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
         with reading():
             model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert reading.info is not None, lost("_finalize_model_loading")
@@ -231,7 +231,7 @@ def test_warnings_are_collected_and_silence_is_kept(capfd: pytest.CaptureFixture
     before = logger.level, list(logger.handlers)
     logger.setLevel(logging.ERROR)
     try:
-        with hf_private.warnings_of_transformers() as report:
+        with private.warnings_of_transformers() as report:
             transformers.utils.logging.get_logger("transformers.modeling_utils").warning("\x1b[1mbold\x1b[0m")
     finally:
         logger.setLevel(before[0])
@@ -251,14 +251,14 @@ def test_static_caches() -> None:
             assert callable(layer.update), lost("update")
             assert callable(layer.get_seq_length), lost("get_seq_length")
             assert callable(layer.get_mask_sizes), lost("get_mask_sizes")
-    assert vars(window)[hf_private.STATIC_WINDOW_COUNT] == 0, lost(hf_private.STATIC_WINDOW_COUNT)
+    assert vars(window)[private.STATIC_WINDOW_COUNT] == 0, lost(private.STATIC_WINDOW_COUNT)
     states, one = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 1, 2)
     window.update(states, states)
     before = {name: value for name, value in vars(window).items() if not torch.is_tensor(value)}
     window.update(one, one)
     changed = {name for name, value in before.items() if vars(window)[name] != value}
-    assert changed == {hf_private.STATIC_WINDOW_COUNT}, f"a static window counts in {changed}: mend hf_private.py"
-    assert vars(window)[hf_private.STATIC_WINDOW_COUNT] == 4, lost(hf_private.STATIC_WINDOW_COUNT)
+    assert changed == {private.STATIC_WINDOW_COUNT}, f"a static window counts in {changed}: mend adapters/hf/private.py"
+    assert vars(window)[private.STATIC_WINDOW_COUNT] == 4, lost(private.STATIC_WINDOW_COUNT)
 
 
 def test_a_static_cache_in_place_of_a_dynamic_one() -> None:
@@ -272,7 +272,7 @@ def test_a_static_cache_in_place_of_a_dynamic_one() -> None:
     assert static_cache.is_static(found), lost("StaticCache")
     for layer in found.layers:
         assert layer.keys.shape == layer.values.shape == (1, 2, 4, 16), lost("update")
-        assert vars(layer)[hf_private.STATIC_WINDOW_COUNT] == 12
+        assert vars(layer)[private.STATIC_WINDOW_COUNT] == 12
     assert static_cache.static(model, found, 16, 12) is None
     assert static_cache.static(on_meta(), cache_utils.DynamicCache(), 16, 12) is not None
 
@@ -289,32 +289,32 @@ def test_growing_caches() -> None:
     states = torch.ones(1, 1, 3, 2)
     window = cache_utils.DynamicSlidingWindowLayer(sliding_window=4)
     window.update(states, states)
-    assert vars(window)[hf_private.WINDOW_COUNT] == 3, lost(hf_private.WINDOW_COUNT)
+    assert vars(window)[private.WINDOW_COUNT] == 3, lost(private.WINDOW_COUNT)
     text = inspect.getsource(cache_utils)
     is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)
-    for name in hf_private.BY_POSITION:
+    for name in private.BY_POSITION:
         assert f"self.{name}" in text or (is_old and name == "indexer_keys"), lost(f"{name} of a cache's layer")
     assert {name for name, v in vars(window).items() if torch.is_tensor(v) and v.dim() > 1} == {"keys", "values"}
 
 
 def test_the_operator_of_experts() -> None:
     importlib.import_module("transformers.integrations.moe")  # registers it
-    namespace, _, name = hf_private.GROUPED_MM.partition("::")
-    assert hasattr(getattr(torch.ops, namespace), name), lost(hf_private.GROUPED_MM)
+    namespace, _, name = private.GROUPED_MM.partition("::")
+    assert hasattr(getattr(torch.ops, namespace), name), lost(private.GROUPED_MM)
 
 
 def test_the_bar_is_as_it_was() -> None:
     control = transformers.utils.logging
     before = control.is_progress_bar_enabled()
     for wanted, shown in ((None, before), (False, False), (True, True)):
-        with hf_private.progress_bar(wanted):
+        with private.progress_bar(wanted):
             assert control.is_progress_bar_enabled() == shown, lost("utils.logging")
         assert control.is_progress_bar_enabled() == before
 
 
 def test_a_loop_that_looks_a_step_late() -> None:
-    with needs(f"generation.utils.{stopping.NAME}"):
-        late = getattr(importlib.import_module("transformers.generation.utils"), stopping.NAME)
+    with needs(f"generation.utils.{deferred_stop.NAME}"):
+        late = getattr(importlib.import_module("transformers.generation.utils"), deferred_stop.NAME)
         asked = (None, False)
         supported = [late.is_supported(torch.device(kind), *asked, is_assistant=False) for kind in ("mps", "cpu")]
     assert supported == [True, False], lost("is_supported of mps alone")
@@ -331,12 +331,12 @@ def test_what_is_set_inside_is_never_gone() -> None:
     class Owner(metaclass=Kept):
         there = 1
 
-    with hf_private.set_inside(Owner, "there", 2):
+    with private.set_inside(Owner, "there", 2):
         assert Owner.there == 2
     assert Owner.there == 1
 
     bare = type("Bare", (), {})
-    with hf_private.set_inside(bare, "new", 3):
+    with private.set_inside(bare, "new", 3):
         assert bare.new == 3  # type: ignore[attr-defined]
     assert not hasattr(bare, "new")
 
@@ -349,11 +349,11 @@ class Plain:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "an environment variable": (hf_private.sequential_loading, "sequential_loading"),
-    "handlers and a level": (hf_private.warnings_of_transformers, "warnings_of_transformers"),
-    "bars": (lambda: hf_private.progress_bar(False), "progress_bar"),
-    "an attribute": (lambda: hf_private.set_inside(Plain, "there", 2), "set_inside"),
-    "a new attribute": (lambda: hf_private.set_inside(Plain, "new", 2), "set_inside"),
+    "an environment variable": (private.sequential_loading, "sequential_loading"),
+    "handlers and a level": (private.warnings_of_transformers, "warnings_of_transformers"),
+    "bars": (lambda: private.progress_bar(False), "progress_bar"),
+    "an attribute": (lambda: private.set_inside(Plain, "there", 2), "set_inside"),
+    "a new attribute": (lambda: private.set_inside(Plain, "new", 2), "set_inside"),
 }
 
 
@@ -365,7 +365,7 @@ def process_wide() -> Any:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_interrupt_on_any_line_puts_back_what_was_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(hf_private.SEQUENTIAL, raising=False)
+    monkeypatch.delenv(private.SEQUENTIAL, raising=False)
     transformers.utils.logging.enable_progress_bar()
     make, name = CHANGES[change]
     names = (name, "put_back")

@@ -11,7 +11,7 @@ from torch import nn
 
 import weightstream
 from models import randomise
-from weightstream.adapters.shapes import follow
+from weightstream.adapters.tracing.footprint import follow
 from weightstream.errors import UnsupportedError
 
 WIDTH = 16

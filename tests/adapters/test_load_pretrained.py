@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 
 import weightstream
 from models import TEXT
-from weightstream.adapters import packing, surplus
-from weightstream.adapters.transformers import LoadedModel, load_pretrained
+from weightstream.adapters.hf import surplus
+from weightstream.adapters.hf.load import LoadedModel, load_pretrained
+from weightstream.api import pack
 from weightstream.errors import CheckpointError, ConfigError, StoreError, UnsupportedError
-from weightstream.plan.amounts import human
+from weightstream.plan.units import human
 from weightstream.store.folder import OffloadFolder
 
 pytestmark = pytest.mark.usefixtures("no_loading_bars")
@@ -629,7 +630,7 @@ def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | sizes)), tmp_path / "base"
     model.bfloat16().save_pretrained(folder)
-    packing.pack(str(folder), tmp_path / "pack", codec="compressed")
+    pack.pack(str(folder), tmp_path / "pack", codec="compressed")
     adapter_of(folder, folder, use_dora=True)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder / name, tmp_path / "pack")
@@ -807,7 +808,7 @@ import threading
 from pathlib import Path
 import torch, transformers
 import transformers.models.{kind}.modeling_{kind}
-from weightstream.adapters.transformers import load_pretrained
+from weightstream.adapters.hf.load import load_pretrained
 def anonymous():
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
 before = anonymous()
@@ -909,7 +910,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("read") / "experts"
     transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    packing.pack(str(folder), folder.parent / "pack", codec="compressed")
+    pack.pack(str(folder), folder.parent / "pack", codec="compressed")
     return folder
 
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weightstream.adapters import process_states
-from weightstream.adapters.shapes import follow
+from weightstream.adapters.tracing import process_states
+from weightstream.adapters.tracing.footprint import follow
 from weightstream.errors import UnsupportedError
-from weightstream.runtime.weights import Scope, UnitModule
+from weightstream.runtime.weights.alias_groups import Scope, UnitModule
 
 WIDTH = 8
 KEPT: dict[str, Any] = {}

@@ -21,8 +21,8 @@ pipelines = pytest.importorskip("pipelines")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
-from weightstream import prospects  # noqa: E402
-from weightstream.adapters import pipeline_files  # noqa: E402
+from weightstream.adapters.diffusers import load as pipeline_files  # noqa: E402
+from weightstream.inputs import planner_inputs  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("few_plans"),
@@ -186,7 +186,7 @@ def test_variants(saved: Callable[[str], Path], tmp_path: Path) -> None:
         pipeline_files.load_pipeline(tmp_path, progress=False)
     with pytest.raises(weightstream.CheckpointError, match=r"bf16.*pass variant="):
         weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")
-    from weightstream.adapters.packing import pack
+    from weightstream.api.pack import pack
 
     pack(str(tmp_path), tmp_path.parent / "packed-bf16", variant="bf16", verify=True)
     packed = pipeline_files.load_pipeline(tmp_path.parent / "packed-bf16", progress=False).pipe
@@ -339,7 +339,7 @@ def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
     model.to(torch.bfloat16)
     model.save_pretrained(folder)
     want = pipelines.image(plain(folder, dtype=torch.bfloat16), "flux")
-    from weightstream.adapters.packing import pack
+    from weightstream.api.pack import pack
 
     pack(str(folder), tmp_path / "packed", codec="compressed", verify=True)
     pipe = loaded(tmp_path / "packed", share=0.6, **options)
@@ -354,8 +354,8 @@ def test_a_load_tells_what_it_is_going_to_need(
     """Kernels are compiled for the dtype and the bytes of the files, from before these are read."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
-    monkeypatch.setattr(prospects, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(prospects, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
+    monkeypatch.setattr(planner_inputs, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
+    monkeypatch.setattr(planner_inputs, "prepare", lambda device, dtypes, progress: prepared.append(set(dtypes)))
     loaded(saved("flux"), **option).weightstream.remove()
     held = [load_file(file) for file in saved("flux").rglob("*.safetensors")]
     assert asked == [(dtype, sum(tensor.nbytes for tensors in held for tensor in tensors.values()))]

@@ -14,7 +14,7 @@ from torch import nn
 
 import weightstream
 from models import randomise
-from weightstream.runtime.binding import Binding
+from weightstream.runtime.ring.binding import Binding
 
 diffusers = pytest.importorskip("diffusers")
 

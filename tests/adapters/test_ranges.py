@@ -23,10 +23,10 @@ from transformers.core_model_loading import (  # noqa: E402
 )
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters import hf_private  # noqa: E402
-from weightstream.adapters import ranges as ranges_module  # noqa: E402
-from weightstream.adapters.hub import skeleton  # noqa: E402
-from weightstream.adapters.ranges import Range, byte_ranges  # noqa: E402
+from weightstream.adapters.hf import checkpoint_ranges as ranges_module  # noqa: E402
+from weightstream.adapters.hf import private  # noqa: E402
+from weightstream.adapters.hf.checkpoint_ranges import Range, byte_ranges  # noqa: E402
+from weightstream.adapters.hf.hub import skeleton  # noqa: E402
 
 KINDS = ("gate", "up", "down")
 SMALL: dict[str, Any] = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -160,7 +160,7 @@ def convert(
         mapping = [WeightConverter("part.*.weight", "made", operations)]
         patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, **about: mapping)
         ranges = byte_ranges(model, tensors).get("made")
-        hf_private.convert_into(model, tensors, torch.float32)
+        private.convert_into(model, tensors, torch.float32)
     assert not model.made.is_meta, "the conversion itself failed"
     return model.made, tensors, ranges
 

@@ -15,7 +15,7 @@ import weightstream
 pipelines = pytest.importorskip("pipelines")
 diffusers = pytest.importorskip("diffusers")
 
-from weightstream.adapters.rehearsal import rehearse  # noqa: E402
+from weightstream.adapters.diffusers.dry_run import rehearse  # noqa: E402
 
 # diffusers' own, of numpy
 pytestmark = [

@@ -13,14 +13,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from weightstream.adapters import hf_private, shapes
-from weightstream.adapters.launch import Launch
-from weightstream.adapters.module import find_units
-from weightstream.adapters.shapes import Footprint, observe
+from weightstream.adapters.hf import private
+from weightstream.adapters.modules.partition import find_units
+from weightstream.adapters.tracing import footprint as shapes
+from weightstream.adapters.tracing.footprint import Footprint, observe
+from weightstream.adapters.tracing.op_cost import Launch
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload
-from weightstream.runtime.watch import OperatorMode
-from weightstream.runtime.weights import Scope, UnitModule
+from weightstream.runtime.streamer.read_watch import OperatorMode
+from weightstream.runtime.weights.alias_groups import Scope, UnitModule
 
 BF16 = torch.bfloat16
 GQA = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
@@ -252,7 +253,7 @@ def test_a_captured_step_runs_what_a_static_cache_does(
         caching = {models.cache_name(model): cache, "logits_to_keep": 1}
         with torch.no_grad():
             model(input_ids=ids, **caching)
-            with hf_private.decoding(model, 1), Names() as real:
+            with private.decoding(model, 1), Names() as real:
                 model(input_ids=ids[:, :1], **caching)
         counted = Counter(names[id(op)] for _, _, op in step.ops)
         assert {n: counted[n] for n in CACHING} == {n: real.nums[n] for n in CACHING}

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 import models
 from repeats import thinned
-from weightstream.adapters.hub import skeleton
-from weightstream.adapters.module import Grain, find_units
-from weightstream.adapters.transformers import load_pretrained
+from weightstream.adapters.hf.hub import skeleton
+from weightstream.adapters.hf.load import load_pretrained
+from weightstream.adapters.modules.partition import Grain, find_units
 from weightstream.cli import app
 from weightstream.errors import CheckpointError, ConfigError, WeightstreamError
 from weightstream.plan.manifest import Manifest
-from weightstream.runtime.weights import groups, manifest, merge_tied
+from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
 from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -219,8 +219,8 @@ def test_of_the_hub_only_json_is_got(llama: Path, monkeypatch: pytest.MonkeyPatc
 _PLAN = """
 import sys, time
 import torch, transformers
-from weightstream.adapters.shapes import observe
-from weightstream.adapters.hub import skeleton
+from weightstream.adapters.tracing.footprint import observe
+from weightstream.adapters.hf.hub import skeleton
 from weightstream.plan.manifest import Workload
 skeleton(sys.argv[1])
 begin = time.perf_counter()

@@ -18,8 +18,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.generation import utils  # noqa: E402
 
-from weightstream.adapters import generation, stopping  # noqa: E402
-from weightstream.adapters.generation import decode  # noqa: E402
+from weightstream.adapters.hf import deferred_stop, generation  # noqa: E402
+from weightstream.adapters.hf.generation import decode  # noqa: E402
 
 MANY = 24
 
@@ -39,7 +39,7 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "_has_events", lambda device: True)
+    monkeypatch.setattr(deferred_stop, "_has_events", lambda device: True)
     monkeypatch.setattr(torch, "Event", Event)
 
 
@@ -212,8 +212,8 @@ def test_of_long_steps_none_is_spent(is_long: bool, monkeypatch: pytest.MonkeyPa
     assert streamer.plan.graph_s > 0
     monkeypatch.setattr(generation, "_SPARE_S", streamer.plan.graph_s * (0.5 if is_long else 2))
     lates: list[bool] = []
-    wanted = stopping.a_step_late
-    monkeypatch.setattr(stopping, "a_step_late", lambda *a, **kw: (lates.append(True), wanted(*a, **kw))[1])
+    wanted = deferred_stop.a_step_late
+    monkeypatch.setattr(deferred_stop, "a_step_late", lambda *a, **kw: (lates.append(True), wanted(*a, **kw))[1])
     model.generate(prompt(), max_new_tokens=2)  # teaches the order
     got, _ = decode(model, prompt(), options, FakeCuda(refused="aten.silu").recorder)  # its graphs open no unit
     assert torch.equal(got, want)
@@ -242,7 +242,7 @@ def test_ranks_spend_a_step_where_all_of_them_do(llama: Any, monkeypatch: pytest
 
 
 def late() -> Any:
-    return stopping.a_step_late(lambda: True, draws=False)
+    return deferred_stop.a_step_late(lambda: True, draws=False)
 
 
 def is_late() -> bool:
@@ -282,9 +282,9 @@ def test_a_device_without_events_and_a_transformers_without_it(monkeypatch: pyte
     with late():
         assert is_late()
         assert not utils.DeferredStopCheck.is_supported(torch.device("cpu"), None, False, is_assistant=False)
-    monkeypatch.delattr(utils, stopping.NAME)
+    monkeypatch.delattr(utils, deferred_stop.NAME)
     with late():
-        assert not hasattr(utils, stopping.NAME)
+        assert not hasattr(utils, deferred_stop.NAME)
 
 
 def test_whether_a_step_may_be_spent() -> None:

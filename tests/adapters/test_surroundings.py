@@ -24,8 +24,8 @@ import transformers
 from torch import nn
 
 import weightstream
-from weightstream.adapters import process_states, surroundings
-from weightstream.adapters.shapes import follow
+from weightstream.adapters.tracing import global_state, process_states
+from weightstream.adapters.tracing.footprint import follow
 from weightstream.errors import UnsupportedError
 
 WIDTH = 8
@@ -602,7 +602,7 @@ def test_of_libraries_the_modules_of_a_models_classes_are_looked_into(monkeypatc
     class Served(Calls, transformers.PreTrainedModel):
         pass
 
-    found = surroundings._modules_of(_bare(Served))
+    found = global_state._modules_of(_bare(Served))
     assert {__name__, "some_tables", "transformers.modeling_utils"} <= found
     assert len([name for name in found if name.startswith("transformers.")]) < 15
     assert not [name for name in found if name.startswith(("huggingface_hub", "httpx"))]
@@ -611,8 +611,8 @@ def test_of_libraries_the_modules_of_a_models_classes_are_looked_into(monkeypatc
 def test_what_runs_tests_is_not_looked_into(request: pytest.FixtureRequest) -> None:
     """From a module of tests its items would be noted, thousands of them, for each call that is followed."""
     model = _bare(Calls)
-    assert surroundings._modules_of(model) == {__name__}
-    noted = {id(value) for value, _ in surroundings.Surroundings(model)._noted.values()}
+    assert global_state._modules_of(model) == {__name__}
+    noted = {id(value) for value, _ in global_state.Surroundings(model)._noted.values()}
     assert id(DICT) in noted
     assert not noted.intersection(map(id, (*map(vars, request.session.items), request.session.items)))
 

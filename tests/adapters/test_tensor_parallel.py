@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weightstream
 from models import TEXT
 from weightstream import ConfigError, Plan, PlanError
-from weightstream.adapters import hf_sharded, hub
-from weightstream.adapters.packing import pack
-from weightstream.adapters.ranges import Gathered, Range
-from weightstream.forecasts import prospect
-from weightstream.runtime.values import tensors_in
+from weightstream.adapters.hf import hub, tensor_parallel
+from weightstream.adapters.hf.checkpoint_ranges import Gathered, Range
+from weightstream.api.pack import pack
+from weightstream.api.plan_model import prospect
+from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
 
@@ -230,7 +230,7 @@ def test_whose_outputs_ranks_add_up(shape: tuple[int, ...], placement: Any, modu
         mesh = distributed.init_device_mesh("cpu", (2,))
         weight = distribute_tensor(torch.zeros(shape), mesh, [placement], src_data_rank=None)
         given = module(*shape[::-1]) if module is not nn.Module else module()
-        assert hf_sharded.adds_up(given, [weight, torch.zeros(shape)]) is adds_up
+        assert tensor_parallel.adds_up(given, [weight, torch.zeros(shape)]) is adds_up
     finally:
         distributed.destroy_process_group()
 
@@ -341,7 +341,7 @@ def test_shards_lie_where_transformers_would_cut_them(name: str, rank: int, tmp_
         with torch.device("meta"):
             param = distribute_tensor(torch.empty(shape), mesh, [placement()], src_data_rank=None)
         wanted = DtensorShardOperation(param).shard_tensor(whole)
-        with hf_sharded.on_host(transformers.LlamaForCausalLM):
+        with tensor_parallel.on_host(transformers.LlamaForCausalLM):
             found = DtensorShardOperation(param).shard_tensor(Gathered("w", ranges, whole, checkpoint))
     finally:
         distributed.destroy_process_group()

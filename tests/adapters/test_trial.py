@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from weightstream.adapters import trial
-from weightstream.adapters.shapes import Footprint, follow
+from weightstream.adapters.tracing import op_timing
+from weightstream.adapters.tracing.footprint import Footprint, follow
 from weightstream.plan.manifest import Op, unit_seconds
-from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
-from weightstream.runtime.weights import UnitModule
+from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
+from weightstream.runtime.weights.alias_groups import UnitModule
 
 SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6)  # all is worth a try
 
 
 def seconds_of(found: Footprint) -> dict[Any, float]:
-    return {launch: t.device_s for launch, t in trial.measured(found.launches, SLOW, CpuBackend()).items()}
+    return {launch: t.device_s for launch, t in op_timing.measured(found.launches, SLOW, CpuBackend()).items()}
 
 
 class Mixed(nn.Module):
@@ -53,11 +53,11 @@ def test_what_was_measured_goes_over_rates() -> None:
     found = follow(model, (torch.randn(64, 256),))
     ((launch, num),) = found.launches
     assert num == 2, "one operator, launched twice"
-    timed = found.tried({launch: trial.Trial(0.125, 0)})
+    timed = found.tried({launch: op_timing.Trial(0.125, 0)})
     units = [UnitModule(name=name, module=module) for name, module in model.named_children()]
     assert [unit_seconds(ops, SLOW)[0] for ops in timed.work(units)] == [0.125, 0.125]
     assert timed.activation_nbytes == found.activation_nbytes
-    more = found.tried({launch: trial.Trial(0.125, 1 << 20)})
+    more = found.tried({launch: op_timing.Trial(0.125, 1 << 20)})
     assert more.activation_nbytes == found.activation_nbytes + (1 << 20), "it runs where most is alive"
     both = UnitModule(name="both", module=model[0], also=(model[1],))
     assert unit_seconds(timed.work([both])[0], SLOW)[0] == 0.125
@@ -71,7 +71,7 @@ def test_what_cannot_be_run_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) 
     def fails(spec: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(trial._Operands, "take", lambda self, spec: fails(spec))
+    monkeypatch.setattr(op_timing._Operands, "take", lambda self, spec: fails(spec))
     assert seconds_of(found) == {}
     assert found.tried({}).ops == found.ops
 
@@ -100,14 +100,14 @@ def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatc
     def fails(*_: Any) -> Any:
         raise RuntimeError("misaligned address")
 
-    monkeypatch.setattr(trial, "_rounds", fails)
+    monkeypatch.setattr(op_timing, "_rounds", fails)
     assert seconds_of(follow(nn.Linear(256, 256), (torch.randn(64, 256),))) == {}
 
 
 def test_what_is_over_before_it_is_launched_is_not_tried() -> None:
     found = follow(nn.Linear(4, 4), (torch.ones(1, 4),))
     for op_s in (CPU_PROFILE.op_s, 1e-3):  # that kernels take long at least is no reason
-        assert trial.measured(found.launches, replace(CPU_PROFILE, op_s=op_s), CpuBackend()) == {}
+        assert op_timing.measured(found.launches, replace(CPU_PROFILE, op_s=op_s), CpuBackend()) == {}
 
 
 def test_a_trial_comes_close_to_the_call() -> None:
@@ -116,14 +116,14 @@ def test_a_trial_comes_close_to_the_call() -> None:
     x = torch.randn(256, 1024)
     found = follow(model, (x,))
     predicted = sum(
-        op.seconds(SLOW) for _, _, op in found.tried(trial.measured(found.launches, SLOW, CpuBackend())).ops
+        op.seconds(SLOW) for _, _, op in found.tried(op_timing.measured(found.launches, SLOW, CpuBackend())).ops
     )
     backend = CpuBackend()
     with torch.no_grad():
         taken = []
         for _ in range(5):
-            begin = backend.stamp(trial.Side.COMPUTE)
+            begin = backend.stamp(op_timing.Side.COMPUTE)
             model(x)
-            end = backend.stamp(trial.Side.COMPUTE)
+            end = backend.stamp(op_timing.Side.COMPUTE)
             taken.append(backend.seconds(begin, end) or 0.0)
     assert min(taken) / 4 < predicted < 4 * max(taken)

@@ -18,8 +18,8 @@ import weightstream
 from expert_rig import built, experts_of, generated, prompt, same
 from models import model_nbytes
 from repeats import thinned
-from weightstream.adapters import hf_private
-from weightstream.adapters.experts import picks_of, why_whole
+from weightstream.adapters.hf import private
+from weightstream.adapters.modules.moe import picks_of, why_whole
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
@@ -54,7 +54,7 @@ def matmul(x: torch.Tensor, weight: Any, scale: Any, block_size: Any, dtype: Any
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(matmul=matmul, batched_matmul=batched_matmul, grouped_matmul=grouped_matmul)
     monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: kernels)
-    monkeypatch.setattr(hf_private, "has_fp8_kernels", lambda device: True)
+    monkeypatch.setattr(private, "has_fp8_kernels", lambda device: True)
     monkeypatch.setattr(finegrained, "is_deepgemm_loadable", lambda: False)
 
 
@@ -136,7 +136,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("_kernels", "no_loading_bars")
 def test_experts_in_float8_stream_from_where_each_is_in_its_file(checkpoint: Path, tmp_path: Path) -> None:
     options = {"experts_implementation": "batched_mm"}
-    with hf_private.keeping_quantised({}):  # it takes kernels for granted
+    with private.keeping_quantised({}):  # it takes kernels for granted
         plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", **options).eval()
     plan = weightstream.plan_model(checkpoint, device_budget=1 << 20)
     assert {t.dtype for t in plan.manifest.tensors() if "experts" in t.name} == {"float8_e4m3fn", "float32"}

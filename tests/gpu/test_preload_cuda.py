@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 import torch
 
-from weightstream.runtime import preload
+from weightstream.runtime.devices import warmup
 
 pytestmark = pytest.mark.gpu
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_is_launched_runs(dtype: torch.dtype) -> None:
     device, before = torch.device("cuda", torch.cuda.current_device()), torch.get_default_dtype()
-    preload._launch(device, Event(), generates=True)  # libraries keep a workspace
+    warmup._launch(device, Event(), generates=True)  # libraries keep a workspace
     state, held = torch.cuda.get_rng_state(device), torch.cuda.memory_allocated(device)
     torch.set_default_dtype(dtype)
     try:
-        preload._launch(device, Event(), generates=True)
+        warmup._launch(device, Event(), generates=True)
     finally:
         torch.set_default_dtype(before)
     torch.cuda.synchronize(device)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from weightstream import assembly
-from weightstream.config import OffloadConfig
 from weightstream.errors import OffloadError
-from weightstream.measure import links
-from weightstream.prospects import machine_elsewhere
-from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
+from weightstream.inputs import builder
+from weightstream.inputs.planner_inputs import machine_elsewhere
+from weightstream.measure import multi_gpu_links
+from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
+from weightstream.settings.config import OffloadConfig
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def no_memory(nbytes: int) -> torch.Tensor:
 def test_processes_measure_from_when_they_meet() -> None:
     barrier = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: links.beside(CPU, barrier.wait), range(2)))
+        found = list(pool.map(lambda _: multi_gpu_links.beside(CPU, barrier.wait), range(2)))
     assert all(1e6 < rate < math.inf for rate in found)
 
 
@@ -41,9 +41,9 @@ def test_who_cannot_measure_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch, ca
         backend.alloc = no_memory  # type: ignore[method-assign]
         return backend
 
-    monkeypatch.setattr(links, "backend_of", failing)
+    monkeypatch.setattr(multi_gpu_links, "backend_of", failing)
     met: list[None] = []
-    assert links.beside(CPU, lambda: met.append(None)) == math.inf
+    assert multi_gpu_links.beside(CPU, lambda: met.append(None)) == math.inf
     assert len(met) == 1
     assert "as fast as alone" in caplog.text
 
@@ -56,7 +56,7 @@ def test_what_others_refuse_is_raised_and_nobody_meets_twice() -> None:
         raise OffloadError("rank 1 refused: no memory")
 
     with pytest.raises(OffloadError, match="rank 1 refused"):
-        links.beside(CPU, refused)
+        multi_gpu_links.beside(CPU, refused)
     assert len(met) == 1
 
 
@@ -68,7 +68,7 @@ def test_what_processes_add_up_is_timed_once_they_know_each_other() -> None:
         calls.append(tensor.nbytes)
 
     backend = CpuBackend()
-    rate = links.summed(backend, lambda: calls.append(None), add_up)
+    rate = multi_gpu_links.summed(backend, lambda: calls.append(None), add_up)
     backend.close()
     assert calls == [None, *[64 << 20] * 16]
     assert rate == pytest.approx((64 << 20) / 0.01, rel=0.5)
@@ -90,8 +90,8 @@ def test_ranks_plan_with_the_link_that_they_have_together(
         add_up(None)
         return 3e9
 
-    monkeypatch.setattr(links, "beside", beside)
-    monkeypatch.setattr(links, "summed", summed)
+    monkeypatch.setattr(multi_gpu_links, "beside", beside)
+    monkeypatch.setattr(multi_gpu_links, "summed", summed)
     agreed: Any = lambda config, machine: (config, machine)  # noqa: E731
     apart: list[tuple[str, torch.device]] = []
     added: list[Any] = []
@@ -101,13 +101,13 @@ def test_ranks_plan_with_the_link_that_they_have_together(
         apart=lambda *about: apart.append(about),
         add_up=added.append,
     )
-    monkeypatch.setattr(assembly.cuda, "facts", lambda _: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(builder.cuda, "facts", lambda _: SimpleNamespace(uuid="GPU-7"))
     backend: Any = SimpleNamespace(device=torch.device(device))
     profile = replace(CPU_PROFILE, link_bytes_per_s=rate if device == "cpu" else 55e9)
     config, machine = OffloadConfig(), machine_elsewhere(profile, 0)
-    found = assembly._among(ranks, backend, config, machine)[1]
+    found = builder._among(ranks, backend, config, machine)[1]
     sums = CPU_PROFILE.ranks_bytes_per_s if device == "cpu" else 3e9
     assert found.profile == replace(profile, link_bytes_per_s=rate, ranks_bytes_per_s=sums)
     assert len(met) == 2 * len(added) == 2 * (device != "cpu")
     assert apart == ([("GPU-7", torch.device(device))] if device != "cpu" else [])
-    assert links.at_most(machine, math.inf) == machine
+    assert multi_gpu_links.at_most(machine, math.inf) == machine

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from test_planner import H200, Machine, machine, weight
 
-from weightstream.config import OffloadConfig
-from weightstream.plan import caching
-from weightstream.plan.caching import Cached, Counts
+from weightstream.plan import expert_cache
 from weightstream.plan.check import prove, violations
 from weightstream.plan.correction import Times, corrected
+from weightstream.plan.expert_cache import Cached, Counts
 from weightstream.plan.manifest import Manifest, Op, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Planner, Weights
-from weightstream.plan.prospect import moved_nbytes
-from weightstream.runtime.slots import Lru
+from weightstream.plan.problem import moved_nbytes
+from weightstream.runtime.experts.slot_cache import Lru
+from weightstream.settings.config import OffloadConfig
 
 NUM_ROWS, NUM_PICKED, NUM_LAYERS = 128, 8, 6
 HIDDEN, INNER = 2048, 768
@@ -86,7 +86,7 @@ def planner_of(
 def ways(budget: int, manifest: Manifest = MIXTURE, **more: Any) -> list[Cached]:
     planner = planner_of(budget, manifest, **more)
     profile, workload = planner.profile(manifest), planner.demand.workload
-    return list(caching.ways(manifest, planner.weights.codes, profile, budget, workload))
+    return list(expert_cache.ways(manifest, planner.weights.codes, profile, budget, workload))
 
 
 def is_coded(cached: Cached) -> bool:
@@ -145,10 +145,10 @@ def test_a_wave_costs_a_call(batch: int, percent: int, waves: int) -> None:
     (cached, *_) = ways(planner.budget or 0)
     profile, workload = planner.profile(MIXTURE), planner.demand.workload
     cached = cached._replace(ahead=0)
-    for nbytes, ahead_nbytes, num in caching._fetched(MIXTURE, cached, profile, workload, None).values():
+    for nbytes, ahead_nbytes, num in expert_cache._fetched(MIXTURE, cached, profile, workload, None).values():
         assert ahead_nbytes == 0
         assert num == waves == -(-min(NUM_ROWS, NUM_PICKED * batch) // cached.num_slots)
-        missed = caching._missed(NUM_ROWS, NUM_PICKED * batch, cached.num_slots, workload)
+        missed = expert_cache._missed(NUM_ROWS, NUM_PICKED * batch, cached.num_slots, workload)
         assert nbytes == pytest.approx(missed * ROW_NBYTES)
 
 
@@ -172,7 +172,7 @@ def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
     planner = planner_of(budget)
     profile, sizes = planner.profile(MIXTURE), dict(planner.weights.codes)
     del sizes["3.up"]
-    assert [is_coded(c) for c in caching.ways(MIXTURE, sizes, profile, budget, None)] == [False]
+    assert [is_coded(c) for c in expert_cache.ways(MIXTURE, sizes, profile, budget, None)] == [False]
 
 
 # -- how often a row is found ------------------------------------------------------------------------------------------
@@ -180,18 +180,18 @@ def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
 
 @pytest.mark.parametrize(("num_slots", "there"), [(12, 0.46), (32, 0.77), (64, 0.92), (128, 1.0)])
 def test_what_others_measured(num_slots: int, there: float) -> None:
-    assert caching._at(caching._OF_MANY, num_slots / 128) == pytest.approx(there, abs=0.005)
-    assert caching._missed(128, 8, num_slots, Workload()) == pytest.approx(8 * (1 - there), abs=0.04)
+    assert expert_cache._at(expert_cache._OF_MANY, num_slots / 128) == pytest.approx(there, abs=0.005)
+    assert expert_cache._missed(128, 8, num_slots, Workload()) == pytest.approx(8 * (1 - there), abs=0.04)
 
 
-@pytest.mark.parametrize("law", [caching._OF_MANY, caching._OF_FEW])
+@pytest.mark.parametrize("law", [expert_cache._OF_MANY, expert_cache._OF_FEW])
 def test_the_laws_rise_from_nothing_to_all_and_bend_down(law: tuple[tuple[float, float], ...]) -> None:
-    found = [caching._at(law, k / 200) for k in range(201)]
+    found = [expert_cache._at(law, k / 200) for k in range(201)]
     assert (found[0], found[-1]) == (0.0, 1.0)
     steps = [b - a for a, b in itertools.pairwise(found)]
     assert min(steps) > 0
     assert all(later <= step + 1e-3 for step, later in itertools.pairwise(steps))
-    assert caching._at(law, 1.5) == 1.0
+    assert expert_cache._at(law, 1.5) == 1.0
     assert all(there >= k / 200 for k, there in enumerate(found)), "no less than the share of the slots"
 
 
@@ -199,7 +199,7 @@ def test_the_laws_rise_from_nothing_to_all_and_bend_down(law: tuple[tuple[float,
 @pytest.mark.parametrize(("num_rows", "num_picked"), [(128, 8), (64, 6), (8, 2), (32, 4)])
 def test_more_slots_miss_less(num_rows: int, num_picked: int, workload: Workload | None) -> None:
     picked = num_picked * (workload.batch * workload.tokens if workload else 1)
-    found = [caching._missed(num_rows, picked, slots, workload) for slots in range(num_rows + 1)]
+    found = [expert_cache._missed(num_rows, picked, slots, workload) for slots in range(num_rows + 1)]
     assert all(more < less for less, more in itertools.pairwise(found))
     assert found[0] <= min(picked, num_rows)
     assert found[-1] == pytest.approx(0)
@@ -209,8 +209,8 @@ def test_sequences_do_not_share_what_they_use() -> None:
     """The more there are, the more is missed of each row they name, down to what chance finds."""
     shares = []
     for batch in (1, 2, 8, 64, 10_000):
-        different = caching._missed(128, 8 * batch, 0, Workload(batch=batch))
-        shares.append(1 - caching._missed(128, 8 * batch, 32, Workload(batch=batch)) / different)
+        different = expert_cache._missed(128, 8 * batch, 0, Workload(batch=batch))
+        shares.append(1 - expert_cache._missed(128, 8 * batch, 32, Workload(batch=batch)) / different)
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == pytest.approx(0.77)
     assert shares[-1] == pytest.approx(0.25, abs=0.01)
@@ -220,8 +220,8 @@ def test_a_cache_costs_what_it_fetches() -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)
     profile = planner.profile(MIXTURE)
     (cached, *_) = ways(planner.budget or 0)
-    found = caching.profiled(MIXTURE, cached, profile, Workload())
-    missed = caching._missed(NUM_ROWS, NUM_PICKED, cached.num_slots, Workload())
+    found = expert_cache.profiled(MIXTURE, cached, profile, Workload())
+    missed = expert_cache._missed(NUM_ROWS, NUM_PICKED, cached.num_slots, Workload())
     for index, (unit, before, after) in enumerate(zip(MIXTURE.units, profile.unit_s, found.unit_s, strict=True)):
         more = missed * ROW_NBYTES / (0.92 * H200.link_bytes_per_s) + 7.5e-6 if unit.picks else 0.0
         assert after - before == pytest.approx(more), index
@@ -240,7 +240,7 @@ def counts_of(share: float, num_slots: int = 32, workload: Workload | None = Non
 
 def missed(num_slots: int, counts: Counts | None, workload: Workload = Workload()) -> float:  # noqa: B008
     num_picked = NUM_PICKED * workload.batch * workload.tokens
-    return caching._missed(NUM_ROWS, num_picked, num_slots, workload, counts)
+    return expert_cache._missed(NUM_ROWS, num_picked, num_slots, workload, counts)
 
 
 @pytest.mark.parametrize("num_slots", [8, 32, 100])
@@ -315,7 +315,7 @@ def test_what_was_counted_chooses_between_cache_and_ring(
 def test_a_plan_tells_what_was_counted() -> None:
     plan = mixed(25, 1)(MIXTURE)
     row_nbytes = STACKS_NBYTES // NUM_ROWS
-    assert plan.found_share == pytest.approx(caching._at(caching._OF_MANY, plan.num_slots / NUM_ROWS))
+    assert plan.found_share == pytest.approx(expert_cache._at(expert_cache._OF_MANY, plan.num_slots / NUM_ROWS))
     for share in (0.2, 0.95):
         told = mixed(25, 1, counts_of(share, plan.num_slots)).priced(plan)
         assert told.found_share == pytest.approx(share, abs=1e-4)
@@ -351,11 +351,11 @@ def test_what_is_guessed_is_what_a_cache_fetches_ahead(
     ahead, used = table.ahead / num_steps, table.used / num_steps
     there = (table.hits - table.used) / num_steps
     different = (table.hits + table.misses) / num_steps
-    monkeypatch.setattr(caching, "_RECALL", recall)
-    told = caching._guessed(different - there, different, num_slots, NUM_ROWS, most, None)
+    monkeypatch.setattr(expert_cache, "_RECALL", recall)
+    told = expert_cache._guessed(different - there, different, num_slots, NUM_ROWS, most, None)
     assert told == pytest.approx((ahead, used), rel=0.2)
     counts = Counts(num_slots, MANY, MANY, ahead=10 * MANY, used=4 * MANY)
-    ahead, used = caching._guessed(different - there, different, num_slots, NUM_ROWS, most, counts)
+    ahead, used = expert_cache._guessed(different - there, different, num_slots, NUM_ROWS, most, counts)
     assert used == pytest.approx(0.4 * ahead, rel=1e-3)
     assert 0 < ahead < most
 
@@ -369,7 +369,7 @@ def test_no_more_are_fetched_ahead_than_slots_may_go(num_slots: int) -> None:
         if step:
             table.guess([row if rng.random() < 0.75 else rng.randrange(NUM_ROWS) for row in rows], 8)
         table.resolve(rows)
-    ahead, _ = caching._guessed((table.misses + table.used) / num_steps, NUM_PICKED, num_slots, NUM_ROWS, 8, None)
+    ahead, _ = expert_cache._guessed((table.misses + table.used) / num_steps, NUM_PICKED, num_slots, NUM_ROWS, 8, None)
     assert ahead == pytest.approx(table.ahead / num_steps, rel=0.25, abs=0.05)
 
 
@@ -384,16 +384,16 @@ def test_as_many_are_fetched_ahead_as_pays() -> None:
         profile = replace(planner.profile(MIXTURE), unit_s=unit_s)
 
         def best(counts: Counts | None = None, profile: Any = profile, workload: Any = None) -> int:
-            return caching._best_ahead(MIXTURE, cached, profile, workload, counts)
+            return expert_cache._best_ahead(MIXTURE, cached, profile, workload, counts)
 
         numbers.append(best())
         assert best(Counts(cached.num_slots, MANY, MANY, ahead=MANY, used=0)) == 0
         assert best(workload=Workload(tokens=2)) == 0
-        fetches = caching._fetched(MIXTURE, cached._replace(ahead=numbers[-1]), profile, None, None)
+        fetches = expert_cache._fetched(MIXTURE, cached._replace(ahead=numbers[-1]), profile, None, None)
         assert [fetch.ahead_nbytes > 0 for fetch in fetches.values()] == [False] + [numbers[-1] > 0] * (NUM_LAYERS - 1)
     assert numbers[0] == 0
     assert numbers == sorted(numbers)
-    assert numbers[-1] == caching.MOST_AHEAD
+    assert numbers[-1] == expert_cache.MOST_AHEAD
 
 
 def test_a_plan_tells_what_is_fetched_ahead() -> None:

@@ -12,14 +12,15 @@ from test_placement import LINK_BOUND, SMALL_MODELS, model, placed
 from test_schedule import GRAIN
 
 from repeats import examples
-from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import cost, lanes
-from weightstream.plan.lanes import HOP_S, Lane, chosen, fastest, predicted, step_s, walk, whose
+from weightstream.plan import cost
+from weightstream.plan import multi_device as lanes
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.placement import place
+from weightstream.plan.multi_device import HOP_S, Lane, chosen, fastest, predicted, step_s, walk, whose
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
-from weightstream.plan.prospect import Prospect
+from weightstream.plan.problem import Prospect
+from weightstream.plan.search import place
+from weightstream.settings.config import OffloadConfig
 
 BUSY = replace(LINK_BOUND, overhead_s=0.01)
 

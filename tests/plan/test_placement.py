@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from test_schedule import GRAIN, equal_plan, plan_of, unit_of
 
 from repeats import examples
-from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import choices, cost, placement
-from weightstream.plan.amounts import human
+from weightstream.plan import candidates as choices
+from weightstream.plan import cost, search
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
-from weightstream.plan.placement import candidates, map_to_host, place, place_homes, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
+from weightstream.plan.search import candidates, map_to_host, place, place_homes, place_host_bytes, place_layers
+from weightstream.plan.units import human
+from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 
 # One grain takes a second on the link, and computing takes nothing: the predicted time counts streamed bytes.
 LINK_BOUND = Profile(link_bytes_per_s=GRAIN, copy_latency_s=0.0, overhead_s=0.0, device_bytes_per_s=1e30)
@@ -639,7 +640,7 @@ def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profi
     slots = [sum(-(-n // GRAIN) * GRAIN for a, n in u.aliases().items() if a not in resident) for u in rest.units]
     plan = Plan.build(rest, resident, max(slots) + draw(st.integers(0, 6)) * GRAIN)
     profile = replace(draw(profiles_of(len(units))), disk_bytes_per_s=draw(st.sampled_from([0.125, 1.0, 8.0])) * GRAIN)
-    plan = replace(plan, step_s=placement.searched_s(plan, profile))
+    plan = replace(plan, step_s=search.searched_s(plan, profile))
     return map_to_host(plan, manifest, 0, profile), profile
 
 
@@ -788,7 +789,7 @@ def test_a_share_has_the_plan_that_it_was_cut_for() -> None:
     budget = 152 * GRAIN
     alone = place(blocks, budget=budget, profile=profile)
     share = choices.Share(choices.nbytes_of(blocks, alone.resident), alone.ring_nbytes)
-    shared = placement.search(placement.candidates(blocks, budget, profile, share))
+    shared = search.search(search.candidates(blocks, budget, profile, share))
     assert shared is not None
     assert shared.ring_nbytes <= share.ring_nbytes
     assert shared.step_s == pytest.approx(alone.step_s)

@@ -8,7 +8,7 @@ from test_planner import PREFILL, SMALL, decoder, prospect
 
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
-from weightstream.plan.prospect import is_worth, moved_nbytes
+from weightstream.plan.problem import is_worth, moved_nbytes
 
 
 def planned(percent: int) -> tuple[Machine, Plan]:

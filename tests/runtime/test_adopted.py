@@ -12,7 +12,7 @@ from torch import nn
 import weightstream
 from models import randomise
 from weightstream.errors import OffloadError
-from weightstream.runtime import attachment
+from weightstream.runtime.streamer import attachment
 
 WIDTH = 32
 THERE = torch.device("cpu", 0)  # another than that of any tensor, by its name

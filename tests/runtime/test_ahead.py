@@ -28,11 +28,11 @@ from expert_rig import (
     same,
 )
 from models import cache_name
-from weightstream.adapters import experts as adapter
-from weightstream.runtime.ahead import Ahead
-from weightstream.runtime.backend import Side
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.slots import Lru
+from weightstream.adapters.modules import moe as adapter
+from weightstream.runtime.devices.backend import Side
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.experts.prefetch import Ahead
+from weightstream.runtime.experts.slot_cache import Lru
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")

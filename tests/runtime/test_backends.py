@@ -18,10 +18,10 @@ import torch
 
 from weightstream.errors import ConfigError, StoreError
 from weightstream.plan.manifest import Profile
-from weightstream.runtime.backend import Copy, Side, owners
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES, move
+from weightstream.runtime.devices.backend import Copy, Side, owners
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.devices.host_stream import STAGING_BUFFERS, STAGING_NBYTES, move
 from weightstream.store.staging import MemorySource, Staging
 from wrapped import ClockBackend, Delay, Fault, Limit, Poison, QueueBackend, Wrapper
 
@@ -394,7 +394,7 @@ def test_a_copy_that_the_driver_refuses_is_made_by_torch(code: int, monkeypatch:
     """201: a thread without a context."""
     asked, entered = [], []
     driver = SimpleNamespace(cuMemcpyAsync=lambda *args: asked.append(args) or code)
-    monkeypatch.setattr("weightstream.runtime.driver._driver", lambda: driver)
+    monkeypatch.setattr("weightstream.runtime.devices.cuda_driver._driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
     backend, copies = object.__new__(CudaBackend), SimpleNamespace(cuda_stream=7)
     backend._copies = copies  # type: ignore[assignment]

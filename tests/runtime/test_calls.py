@@ -16,8 +16,8 @@ from torch import nn
 import weightstream
 from models import randomise
 from rig import equal_plan
-from weightstream.runtime.engine import Engine
-from weightstream.runtime.recording import Recording
+from weightstream.runtime.ring.engine import Engine
+from weightstream.runtime.ring.recording import Recording
 
 NUM_UNITS = 64
 NUM_STEPS = 48

@@ -17,9 +17,9 @@ import weightstream
 from coded_rig import PLACES, Block, Chain, budgets, built, code_all, exact, offload, random_model, rows
 from models import FIXTURES, assert_same, step
 from repeats import only, thinned
-from weightstream.config import OffloadConfig, PrefetchOffloadConfig
+from weightstream.api.offloaders import create_offloader
 from weightstream.errors import OffloadError
-from weightstream.offloaders import create_offloader
+from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig
 
 # Weights of one type must do: no complex ones; and no convolutional net, which is slow here.
 NAMES = sorted(FIXTURES.keys() - {"OddTensors", "AutoencoderKL", "WeightsInBuffers"})

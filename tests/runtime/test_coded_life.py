@@ -21,14 +21,14 @@ import weightstream
 from coded_rig import PLACES, Block, Chain, budgets, exact, offload, random_model, rows
 from models import assert_same, step, weights
 from repeats import thinned
-from weightstream import prospects
 from weightstream.codec import estimate
 from weightstream.errors import StoreError
+from weightstream.inputs import planner_inputs
 from weightstream.plan.plan import Plan
-from weightstream.runtime import devices
-from weightstream.runtime import moves as moves_module
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.store.decoded import DecodedMemory
+from weightstream.runtime.devices import opening
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.weights import relocation as moves_module
+from weightstream.store.lazy import DecodedMemory
 from wrapped import Fault, Limit
 
 HALF = "blocks.1.up.weight"
@@ -56,7 +56,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
         made.append(Counted())
         return made[-1]
 
-    monkeypatch.setattr(devices, "CpuBackend", make)
+    monkeypatch.setattr(opening, "CpuBackend", make)
     return made
 
 
@@ -208,7 +208,7 @@ def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 <
         size, nbytes = estimate.estimate(parts, dtype), sum(part.numel() for part in parts)
         return int(size * share) // 512 * 512 if nbytes <= most else size
 
-    monkeypatch.setattr(prospects, "estimate", less)
+    monkeypatch.setattr(planner_inputs, "estimate", less)
     return found
 
 
@@ -285,7 +285,7 @@ def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
     budget, needed = streamer.plan.budget, allocated_nbytes(streamer.plan)
     streamer.remove()
     device = Limit(CpuBackend(), max(0, needed - less))
-    monkeypatch.setattr(devices, "CpuBackend", lambda: device)
+    monkeypatch.setattr(opening, "CpuBackend", lambda: device)
     with pytest.raises(torch.OutOfMemoryError):
         weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed")
     gc.collect()
@@ -334,7 +334,7 @@ def test_a_copy_that_fails_is_told_and_the_next_step_is_right(monkeypatch: pytes
         num[0] += 1
         return num[0] in failing
 
-    monkeypatch.setattr(devices, "CpuBackend", lambda: Fault(CpuBackend(), fail))
+    monkeypatch.setattr(opening, "CpuBackend", lambda: Fault(CpuBackend(), fail))
     told = 0
     with weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed"):
         for seed in range(6):

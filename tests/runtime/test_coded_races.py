@@ -19,11 +19,11 @@ from models import step
 from rig import edited, mutated
 from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.plan import Plan
-from weightstream.runtime import binding as binding_module
-from weightstream.runtime import devices
-from weightstream.runtime import graphs as graphs_module
-from weightstream.runtime import installation as installation_module
-from weightstream.runtime.binding import Binding
+from weightstream.runtime.devices import opening
+from weightstream.runtime.ring import binding as binding_module
+from weightstream.runtime.ring import graphs as graphs_module
+from weightstream.runtime.ring.binding import Binding
+from weightstream.runtime.streamer import active_plan as installation_module
 from wrapped import ClockBackend, Delay, Poison, QueueBackend
 
 WIDTH = 128
@@ -74,7 +74,7 @@ class Watch:
         self.num_kernels = 0
         for index, block in enumerate(self.model.blocks):
             block.check = lambda block, index=index: self._queue(index, block)
-        monkeypatch.setattr(devices, "CpuBackend", lambda: self.clock)
+        monkeypatch.setattr(opening, "CpuBackend", lambda: self.clock)
         self.streamer = weightstream.offload(self.model, device="cpu", device_budget=budget, codec="compressed")
 
     def _queue(self, index: int, block: Checks) -> None:

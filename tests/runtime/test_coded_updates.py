@@ -20,7 +20,7 @@ from coded_rig import PLACES, Block, Chain, exact, offload, random_model, rows, 
 from models import assert_same, step, weights
 from repeats import thinned
 from weightstream.errors import OffloadError
-from weightstream.runtime.home import Home
+from weightstream.runtime.weights.home import Home
 
 __all__ = ["told"]
 

@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 
 import weightstream
-from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
-from weightstream.runtime.devices import opened
+from weightstream.runtime.devices.opening import opened
+from weightstream.settings.config import OffloadConfig
 
 CONFIG = OffloadConfig().resolved()
 

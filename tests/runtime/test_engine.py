@@ -16,8 +16,8 @@ from weightstream.errors import InvariantError, StoreError
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.engine import Fence, State
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.ring.engine import Fence, State
 from wrapped import Fault, Poison
 
 LEGAL = {

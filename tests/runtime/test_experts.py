@@ -34,13 +34,13 @@ from expert_rig import (
 )
 from models import model_nbytes
 from repeats import thinned
-from weightstream import assembly
-from weightstream.adapters import experts as adapter
+from weightstream.adapters.modules import moe as adapter
 from weightstream.errors import StoreError
-from weightstream.runtime import decoding
-from weightstream.runtime.binding import Binding
-from weightstream.runtime.installation import Installation
-from weightstream.runtime.slots import Lru, Slots
+from weightstream.inputs import builder
+from weightstream.runtime.experts import unit_decode
+from weightstream.runtime.experts.slot_cache import Lru, Slots
+from weightstream.runtime.ring.binding import Binding
+from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.store.pages import PageCache
 
 transformers = pytest.importorskip("transformers")
@@ -282,7 +282,7 @@ class Turns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, int]] = []
         self.fails: set[int] = set()
-        find, decode = decoding.decoding, Binding.decode
+        find, decode = unit_decode.decoding, Binding.decode
 
         def found(plan: Any, index: int, *about: Any) -> Any:
             self.told.append(("found", index))
@@ -294,7 +294,7 @@ class Turns:
             self.told.append(("turn", index))
             decode(binding, index)
 
-        monkeypatch.setattr(decoding, "decoding", found)
+        monkeypatch.setattr(unit_decode, "decoding", found)
         monkeypatch.setattr(Binding, "decode", decoded)
 
     def late(self) -> list[int]:
@@ -351,7 +351,7 @@ def test_what_waits_for_pages_is_not_found_out_early(
 ) -> None:
     let, looks = threading.Event(), Installation.without_cache
     monkeypatch.setattr(
-        assembly, "pinned", lambda *args: (None, PageCache(lambda memory: let.wait(30) and None, lambda memory: None))
+        builder, "pinned", lambda *args: (None, PageCache(lambda memory: let.wait(30) and None, lambda memory: None))
     )
     monkeypatch.setattr(Installation, "without_cache", lambda self: let.set() or looks(self))  # once the step has ended
     model, plain = from_files(tmp_path)
@@ -480,7 +480,7 @@ def test_a_cache_waits_for_no_pages_and_ends_where_they_cannot_be_pinned(
         let.wait(30)
         raise StoreError("memlock is 64 KiB.")
 
-    monkeypatch.setattr(assembly, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
+    monkeypatch.setattr(builder, "pinned", lambda *args: (None, PageCache(pin, lambda memory: None)))
     model, plain = from_files(tmp_path)
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached", MOST))
@@ -532,8 +532,8 @@ def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_memory_that_held_nothing_is_not_read(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring, the buffer and slots begin as NaN."""
-    buffers = decoding.buffers
-    monkeypatch.setattr(decoding, "buffers", lambda *args: tuple(part.fill_(255) for part in buffers(*args)))
+    buffers = unit_decode.buffers
+    monkeypatch.setattr(unit_decode, "buffers", lambda *args: tuple(part.fill_(255) for part in buffers(*args)))
     model, plain = built(name), built(name)
     with held(model, form):
         assert_equal(model, plain, 1, 2, 12)

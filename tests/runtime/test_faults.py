@@ -22,12 +22,12 @@ import pytest
 import torch
 from torch import nn
 
-import weightstream.runtime.devices
+import weightstream.runtime.devices.opening
 from models import TEXT
 from weightstream.errors import InvariantError, OffloadError, PlanError, StoreError, UnsupportedError
-from weightstream.runtime.backend import Copy
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.engine import State
+from weightstream.runtime.devices.backend import Copy
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.ring.engine import State
 from wrapped import ClockBackend, Delay, Fault, Limit, Poison
 
 WIDTH = 64
@@ -114,7 +114,7 @@ def places(net: nn.Module) -> dict[str, tuple[int, type]]:
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
-    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", make)
+    monkeypatch.setattr(weightstream.runtime.devices.opening, "CpuBackend", make)
 
 
 # -- copies and memory that fail ---------------------------------------------------------------------------------------

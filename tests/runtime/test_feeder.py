@@ -13,9 +13,9 @@ import torch
 
 from graph_rig import PLANS, GraphRig
 from weightstream.errors import OffloadError, StoreError
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Copy, Side
-from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Copy, Side
+from weightstream.runtime.devices.cuda import CudaBackend
 
 
 class Stream:

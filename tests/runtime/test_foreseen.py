@@ -14,10 +14,10 @@ from torch import nn
 import weightstream
 from models import ARCHITECTURES, FIXTURES
 from repeats import thinned
-from weightstream import prospects
 from weightstream.errors import ConfigError
-from weightstream.runtime.homes import Homes
-from weightstream.runtime.values import tensors_in
+from weightstream.inputs import planner_inputs
+from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.weights.homes import Homes
 
 WIDTH = 64
 LAYER = 4 * WIDTH * WIDTH
@@ -64,20 +64,20 @@ def assert_steps(model: nn.Module, plain: nn.Module, num: int = 3, rows: int = 2
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a call is followed to its end."""
-    monkeypatch.setattr(prospects, "_FOLLOW_S", 300.0)
+    monkeypatch.setattr(planner_inputs, "_FOLLOW_S", 300.0)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the calls that were followed."""
     sizes: list[int] = []
-    follow = prospects.follow
+    follow = planner_inputs.follow
 
     def counted(model: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         sizes.append(next(tensors_in((args, kwargs))).numel())
         return follow(model, args, kwargs, **options)
 
-    monkeypatch.setattr(prospects, "follow", counted)
+    monkeypatch.setattr(planner_inputs, "follow", counted)
     return sizes
 
 
@@ -190,7 +190,7 @@ def test_an_error_of_following_is_no_error_of_the_call(
     def breaks(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr(prospects, "follow", breaks)
+    monkeypatch.setattr(planner_inputs, "follow", breaks)
     model, plain = models()
     with (
         caplog.at_level(logging.WARNING, "weightstream"),

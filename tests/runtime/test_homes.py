@@ -25,21 +25,21 @@ from hypothesis import given
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import weightstream.runtime.devices
+import weightstream.runtime.devices.opening
 from mapped import rss_nbytes
 from repeats import examples
 from rig import KIB
-from weightstream.adapters.module import find_units
+from weightstream.adapters.modules.partition import find_units
 from weightstream.errors import PlanError, StoreError
 from weightstream.plan.manifest import Manifest
-from weightstream.plan.placement import place_homes
 from weightstream.plan.plan import Plan
-from weightstream.runtime import streams
-from weightstream.runtime.backend import Copy
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.homes import Homes
-from weightstream.runtime.sources import Pinned, Tier
-from weightstream.runtime.weights import groups, manifest
+from weightstream.plan.search import place_homes
+from weightstream.runtime.devices import host_stream
+from weightstream.runtime.devices.backend import Copy
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.weights.alias_groups import groups, manifest
+from weightstream.runtime.weights.homes import Homes
+from weightstream.runtime.weights.sources import Pinned, Tier
 from weightstream.store.arena import Arena
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
@@ -227,7 +227,7 @@ def test_residents_of_whom_somebody_loses_patience(
     expected = values(model)
     homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
     real, num, begun = os.preadv, Counter[str](), threading.Event()
-    monkeypatch.setattr(streams, "STAGING_NBYTES", 1 << 16)
+    monkeypatch.setattr(host_stream, "STAGING_NBYTES", 1 << 16)
 
     def preadv(*about: Any) -> int:
         num["reads"] += 1
@@ -553,7 +553,7 @@ def test_remove_leaves_no_thread_file_or_folder(tmp_path: Path, monkeypatch: pyt
 
 def test_remove_frees_the_ring_while_the_streamer_is_still_held(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = Limit(CpuBackend(), 1 << 20)
-    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda: limited)
+    monkeypatch.setattr(weightstream.runtime.devices.opening, "CpuBackend", lambda: limited)
     model = linears(6)
     streamer = weightstream.offload(model, device="cpu", device_budget=48 * KIB)
     model(torch.ones(1, WIDTH))

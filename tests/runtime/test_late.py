@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weightstream
-import weightstream.front
+import weightstream.api.offload
 import weightstream.store.pages
-from weightstream.assembly import Given
 from weightstream.errors import ConfigError, StoreError
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.parameter import Access, guard, unguard
-from weightstream.runtime.sources import Tier
+from weightstream.inputs.builder import Given
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.tensors.guarded import Access, guard, unguard
+from weightstream.runtime.weights.sources import Tier
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.pages import PageCache
 from weightstream.store.staging import Staging
@@ -56,9 +56,9 @@ def test_an_update_before_the_pages_arrive_is_in_the_first_step(
         parameter.data = checkpoint.tensor(name)
     config = weightstream.OffloadConfig(device_budget=3 * WEIGHT_NBYTES)
     monkeypatch.setattr(
-        weightstream.assembly, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
+        weightstream.inputs.builder, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
     )
-    streamer = weightstream.front._offload(model, CpuBackend(), config, Given(memories=checkpoint.mappings))
+    streamer = weightstream.api.offload._offload(model, CpuBackend(), config, Given(memories=checkpoint.mappings))
     try:
         with torch.no_grad():
             for either in model, plain:

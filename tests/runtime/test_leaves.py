@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 import weightstream
 from models import assert_same
 from weightstream.errors import OffloadError, UnsupportedError
-from weightstream.runtime.guards import refuse_moves
-from weightstream.runtime.leaves import Role, Shell, leaves
+from weightstream.runtime.streamer.forward_patch import refuse_moves
+from weightstream.runtime.tensors.leaves import Role, Shell, leaves
 
 WIDTH, DEPTH = 64, 6
 

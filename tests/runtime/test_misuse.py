@@ -21,8 +21,8 @@ from torch import nn
 import weightstream
 from models import TEXT
 from weightstream.errors import CheckpointError, OffloadError, UnsupportedError
-from weightstream.runtime.faces import UnitFaces
-from weightstream.runtime.values import moved
+from weightstream.runtime.ring.tensor_views import UnitFaces
+from weightstream.runtime.tensors.pytree import moved
 
 WIDTH = 32
 

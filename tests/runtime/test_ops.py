@@ -18,7 +18,7 @@ import weightstream
 from fixtures_structure import Block
 from models import floats, randomise
 from repeats import thinned
-from weightstream.runtime import ops
+from weightstream.runtime.streamer import custom_ops
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on the CPU needs a C++ compiler"),
@@ -186,7 +186,7 @@ def build(name: str) -> tuple[nn.Module, nn.Module]:
 
 def opened(model: nn.Module) -> weightstream.Streamer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weightstream.prospects.GRAINS", ("block",))
+        patch.setattr("weightstream.inputs.planner_inputs.GRAINS", ("block",))
         return weightstream.offload(model, device="cpu", offload_group_size=1, offload_prefetch_step=1)
 
 
@@ -311,16 +311,16 @@ class Listener:
 @pytest.mark.parametrize("name", ["wait", "release"])
 @pytest.mark.parametrize("tensors", [[], [torch.ones(2, 3)], [torch.ones(2), torch.zeros(3, dtype=torch.bfloat16)]])
 def test_opcheck(name: str, tensors: list[torch.Tensor]) -> None:
-    session = ops.Session(listener := Listener())
+    session = custom_ops.Session(listener := Listener())
     operator = getattr(torch.ops.weightstream, name).default
     torch.library.opcheck(operator, (tensors, session.token, session.tensor_of(3)))
     assert set(listener.calls) == {(name, 3)}
 
 
 def test_a_session_that_is_closed_is_told() -> None:
-    session = ops.Session(listener := Listener())
-    ops.wait(session, session.tensor_of(1), ([torch.ones(1)], {"a": torch.ones(1, dtype=torch.int64)}))
+    session = custom_ops.Session(listener := Listener())
+    custom_ops.wait(session, session.tensor_of(1), ([torch.ones(1)], {"a": torch.ones(1, dtype=torch.int64)}))
     session.close()
     with pytest.raises(weightstream.OffloadError, match="streamer was removed"):
-        ops.release(session, session.tensor_of(1), ())
+        custom_ops.release(session, session.tensor_of(1), ())
     assert listener.calls == [("wait", 1)]

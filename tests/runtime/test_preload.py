@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 import torch
 
-from weightstream.runtime import preload
+from weightstream.runtime.devices import warmup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -19,12 +19,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for name in ("_inputs", "_attention", "_experts", "_token"):
 
-        def stage(*given: torch.Tensor, name: str = name, real: object = getattr(preload, name)) -> object:
+        def stage(*given: torch.Tensor, name: str = name, real: object = getattr(warmup, name)) -> object:
             found.append(name)
             assert callable(real)
             return real(*given)
 
-        monkeypatch.setattr(preload, name, stage)
+        monkeypatch.setattr(warmup, name, stage)
     return found
 
 
@@ -33,7 +33,7 @@ def test_all_that_is_launched_runs(dtype: torch.dtype, launched: list[str]) -> N
     before, state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(dtype)
     try:
-        preload._launch(CPU, Event(), generates=True)
+        warmup._launch(CPU, Event(), generates=True)
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(torch.get_rng_state(), state)
@@ -45,7 +45,7 @@ def test_where_nothing_generates_or_all_is_deterministic_there_is_one_product(
     deterministic: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    preload._launch(CPU, Event(), generates=deterministic)
+    warmup._launch(CPU, Event(), generates=deterministic)
     assert launched == []
 
 
@@ -57,15 +57,15 @@ def test_it_runs_on_a_thread_for_a_gpu_alone(device: torch.device, monkeypatch: 
     def launch(device: torch.device, failed: Event, *, generates: bool) -> None:
         ran.append((device, threading.get_ident() == here, generates))
 
-    monkeypatch.setattr(preload, "_launch", launch)
+    monkeypatch.setattr(warmup, "_launch", launch)
     for generates in (True, False):
-        with preload.preloading(device, generates=generates):
+        with warmup.preloading(device, generates=generates):
             pass
     assert ran == ([] if device == CPU else [(device, False, True), (device, False, False)])
 
 
 def test_a_load_that_fails_waits_for_a_stage_alone(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on, inputs, launch = Event(), Event(), preload._inputs, preload._launch
+    begun, go_on, inputs, launch = Event(), Event(), warmup._inputs, warmup._launch
 
     def slow(ids: torch.Tensor) -> torch.Tensor:
         begun.set()
@@ -77,14 +77,14 @@ def test_a_load_that_fails_waits_for_a_stage_alone(launched: list[str], monkeypa
         monkeypatch.setattr(failed, "set", lambda: (real(), go_on.set()))
         launch(CPU, failed, generates=generates)
 
-    monkeypatch.setattr(preload, "_inputs", slow)
-    monkeypatch.setattr(preload, "_launch", on_cpu)
+    monkeypatch.setattr(warmup, "_inputs", slow)
+    monkeypatch.setattr(warmup, "_launch", on_cpu)
 
     def load() -> None:
         assert begun.wait(30)
         raise KeyError("no such weight")
 
-    with pytest.raises(KeyError), preload.preloading(CUDA, generates=True):
+    with pytest.raises(KeyError), warmup.preloading(CUDA, generates=True):
         load()
     assert launched == ["_inputs"]
 
@@ -93,6 +93,6 @@ def test_what_it_fails_with_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(_: torch.device, failed: Event, *, generates: bool) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(preload, "_launch", fail)
-    with preload.preloading(CUDA, generates=True):
+    monkeypatch.setattr(warmup, "_launch", fail)
+    with warmup.preloading(CUDA, generates=True):
         pass

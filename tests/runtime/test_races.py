@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import weightstream.runtime.engine as engine_module
+import weightstream.runtime.ring.engine as engine_module
 from rig import Rig, edited, equal_plan, mutated, small_plan
 from weightstream.errors import InvariantError
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan
-from weightstream.runtime.engine import Engine
+from weightstream.runtime.ring.engine import Engine
 from wrapped import Delay, Poison, QueueBackend
 
 PLANS = {

@@ -17,7 +17,7 @@ from rig import equal_plan, small_plan
 from weightstream.errors import OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES
-from weightstream.runtime.backend import Event, Side
+from weightstream.runtime.devices.backend import Event, Side
 
 ROUNDS = 12
 

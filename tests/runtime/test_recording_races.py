@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 import graph_rig
-import weightstream.runtime.engine as engine_module
-import weightstream.runtime.graphs as graphs_module
-import weightstream.runtime.recording as recording_module
+import weightstream.runtime.ring.engine as engine_module
+import weightstream.runtime.ring.graphs as graphs_module
+import weightstream.runtime.ring.recording as recording_module
 from graph_rig import ODD, PLANS, GraphRig, serve, serve_again, take_turns
 from rig import edited, mutated
 from weightstream.errors import InvariantError
-from weightstream.runtime.recording import Recording
+from weightstream.runtime.ring.recording import Recording
 
 # Each takes one fence out of the recording's source.
 MUTATIONS = {

@@ -14,22 +14,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from repeats import thinned
-from weightstream.adapters.module import find_units
+from weightstream.adapters.modules.partition import find_units
 from weightstream.codec import coding, reference
 from weightstream.errors import StoreError
 from weightstream.plan.manifest import Manifest
-from weightstream.plan.placement import map_to_host
 from weightstream.plan.plan import Plan
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.homes import Homes
-from weightstream.runtime.moves import CodeOverflow
-from weightstream.runtime.sources import Mapped, OnDisk, Pageable, PageWindow, Pinned, Tier
-from weightstream.runtime.weights import groups, manifest
+from weightstream.plan.search import map_to_host
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.weights.alias_groups import groups, manifest
+from weightstream.runtime.weights.homes import Homes
+from weightstream.runtime.weights.relocation import CodeOverflow
+from weightstream.runtime.weights.sources import Mapped, OnDisk, Pageable, PageWindow, Pinned, Tier
 from weightstream.store.arena import Arena
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.decoded import DecodedMemory, LazyMemory
-from weightstream.store.extent import Extent
+from weightstream.store.file_slice import Extent
 from weightstream.store.folder import OffloadFolder
+from weightstream.store.lazy import DecodedMemory, LazyMemory
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
 from wrapped import Limit

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from weightstream.plan.caching import LEAST_USED, MOST_AHEAD
-from weightstream.runtime import slot_kernels, slots
-from weightstream.runtime.slots import Lru, Piece, Slots, Stack, _OnDevice, put_rows
+from weightstream.plan.expert_cache import LEAST_USED, MOST_AHEAD
+from weightstream.runtime.experts import slot_cache as slots
+from weightstream.runtime.experts import slot_kernels
+from weightstream.runtime.experts.slot_cache import Lru, Piece, Slots, Stack, _OnDevice, put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 77

@@ -11,10 +11,11 @@ import torch
 
 from weightstream.codec import coding, reference
 from weightstream.errors import StoreError
-from weightstream.runtime.backend import Copy
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.home import Home
-from weightstream.runtime.sources import (
+from weightstream.runtime.devices.backend import Copy
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.weights.alias_groups import groups
+from weightstream.runtime.weights.home import Home
+from weightstream.runtime.weights.sources import (
     Mapped,
     OnDisk,
     Pageable,
@@ -26,9 +27,8 @@ from weightstream.runtime.sources import (
     ZeroCopy,
     in_file,
 )
-from weightstream.runtime.weights import groups
-from weightstream.store.decoded import DecodedMemory, LazyMemory
-from weightstream.store.extent import Extent
+from weightstream.store.file_slice import Extent
+from weightstream.store.lazy import DecodedMemory, LazyMemory
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
 

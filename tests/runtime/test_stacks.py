@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from weightstream.errors import InvariantError, StoreError
-from weightstream.runtime.home import Home
-from weightstream.runtime.slots import Piece, Slots
-from weightstream.runtime.sources import Pinned, in_file
-from weightstream.runtime.stacks import Stack, pieces_of_rows, unread
-from weightstream.runtime.weights import groups
+from weightstream.runtime.experts.slot_cache import Piece, Slots
+from weightstream.runtime.experts.stacks import Stack, pieces_of_rows, unread
+from weightstream.runtime.weights.alias_groups import groups
+from weightstream.runtime.weights.home import Home
+from weightstream.runtime.weights.sources import Pinned, in_file
 from weightstream.store import pages as pages_module
-from weightstream.store.decoded import LazyMemory
-from weightstream.store.extent import Extent
+from weightstream.store.file_slice import Extent
+from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
 

@@ -19,15 +19,16 @@ import streaming
 import weightstream
 from models import BLOCKLESS, MODELS, Model, assert_same, model_nbytes, weights
 from streaming import plain, run
-from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError, UnsupportedError, striping
-from weightstream.assembly import Assembly, Given
-from weightstream.measure import links
-from weightstream.plan import lanes
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.crossing import Way, crossing
-from weightstream.runtime.values import tensors_in
-from weightstream.shares import sharing
-from weightstream.striping import Stripes, stripe
+from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError, UnsupportedError
+from weightstream.api import multi_gpu
+from weightstream.api.multi_gpu import Stripes, stripe
+from weightstream.inputs.builder import Assembly, Given
+from weightstream.inputs.device_split import sharing
+from weightstream.measure import multi_gpu_links
+from weightstream.plan import multi_device
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.streamer.activation_transfer import Way, crossing
+from weightstream.runtime.tensors.pytree import tensors_in
 from wrapped import Delay, Fault, Poison
 
 
@@ -469,7 +470,7 @@ def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) 
     with striped(model, 2) as stripes:
         alone = [part._installed.replanning.prospect for part in stripes.parts.values()]
         nbytes = stripes.plan.plans["cpu:0"].step_nbytes
-    monkeypatch.setattr(striping, "_rates", lambda _: [1e3, math.inf])
+    monkeypatch.setattr(multi_gpu, "_rates", lambda _: [1e3, math.inf])
     with striped(model, 2) as stripes:
         assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
         found = [part._installed.replanning.prospect for part in stripes.parts.values()]
@@ -480,9 +481,9 @@ def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once per process; where one of them fails, the others do not wait for it."""
-    links.together.cache_clear()
+    multi_gpu_links.together.cache_clear()
     devices = (torch.device("cpu"),) * 2
-    found = links.together(devices)
+    found = multi_gpu_links.together(devices)
     assert len(found) == 2
     assert min(found) > 1e6
     made: list[CpuBackend] = []
@@ -496,12 +497,12 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     def no_memory(nbytes: int) -> torch.Tensor:
         raise RuntimeError(f"no {nbytes} bytes")
 
-    monkeypatch.setattr(links, "backend_of", failing)
-    assert links.together(devices) == found
-    links.together.cache_clear()
-    assert links.together(devices) == ()
+    monkeypatch.setattr(multi_gpu_links, "backend_of", failing)
+    assert multi_gpu_links.together(devices) == found
+    multi_gpu_links.together.cache_clear()
+    assert multi_gpu_links.together(devices) == ()
     assert "as fast as alone" in caplog.text
-    links.together.cache_clear()
+    multi_gpu_links.together.cache_clear()
 
 
 @pytest.mark.few(1)
@@ -510,15 +511,15 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is faster: what is predicted before anything is dealt anew is what the plans then take."""
-    monkeypatch.setattr(lanes, "_WORTH", 1e9)
-    tried, fastest = [], lanes.fastest
+    monkeypatch.setattr(multi_device, "_WORTH", 1e9)
+    tried, fastest = [], multi_device.fastest
 
     def noted(deals: Any, places: Any) -> Any:
         best, planned = fastest(deals, places)
-        tried.append((best, lanes.predicted({name: lane for name, (_, lane) in planned.items()}, places)))
+        tried.append((best, multi_device.predicted({name: lane for name, (_, lane) in planned.items()}, places)))
         return best, planned
 
-    monkeypatch.setattr(lanes, "fastest", noted)
+    monkeypatch.setattr(multi_device, "fastest", noted)
     torch.manual_seed(4)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(12))).bfloat16()
     x = torch.randn(2, 64).bfloat16()

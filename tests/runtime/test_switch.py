@@ -13,8 +13,8 @@ from torch import nn
 import weightstream
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.plan.plan import Plan
-from weightstream.runtime.homes import Homes
-from weightstream.runtime.sources import Tier
+from weightstream.runtime.weights.homes import Homes
+from weightstream.runtime.weights.sources import Tier
 
 WIDTH = 64
 NUM_UNITS = 8

@@ -17,12 +17,12 @@ from expert_rig import NUM_EXPERTS, NUM_LAYERS, TOP_K, built, counts, held, plan
 from models import model_nbytes
 from weightstream.cli.terminal import counted
 from weightstream.measure.comparison import compare
-from weightstream.plan.caching import Counts
-from weightstream.runtime import tally
-from weightstream.runtime.slots import Found
-from weightstream.runtime.stats import of_cache
-from weightstream.runtime.tally import Cache, Tally
-from weightstream.trace import Experts, Span, Trace, total
+from weightstream.plan.expert_cache import Counts
+from weightstream.runtime.experts import counters
+from weightstream.runtime.experts.counters import Cache, Tally
+from weightstream.runtime.experts.slot_cache import Found
+from weightstream.runtime.streamer.stats import of_cache
+from weightstream.runtime.trace import Experts, Span, Trace, total
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
@@ -117,8 +117,8 @@ def test_counts_begin_where_slots_are_full() -> None:
 
 @pytest.fixture
 def warm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tally, "_WARM", 1)
-    monkeypatch.setattr("weightstream.plan.caching._WORTH", 0.01)
+    monkeypatch.setattr(counters, "_WARM", 1)
+    monkeypatch.setattr("weightstream.plan.expert_cache._WORTH", 0.01)
 
 
 @pytest.mark.few(1)
@@ -237,7 +237,7 @@ def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
 
 
 def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
-    from weightstream.adapters.steps import Steps
+    from weightstream.adapters.hf.decode_steps import Steps
 
     model = built()
     with held(model, "cached", MOST) as streamer:

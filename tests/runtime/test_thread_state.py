@@ -15,8 +15,8 @@ from torch import nn
 from cut_rig import language_model, offloaded, simple, striped, thread_state
 from cutting import Cut, Lines
 from weightstream.errors import OffloadError
-from weightstream.runtime.thread_state import ThreadState, quietly, unseen
-from weightstream.runtime.watch import OperatorMode
+from weightstream.runtime.streamer.read_watch import OperatorMode
+from weightstream.runtime.tensors.thread_state import ThreadState, quietly, unseen
 
 Act = Callable[[], object]
 

@@ -18,12 +18,12 @@ import weightstream
 from graph_rig import GraphRig, Graphs, take_turns
 from rig import equal_plan
 from weightstream.plan.plan import Plan
-from weightstream.runtime import replanning
-from weightstream.runtime.backend import Copy, Side
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.engine import Engine
-from weightstream.runtime.timeline import Kind, Measured
-from weightstream.trace import Trace
+from weightstream.runtime.devices.backend import Copy, Side
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.ring.engine import Engine
+from weightstream.runtime.ring.timeline import Kind, Measured
+from weightstream.runtime.streamer import replanning
+from weightstream.runtime.trace import Trace
 from wrapped import Wrapper
 
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
@@ -319,7 +319,7 @@ def model() -> nn.Sequential:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, backend: Any, module: nn.Module, **settings: Any) -> weightstream.Streamer:
-    monkeypatch.setattr("weightstream.runtime.devices.CpuBackend", lambda *_: backend)
+    monkeypatch.setattr("weightstream.runtime.devices.opening.CpuBackend", lambda *_: backend)
     return weightstream.offload(module, device="cpu", **{"device_budget": BUDGET} | settings)
 
 

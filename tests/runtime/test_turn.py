@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weightstream
 from models import randomise
-from weightstream.runtime.turn import Turn
+from weightstream.runtime.ring.turn import Turn
 
 WIDTH, DEPTH = 64, 8
 
@@ -169,7 +169,7 @@ def queued() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["joined", "polled", "pooled", "queued", "recomputed"])
 def test_threads_that_work_for_a_step_belong_to_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightstream.runtime.turn._STALLED_S", 0.05)
+    monkeypatch.setattr("weightstream.runtime.ring.turn._STALLED_S", 0.05)
     run = {"joined": joined, "polled": polled, "recomputed": recomputed}.get(kind) or {
         "pooled": pooled,
         "queued": queued,

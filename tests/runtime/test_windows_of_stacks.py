@@ -12,11 +12,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import weightstream  # noqa: E402
-import weightstream.adapters.transformers  # noqa: E402
-import weightstream.assembly  # noqa: E402
-import weightstream.front  # noqa: E402
+import weightstream.adapters.hf.load  # noqa: E402
+import weightstream.api.offload  # noqa: E402
+import weightstream.inputs.builder  # noqa: E402
 from models import TEXT  # noqa: E402
-from weightstream.runtime.sources import PageWindow, Tier  # noqa: E402
+from weightstream.runtime.weights.sources import PageWindow, Tier  # noqa: E402
 from weightstream.store.pages import PageCache  # noqa: E402
 
 LAYERS, EXPERTS = 12, 4
@@ -61,7 +61,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def given(backend: Any, config: Any) -> tuple[None, PageCache]:
         return None, PageCache(lambda memory: found.append(memory.numel()), lambda memory: None)
 
-    monkeypatch.setattr(weightstream.assembly, "pinned", given)
+    monkeypatch.setattr(weightstream.inputs.builder, "pinned", given)
     return found
 
 

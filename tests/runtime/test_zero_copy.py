@@ -17,16 +17,16 @@ import weightstream
 from fixtures_structure import Stack
 from models import MODELS, assert_same, randomise
 from streaming import plain, run
-from weightstream.adapters.module import find_blocks, find_units, row_tables
-from weightstream.config import PrefetchOffloadConfig, UVAOffloadConfig
+from weightstream.adapters.modules.partition import find_blocks, find_units, row_tables
 from weightstream.errors import InvariantError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
-from weightstream.plan.placement import Candidate, map_to_host, place, place_host_bytes, place_layers
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Refusal
-from weightstream.plan.prospect import Prospect
-from weightstream.runtime.weights import groups, manifest, merge_tied
+from weightstream.plan.problem import Prospect
+from weightstream.plan.search import Candidate, map_to_host, place, place_host_bytes, place_layers
+from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
+from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 
 STREAMED = 10 << 10
 

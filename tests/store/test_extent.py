@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from repeats import examples
 from weightstream.errors import StoreError
-from weightstream.store.extent import Extent, Joined
+from weightstream.store.file_slice import Extent, Joined
 from weightstream.store.mapping import FileMapping
 
 NBYTES = 20_000

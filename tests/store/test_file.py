@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from mapped import rss_nbytes
 from repeats import examples
 from weightstream.errors import InvariantError, StoreError
-from weightstream.store.file import CachedFile, DirectFile
 from weightstream.store.mapping import FileMapping
+from weightstream.store.readers import CachedFile, DirectFile
 
 PAGE = 4096
 NBYTES = 10 * PAGE + 123

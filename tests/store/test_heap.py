@@ -12,7 +12,7 @@ import pytest
 SCRIPT = """
 import ctypes
 from pathlib import Path
-from weightstream.store import heap
+from weightstream.store import malloc as heap
 
 malloc, free = heap._library().malloc, heap._library().free
 

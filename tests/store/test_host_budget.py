@@ -40,7 +40,7 @@ from test_pages import (
 )
 from torch import nn
 
-import weightstream.runtime.devices
+import weightstream.runtime.devices.opening
 from cgroups import limited
 from models import MODELS, Model, llama_tensors, model_nbytes, weights
 from repeats import only, thinned
@@ -49,13 +49,13 @@ from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
 from weightstream.errors import PlanError, StoreError
 from weightstream.measure import bench
-from weightstream.runtime import cpu
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.sources import OnDisk
-from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES
+from weightstream.runtime.devices import cpu
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.devices.host_stream import STAGING_BUFFERS, STAGING_NBYTES
+from weightstream.runtime.weights.sources import OnDisk
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.file import DirectFile
 from weightstream.store.mapping import _LIBC, FileMapping
+from weightstream.store.readers import DirectFile
 from wrapped import ClockBackend, Delay, Poison, QueueBackend
 
 PREADV = os.preadv
@@ -671,7 +671,7 @@ def test_slow_reads_change_no_bit_and_race_with_nobody(
     seed: int, model: Model, reference: Model, checkpoint: Checkpoint, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ClockBackend(Poison(Delay(CpuBackend(), seed, 0.001)))
-    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda: clock)
+    monkeypatch.setattr(weightstream.runtime.devices.opening, "CpuBackend", lambda: clock)
     slow(disk, seed)
     for module in model.module.modules():
         module.__class__ = Watched if isinstance(module, nn.Linear) else type(module)

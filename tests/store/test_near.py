@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from weightstream.store import near, pages
+from weightstream.store import numa, pages
 from weightstream.store.arena import Arena
 from weightstream.store.mapping import FileMapping
-from weightstream.store.near import Node, nearest
+from weightstream.store.numa import Node, nearest
 from weightstream.store.pages import PageCache
 from weightstream.store.staging import MemorySource, Staging
 
@@ -29,7 +29,7 @@ def policy(memory: torch.Tensor | None = None) -> tuple[int, int]:
     """What holds where some memory begins, or else for the calling thread: a mode, and nodes as bits."""
     mode, nodes = ctypes.c_int(), (ctypes.c_ulong * 16)()
     where = (None, 0) if memory is None else (ctypes.c_void_p(memory.data_ptr()), OF_ADDRESS)
-    assert near._call("get_mempolicy", ctypes.byref(mode), nodes, 1024, *where)
+    assert numa._call("get_mempolicy", ctypes.byref(mode), nodes, 1024, *where)
     return mode.value, nodes[0]
 
 
@@ -54,7 +54,7 @@ def root(tmp_path: Path) -> Callable[[int, int], Path]:
 
 @pytest.fixture(autouse=True)
 def system() -> None:
-    if not near._call("get_mempolicy", None, None, 0, None, 0):
+    if not numa._call("get_mempolicy", None, None, 0, None, 0):
         pytest.skip("the system knows of no memory nodes")
 
 
@@ -106,7 +106,7 @@ def test_threads_that_read_settle_there() -> None:
 def test_a_thread_stays_where_its_process_may_run() -> None:
     found = []
     elsewhere = Node(0, frozenset({max(os.sched_getaffinity(0)) + 1}))
-    thread = threading.Thread(target=near.settled(lambda: found.append(told()), elsewhere))
+    thread = threading.Thread(target=numa.settled(lambda: found.append(told()), elsewhere))
     thread.start()
     thread.join()
     assert found == [((PREFERRED, 1), os.sched_getaffinity(0))]

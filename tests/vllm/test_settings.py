@@ -18,9 +18,9 @@ from torch import distributed
 from vllm.model_executor.offloader import base as theirs
 
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.hosts import room as room_of
-from weightstream.hosts import vllm as host
-from weightstream.hosts.vllm import settings_of, why_refused
+from weightstream.integrations.vllm import memory as room_of
+from weightstream.integrations.vllm import plugin as host
+from weightstream.integrations.vllm.plugin import settings_of, why_refused
 
 FLAGS: dict[str, Any] = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 
