@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
-from test_placement import LINK_BOUND, SMALL_MODELS, budgets, grouped
-from test_placement import model as model_of
+from test_search import LINK_BOUND, SMALL_MODELS, budgets, grouped
+from test_search import model as model_of
 
 from repeats import only
 from weightstream.errors import PlanError

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_placement import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
 from test_planner import (
     DECODE,
     EIGHT,
@@ -29,6 +28,7 @@ from test_planner import (
     prospect,
     unpruned,
 )
+from test_search import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
 
 from repeats import only, thinned
 from weightstream.errors import PlanError

@@ -1,4 +1,4 @@
-"""What each process of tensor parallelism checks; `tests/adapters/test_tensor_parallel.py` starts them.
+"""What each process of tensor parallelism checks; `tests/adapters/hf/test_tensor_parallel.py` starts them.
 
     torchrun --nproc-per-node 2 sharded_checks.py DEVICE FOLDER CHECK…
 

@@ -1,6 +1,6 @@
 """Every name of transformers that it does not promise to keep, and no other file spells one. Knows no weights or plans.
 
-A test of each (tests/adapters/test_hf_private.py) says which one a new version has lost. transformers is imported where
+A test of each (tests/adapters/hf/test_private.py) says which one a new version has lost. transformers is imported where
 it is called: that takes seconds.
 """
 

@@ -1,6 +1,6 @@
 """Names of transformers' tensor parallelism that it does not promise to keep, and no other file spells one.
 
-A test of each (tests/adapters/test_tensor_parallel.py) says which one a new version has lost.
+A test of each (tests/adapters/hf/test_tensor_parallel.py) says which one a new version has lost.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_placement import model as manifest_of
-from test_placement import tensor
+from test_search import model as manifest_of
+from test_search import tensor
 from torch import nn
 
 import weightstream

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_placement import LINK_BOUND, SMALL_MODELS, model, placed
 from test_schedule import GRAIN
+from test_search import LINK_BOUND, SMALL_MODELS, model, placed
 
 from repeats import examples
 from weightstream.errors import PlanError

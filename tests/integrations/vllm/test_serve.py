@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "vllm" / "run.py"
+RUN = Path(__file__).resolve().parents[3] / "benchmarks" / "vllm" / "run.py"
 SECONDS = float(os.environ.get("WEIGHTSTREAM_SERVE_S", "300"))
 
 

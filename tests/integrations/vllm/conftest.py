@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 _PLAIN = str(Path(__file__).parent / "plain")
-_FOUND = importlib.util.find_spec("vllm")  # this folder looks like a namespace
+_FOUND = importlib.util.find_spec("vllm")  # a folder of that name looks like a namespace
 _IS_THERE = bool(_FOUND and _FOUND.origin)
 collect_ignore_glob = [] if _IS_THERE else ["test_*"]
 

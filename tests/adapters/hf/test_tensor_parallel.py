@@ -45,7 +45,7 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.distributed.sharding_utils import DtensorShardOperation  # noqa: E402
 
 RANKS = 2
-SCRIPT = Path(__file__).parents[1] / "support" / "sharded_checks.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "sharded_checks.py"
 CHECKS: list[tuple[str, str]] = re.findall(r"^@check(.*)\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
 FAILING = "an_error_on_one_rank"
 SHAPE = TEXT | {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}

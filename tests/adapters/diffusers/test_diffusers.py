@@ -434,7 +434,7 @@ def test_quantised_components(form: str, device: str) -> None:
     pytest.importorskip("gguf")
     import sys
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "quantised"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "quantised"))
     import formats
 
     def build() -> Any:
