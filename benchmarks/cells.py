@@ -25,7 +25,7 @@ import transformers
 
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
-from weightstream.adapters.hf.decode_steps import CACHES, Steps, takes_ids
+from weightstream.adapters.hf.decode_steps import CACHES, DecodeSteps, takes_ids
 from weightstream.inputs.planner_inputs import (
     dtypes_of,
     grains_of,
@@ -132,7 +132,7 @@ class Cells:
 
     def timed(self, name: str) -> tuple[list[float], int]:
         workload = WORKLOADS[name]
-        steps = Steps(self.model, workload, self.device)
+        steps = DecodeSteps(self.model, workload, self.device)
         outputs = [steps() for _ in range(4)]  # back to back, so that the ring wraps
         want = self.want.setdefault(name, outputs[0])
         self.equal = all(torch.equal(output, want) for output in outputs)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from weightstream.adapters.modules.moe import Experts
+from weightstream.adapters.modules.moe import ExpertForward
 from weightstream.runtime.experts.slot_cache import Lru
 
 NUM_STEPS = 512
@@ -253,7 +253,7 @@ class Table:
         order = torch.rand(drawn.shape, generator=generator, device=device).argsort(-1)
         drawn = drawn.gather(-1, order)
 
-        before = Experts.guess
+        before = ExpertForward.guess
 
         def guess(picks: Any, states: torch.Tensor) -> torch.Tensor | None:
             before(picks, states)
@@ -264,8 +264,8 @@ class Table:
                 return self._named(layer, states.flatten(0, -2))
             return drawn[layer].index_select(0, self._step)[0]
 
-        Experts.guess = guess  # type: ignore[method-assign]
+        ExpertForward.guess = guess  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Experts.guess = before  # type: ignore[method-assign]
+            ExpertForward.guess = before  # type: ignore[method-assign]

@@ -19,9 +19,9 @@ from torch import nn
 from weightstream.adapters.hf import tensor_parallel
 from weightstream.api.offload import _offload
 from weightstream.codec import coding
-from weightstream.inputs.builder import Given
+from weightstream.inputs.builder import CallerFacts
 from weightstream.runtime.devices.opening import opened
-from weightstream.store.file_slice import Extent
+from weightstream.store.file_slice import FileSlice
 from weightstream.store.lazy import DecodedMemory
 from weightstream.store.mapping import FileMapping
 
@@ -36,7 +36,7 @@ DISTINCT, CODEC = 4, "compressed"
 _ALIGNMENT = 4096
 
 
-def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[Any, Given]:
+def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[Any, CallerFacts]:
     """The model with this process's shards as `wanted` says, and what `_offload` is to know of them."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
@@ -60,14 +60,14 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
             made = torch.ones(param.shape, dtype=torch.bfloat16)
         else:
             layout, begin = written[_like(name)]
-            memory = DecodedMemory(name, file, layout, extents=[Extent(mapping, begin, begin + layout.nbytes)])
+            memory = DecodedMemory(name, file, layout, extents=[FileSlice(mapping, begin, begin + layout.nbytes)])
             memories.append(memory)
             made = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(here(param).shape)
             if here(param) is not param:
                 made = tensor_parallel._like(made, param.data)
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module)._parameters[attribute] = nn.Parameter(made, requires_grad=False)
-    return model.eval(), Given(memories=(mapping, *memories))
+    return model.eval(), CallerFacts(memories=(mapping, *memories))
 
 
 def here(param: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _like(name: str) -> str:
 
 
 @contextmanager
-def streamed(model: Any, given: Given, device: torch.device, config: Any, *, removes: bool) -> Iterator[Any]:
+def streamed(model: Any, given: CallerFacts, device: torch.device, config: Any, *, removes: bool) -> Iterator[Any]:
     """Its streamer; if it `removes`, the model is plain again at the end, its weights decoded as they are read."""
     with opened(device, config) as backend, torch.no_grad():
         streamer = _offload(model, backend, config, given)

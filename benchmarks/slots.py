@@ -19,14 +19,14 @@ import rows
 import torch
 
 from weightstream.runtime.devices.cuda import CudaBackend
-from weightstream.runtime.experts.slot_cache import Piece, Slots
+from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache
 
 CALLS, REPEATS = 50, 9
 LENGTHS = {"plain": ((6291456,), (3145728,)), "coded": ((4325376, 87040), (2162688, 43520))}  # of each stack, by pieces
 SIZES = ((128, 42), (128, 64), (256, 128))
 
 
-def cache_of(backend: CudaBackend, form: str, num_rows: int, num_slots: int) -> tuple[Slots, int]:
+def cache_of(backend: CudaBackend, form: str, num_rows: int, num_slots: int) -> tuple[SlotCache, int]:
     """Slots whose rows are random, and the bytes of a row, in the mean; where there are two pieces, the second of each
     row has another length."""
     rng, stacks, nbytes = random.Random(1), [], 0
@@ -38,10 +38,12 @@ def cache_of(backend: CudaBackend, form: str, num_rows: int, num_slots: int) -> 
             shown = backend.device_view(host.view(-1))
             assert shown is not None
             ends = [length if index == 0 else length + rng.randrange(-100, 100) * 8 for _ in range(num_rows)]
-            pieces.append(Piece(rows=tuple(r[:n] for r, n in zip(shown.view(num_rows, -1), ends, strict=True)), at=at))
+            pieces.append(
+                RowPiece(rows=tuple(r[:n] for r, n in zip(shown.view(num_rows, -1), ends, strict=True)), at=at)
+            )
             nbytes, at = nbytes + sum(ends) // num_rows, at + length
         stacks.append((memory, pieces))
-    return Slots(stacks, num_rows), nbytes
+    return SlotCache(stacks, num_rows), nbytes
 
 
 def calls(num_rows: int, num_ids: int, missing: int) -> Iterator[list[int]]:
@@ -51,7 +53,7 @@ def calls(num_rows: int, num_ids: int, missing: int) -> Iterator[list[int]]:
         yield fixed + [next(others) for _ in range(missing)]
 
 
-def us_of(slots: Slots, named: Iterator[list[int]], *, guess: bool = False) -> list[float]:
+def us_of(slots: SlotCache, named: Iterator[list[int]], *, guess: bool = False) -> list[float]:
     """Microseconds of a call in graphs of them, which go on with other ids."""
     graphs = []
     for _ in range(REPEATS + 2):

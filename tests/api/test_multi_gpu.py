@@ -22,12 +22,12 @@ from streaming import plain, run
 from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, StoreError, UnsupportedError
 from weightstream.api import multi_gpu
 from weightstream.api.multi_gpu import Stripes, stripe
-from weightstream.inputs.builder import Assembly, Given
+from weightstream.inputs.builder import CallerFacts, OffloadBuilder
 from weightstream.inputs.device_split import sharing
 from weightstream.measure import multi_gpu_links
 from weightstream.plan import multi_device
 from weightstream.runtime.devices.cpu import CpuBackend
-from weightstream.runtime.streamer.activation_transfer import Way, crossing
+from weightstream.runtime.streamer.activation_transfer import DeviceCrossing, crossing
 from weightstream.runtime.tensors.pytree import tensors_in
 from wrapped import Delay, Fault, Poison
 
@@ -38,15 +38,15 @@ def striped(model: Model, num: int, **settings: Any) -> Stripes:
 
 def fail_at_the_second(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """The weights of the second device cannot be moved."""
-    attach, calls = Assembly.attach, []
+    attach, calls = OffloadBuilder.attach, []
 
-    def failing(self: Assembly, *args: Any, **kwargs: Any) -> Any:
+    def failing(self: OffloadBuilder, *args: Any, **kwargs: Any) -> Any:
         calls.append(self)
         if len(calls) == 2:
             raise error
         return attach(self, *args, **kwargs)
 
-    monkeypatch.setattr(Assembly, "attach", failing)
+    monkeypatch.setattr(OffloadBuilder, "attach", failing)
 
 
 @pytest.mark.few(1)
@@ -79,7 +79,7 @@ def test_blocks_that_share_a_tensor_are_found() -> None:
     assert sharing(model, blocks) == [0, 1, None, 1]
 
 
-class Elsewhere(Way):
+class Elsewhere(DeviceCrossing):
     """A way whose copies are on the same device, told by their memory."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Elsewhere(Way):
         return self.there_now(made) if self.goes(tensor) else made
 
 
-def crossed(way: Way, forward: Any) -> Any:
+def crossed(way: DeviceCrossing, forward: Any) -> Any:
     run = crossing(way)
     return lambda *args, **kwargs: run(forward, args, kwargs)
 
@@ -420,7 +420,7 @@ def test_late_copies_and_poisoned_rings() -> None:
     nbytes = model_nbytes(model.module)
     config = OffloadConfig(max_memory={0: nbytes // 4, 1: nbytes // 5}, codec="none")
     backends = [Poison(Delay(CpuBackend(), seed, most_s)) for seed, most_s in ((1, 0.002), (2, 0.0005))]
-    with stripe(model.module, backends, config, Given()) as stripes:
+    with stripe(model.module, backends, config, CallerFacts()) as stripes:
         assert all(part.plan.step_nbytes for part in stripes.parts.values())
         for seed in range(70):
             assert_same(run(model, "cpu", seed % 5), run(reference, "cpu", seed % 5))
@@ -432,7 +432,7 @@ def test_a_copy_that_fails_on_one_device() -> None:
     failing: list[int] = []
     backends = [CpuBackend(), Fault(CpuBackend(), lambda _: bool(failing and failing.pop()))]
     config = OffloadConfig(max_memory={0: nbytes // 4, 1: nbytes // 4}, codec="none")
-    with stripe(model.module, backends, config, Given()) as stripes:
+    with stripe(model.module, backends, config, CallerFacts()) as stripes:
         assert_same(run(model, "cpu", 0), run(reference, "cpu", 0))
         for _ in range(3):
             failing.append(1)

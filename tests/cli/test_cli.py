@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from models import TEXT
 from weightstream import __version__
 from weightstream.cli import app
-from weightstream.cli.run import Session
+from weightstream.cli.run import ModelSession
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -145,7 +145,7 @@ def test_what_takes_seconds_is_said_where_stderr_is_no_terminal(
 def test_reports_a_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_tokens(folder, [5, 9, 23])
     other = [*plain[:4], plain[4] + 1, *plain[5:]]
-    monkeypatch.setattr(Session, "plain", lambda *_: other)
+    monkeypatch.setattr(ModelSession, "plain", lambda *_: other)
     result = run(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
     assert result.exit_code == 1
     assert result.stdout.endswith("identical: no (first difference at token 5)\n")

@@ -122,16 +122,16 @@ def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightstream.cli.pipelines import Session
+    from weightstream.cli.pipelines import PipelineSession
 
-    plain = Session.plain
+    plain = PipelineSession.plain
 
-    def other(self: Session) -> None:
+    def other(self: PipelineSession) -> None:
         plain(self)
         with torch.no_grad():
             self.pipe.transformer.proj_out.weight.mul_(1.5)
 
-    monkeypatch.setattr(Session, "plain", other)
+    monkeypatch.setattr(PipelineSession, "plain", other)
     flags = ("--device-budget", BUDGET, *CALL, "--out", tmp_path / "x.png", "--verify")
     result = weightstream("run", folder, *flags)
     assert result.exit_code == 1

@@ -68,7 +68,7 @@ def test_a_kernel_is_looked_up_once(dtype: str, more: dict[str, int], monkeypatc
     compiled = Compiled()
     monkeypatch.setattr(triton_codec.kernels, "decode", compiled)
     layout, coded = reference.encode(gaussian(dtype, 3001), dtype)
-    decode = triton_codec.Decoding([(coded, layout, target(layout))] * (triton_codec._MOST + 1))
+    decode = triton_codec.DecodeLaunch([(coded, layout, target(layout))] * (triton_codec._MOST + 1))
     for _ in range(3):
         decode()
     assert len(compiled.looked_up) == 2, "a launch takes so many tensors"
@@ -108,7 +108,7 @@ def assert_guards_hold(out: torch.Tensor) -> None:
 
 def decoded(parts: list[Part]) -> list[torch.Tensor]:
     """What the kernel writes to its targets, and nothing beside them."""
-    triton_codec.Decoding(parts)()
+    triton_codec.DecodeLaunch(parts)()
     for _, _, out in parts:
         assert_guards_hold(out)
     return [out[: layout.raw_nbytes].cpu() for _, layout, out in parts]
@@ -178,7 +178,7 @@ def each_is_written(seen: Watch, dtype: str, out: torch.Tensor) -> bool:
     return seen.num_writes >= num_words if dtype == "bfloat16" else seen.num_writes == num_words
 
 
-def tables(decoding: triton_codec.Decoding) -> list[torch.Tensor]:
+def tables(decoding: triton_codec.DecodeLaunch) -> list[torch.Tensor]:
     return [args[0] for _, args in decoding._launches]
 
 
@@ -238,7 +238,7 @@ def test_more_tensors_than_a_launch_takes() -> None:
     """A full table, and one more launch; the last one has a tensor alone."""
     data = [gaussian("bfloat16", count) for count in range(1, 34)]
     parts = [part(values, "bfloat16") for values in data]
-    assert [grid[0] for grid, _ in triton_codec.Decoding(parts)._launches] == [32, 1]
+    assert [grid[0] for grid, _ in triton_codec.DecodeLaunch(parts)._launches] == [32, 1]
     assert all(torch.equal(*pair) for pair in zip(decoded(parts), data, strict=True))
 
 
@@ -247,7 +247,7 @@ def test_decoding_again_reads_anew(dtype: str) -> None:
     """All addresses are fixed; what is at them may change."""
     first, second = (excerpt(pattern, dtype, 200) for pattern in ("random bits", "constant"))
     coded, layout, out = part(first, dtype)
-    decoding = triton_codec.Decoding([(coded, layout, out)])
+    decoding = triton_codec.DecodeLaunch([(coded, layout, out)])
     decoding()
     assert torch.equal(out[: layout.raw_nbytes].cpu(), first)
     _, other = reference.encode(second, dtype)  # without escapes: right whatever number the decoder knows
@@ -335,7 +335,7 @@ def damaged_parts(dtype: str, how: str) -> list[Part]:
 def test_damaged_bytes(dtype: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give what the reference gives, no access outside, and each word of a target is written once."""
     for coded, layout, out in damaged_parts(dtype, how):
-        decoding = triton_codec.Decoding([(coded, layout, out)])
+        decoding = triton_codec.DecodeLaunch([(coded, layout, out)])
         with monkeypatch.context() as patch:
             there = coded[: layout.escapes_at + layout.num_escapes]
             seen = watch(patch, [there, *tables(decoding), *again(dtype, out)], [out]) if DEVICE == "cpu" else None
@@ -351,7 +351,7 @@ def test_damaged_bytes(dtype: str, how: str, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_watch_sees(coded_nbytes: int, out_nbytes: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     coded, layout, out = part(flat(torch.zeros(100), "float16"), "float16")
-    decoding = triton_codec.Decoding([(coded, layout, out)])
+    decoding = triton_codec.DecodeLaunch([(coded, layout, out)])
     watch(monkeypatch, [coded[:coded_nbytes], *tables(decoding)], [out[:out_nbytes]])
     with pytest.raises(Exception, match=text):
         decoding()

@@ -124,7 +124,7 @@ class Launches:
         layout, coded = reference.encode(data, dtype)
         return layout, coded ^ 1 if differs else coded
 
-    def Decoding(self, parts: Sequence[reference.Part]) -> Callable[[], None]:
+    def Decoding(self, parts: Sequence[reference.CodedPart]) -> Callable[[], None]:
         ((coded, layout, out),) = parts
 
         def run() -> None:

@@ -16,7 +16,7 @@ import weightstream
 from weightstream.adapters.modules import moe as adapter
 from weightstream.runtime.devices.cuda import CudaBackend
 from weightstream.runtime.experts.prefetch import Ahead
-from weightstream.runtime.experts.slot_cache import Lru, Piece, Slots, _OnDevice
+from weightstream.runtime.experts.slot_cache import Lru, RowPiece, SlotCache, _OnDevice
 from weightstream.runtime.trace import total
 
 transformers = pytest.importorskip("transformers")
@@ -36,8 +36,8 @@ def test_ten_thousand_steps_are_those_of_a_plain_lru() -> None:
     shown = [backend.device_view(memory.view(-1)).view(NUM_ROWS, -1) for memory in host]
     stride = sum(LENGTHS) + 512
     memory = torch.full((NUM_SLOTS, stride), 77, dtype=torch.uint8, device="cuda")
-    pieces = [Piece(rows=tuple(shown[0]), at=0), Piece(rows=tuple(shown[1]), at=LENGTHS[0])]
-    slots, table = Slots([(memory, pieces)], NUM_ROWS), Lru(NUM_SLOTS)
+    pieces = [RowPiece(rows=tuple(shown[0]), at=0), RowPiece(rows=tuple(shown[1]), at=LENGTHS[0])]
+    slots, table = SlotCache([(memory, pieces)], NUM_ROWS), Lru(NUM_SLOTS)
     wanted = torch.full((NUM_SLOTS, stride), 77, dtype=torch.uint8)
     order = list(range(NUM_ROWS))
     for step in range(10_000):

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from models import MODELS, TEXT
 from weightstream import __version__
-from weightstream.adapters.hf.decode_steps import _NUM_TURNS, Steps, cache_in
+from weightstream.adapters.hf.decode_steps import _NUM_TURNS, DecodeSteps, cache_in
 from weightstream.cli import app, terminal
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison
@@ -302,7 +302,7 @@ def test_copies_are_made_in_every_round() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_every_step_is_of_other_tokens_and_comes_again(name: str) -> None:
-    steps = Steps(MODELS[name]().module, Workload(batch=2, tokens=2, context=30), CPU)
+    steps = DecodeSteps(MODELS[name]().module, Workload(batch=2, tokens=2, context=30), CPU)
     first = [steps() for _ in range(_NUM_TURNS)]
     assert first[0].shape == (2, 128)
     assert not any(torch.equal(first[0], other) for other in first[1:])
@@ -319,7 +319,7 @@ def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.Monk
         calls.append((kwargs["input_ids"].shape, 0 if cache is None else cache.get_seq_length()))
 
     model.register_forward_pre_hook(look, with_kwargs=True)
-    steps = Steps(model, Workload(batch=3, tokens=2, context=11), CPU)
+    steps = DecodeSteps(model, Workload(batch=3, tokens=2, context=11), CPU)
     for _ in range(2):
         steps()
     assert calls == [((3, 9), 0), ((3, 2), 9), ((3, 2), 9)]
@@ -327,7 +327,7 @@ def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.Monk
 
 def test_a_prompt_alone_is_a_step_without_a_cache() -> None:
     model, given = MODELS["llama"]().module, []
-    steps = Steps(model, Workload(batch=1, tokens=9, context=9), CPU)
+    steps = DecodeSteps(model, Workload(batch=1, tokens=9, context=9), CPU)
     model.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs["input_ids"]), with_kwargs=True)
     output = steps()
     assert [ids.shape for ids in given] == [(1, 9)]

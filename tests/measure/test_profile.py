@@ -28,7 +28,7 @@ from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, kernels, machine, nvml, profile, progress
-from weightstream.measure.sample_block import Block
+from weightstream.measure.sample_block import SampleBlock
 from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
@@ -215,9 +215,9 @@ def num_kernels(work: Any) -> int:
 
 
 def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
-    block = Block(torch.device("cpu"))
+    block = SampleBlock(torch.device("cpu"))
     x, turn, past = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((1, 1, 64), (1, 1, 1, 16), (1, 4, 15, 16)))
-    assert num_kernels(partial(block, x, turn, past)) == Block.num_kernels
+    assert num_kernels(partial(block, x, turn, past)) == SampleBlock.num_kernels
 
 
 def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:

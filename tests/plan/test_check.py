@@ -16,7 +16,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import Extent
+from weightstream.plan.schedule import RingExtent
 from weightstream.plan.search import map_to_host
 
 Fills = tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ to_break = pytest.mark.parametrize(
 )
 
 
-def moved(plan: Plan, unit: int, extent: Extent) -> Plan:
+def moved(plan: Plan, unit: int, extent: RingExtent) -> Plan:
     return replace(plan, extents=(*plan.extents[:unit], extent, *plan.extents[unit + 1 :]))
 
 
@@ -174,7 +174,7 @@ def test_any_schedule_is_judged_as_the_bytes_judge_it(data: st.DataObject) -> No
     plan = plan_of([s * GRAIN for s in sizes], order, sum(sizes) * GRAIN)
     offsets = [data.draw(st.integers(0, sum(sizes) - s)) for s in sizes]
     units = st.lists(st.integers(0, num - 1), max_size=2).map(tuple)
-    extents = tuple(Extent(offset=o * GRAIN, nbytes=s * GRAIN) for o, s in zip(offsets, sizes, strict=True))
+    extents = tuple(RingExtent(offset=o * GRAIN, nbytes=s * GRAIN) for o, s in zip(offsets, sizes, strict=True))
     right = Plan.build(plan.manifest, frozenset(), plan.ring_nbytes)
     after = data.draw(st.one_of(st.just(right.after), st.tuples(*[units] * len(order))))
     assert_judged_by_the_bytes(replace(plan, extents=extents, after=after))

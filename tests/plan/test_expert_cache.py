@@ -393,7 +393,7 @@ def test_as_many_are_fetched_ahead_as_pays() -> None:
         assert [fetch.ahead_nbytes > 0 for fetch in fetches.values()] == [False] + [numbers[-1] > 0] * (NUM_LAYERS - 1)
     assert numbers[0] == 0
     assert numbers == sorted(numbers)
-    assert numbers[-1] == expert_cache.MOST_AHEAD
+    assert numbers[-1] == expert_cache.MAX_PREFETCHED_ROWS
 
 
 def test_a_plan_tells_what_is_fetched_ahead() -> None:

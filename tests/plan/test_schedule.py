@@ -16,7 +16,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import Extent, allocate, neighbours_nbytes, previous_holders, refills
+from weightstream.plan.schedule import RingExtent, allocate, neighbours_nbytes, previous_holders, refills
 
 GRAIN = 512  # the alignment of every extent, written out: the tests do not ask schedule.py for it
 
@@ -292,7 +292,7 @@ def test_units_that_no_position_names_have_an_extent_and_no_fill() -> None:
 
 
 def test_previous_holder_goes_back_and_around() -> None:
-    slots = [Extent(offset=0, nbytes=512), Extent(offset=512, nbytes=512), Extent(offset=0, nbytes=1024)]
+    slots = [RingExtent(offset=0, nbytes=512), RingExtent(offset=512, nbytes=512), RingExtent(offset=0, nbytes=1024)]
     assert previous_holders((0, 1, 2), slots) == [2, 2, 1]
     assert previous_holders((0, 1), slots) == [None, None]
     assert previous_holders((0, 1, 0), slots) == [2, None, 0]
@@ -300,11 +300,11 @@ def test_previous_holder_goes_back_and_around() -> None:
 
 def test_fills_after_one_release_come_soonest_needed_first() -> None:
     """Unit 1 covers both others: unit 2 is read next, unit 0 only in the next step."""
-    extents = [Extent(offset=0, nbytes=512), Extent(offset=0, nbytes=1024), Extent(offset=512, nbytes=512)]
+    extents = [RingExtent(offset=0, nbytes=512), RingExtent(offset=0, nbytes=1024), RingExtent(offset=512, nbytes=512)]
     assert refills((0, 1, 2), extents) == ((1,), (2, 0), ())
 
 
 def test_empty_extents_share_nothing() -> None:
-    empty = Extent(offset=256, nbytes=0)
-    assert not empty.overlaps(Extent(offset=0, nbytes=512))
-    assert not Extent(offset=0, nbytes=512).overlaps(empty)
+    empty = RingExtent(offset=256, nbytes=0)
+    assert not empty.overlaps(RingExtent(offset=0, nbytes=512))
+    assert not RingExtent(offset=0, nbytes=512).overlaps(empty)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from repeats import examples
 from weightstream.errors import StoreError
-from weightstream.store.file_slice import Extent, Joined
+from weightstream.store.file_slice import FileSlice, Joined
 from weightstream.store.mapping import FileMapping
 
 NBYTES = 20_000
@@ -29,7 +29,7 @@ def test_any_range_of_any_extents(tmp_path_factory: pytest.TempPathFactory, data
     extents = []
     for _ in range(data.draw(st.integers(1, 6))):
         mapping, begin = data.draw(st.sampled_from(mappings)), data.draw(st.integers(0, NBYTES))
-        extents.append(Extent(mapping, begin, data.draw(st.integers(begin, NBYTES))))
+        extents.append(FileSlice(mapping, begin, data.draw(st.integers(begin, NBYTES))))
     whole = torch.cat([extent.bytes() for extent in extents])
     joined = Joined(extents)
     assert joined.nbytes == len(whole)
@@ -46,7 +46,7 @@ def test_the_file_that_fails_is_named(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_bytes(bytes(NBYTES))
         mappings.append(FileMapping(tmp_path / name))
-    joined = Joined([Extent(mapping, 0, 100) for mapping in mappings])
+    joined = Joined([FileSlice(mapping, 0, 100) for mapping in mappings])
     (tmp_path / "two").unlink()
     memory = torch.empty(200, dtype=torch.uint8)
     joined.read(0, 100, memory)

@@ -35,7 +35,7 @@ from repeats import examples, thinned
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
 from weightstream.errors import PlanError, StoreError
-from weightstream.inputs.builder import Given
+from weightstream.inputs.builder import CallerFacts
 from weightstream.runtime.weights.homes import Homes
 from weightstream.settings.config import OffloadConfig
 from weightstream.store import malloc
@@ -843,7 +843,7 @@ def stream_file(model: Model, checkpoint: Checkpoint, least: int = 1, **options:
             backend = weightstream.runtime.devices.opening.CpuBackend()
             on_failure.callback(backend.close)
             opened = weightstream.api.offload._offload(
-                model.module, backend, config, Given(memories=checkpoint.mappings)
+                model.module, backend, config, CallerFacts(memories=checkpoint.mappings)
             )
             on_failure.pop_all()
             return opened

@@ -28,7 +28,7 @@ from repeats import examples
 from weightstream.errors import InvariantError, StoreError
 from weightstream.store.mapping import FileMapping
 from weightstream.store.readers import DirectFile
-from weightstream.store.staging import MemorySource, Piece, Reading, Staging
+from weightstream.store.staging import MemorySource, StagedPiece, StagedReading, Staging
 
 PAGE = 4096
 PATIENCE_S = 20  # how long a broken ring may hang
@@ -79,7 +79,7 @@ def nothing_happens() -> None:
     time.sleep(0.03)
 
 
-def joined(reading: Reading) -> torch.Tensor:
+def joined(reading: StagedReading) -> torch.Tensor:
     """The bytes of a reading; pieces follow each other without gaps."""
     parts, position = [torch.empty(0, dtype=torch.uint8)], 0
     for piece in reading:
@@ -113,7 +113,7 @@ class Pages:
             gate.set()
 
 
-def pages(reading: Reading) -> list[int]:
+def pages(reading: StagedReading) -> list[int]:
     """The numbers of the pages that a reading of whole pages gives."""
     found = []
     for piece in reading:
@@ -125,7 +125,7 @@ def pages(reading: Reading) -> list[int]:
 def all_come_back(staging: Staging, count: int) -> bool:
     """All buffers are free: a reading can have them all at once. They go back."""
 
-    def hold() -> list[Piece]:
+    def hold() -> list[StagedPiece]:
         return list(islice(staging.start(Pages(), 0, count * PAGE), count))
 
     held = finishes(hold)
@@ -411,36 +411,36 @@ def test_an_error_does_not_hold_itself(without_gc: None) -> None:
         eventually(lambda: gone() is None)
 
 
-def leave_released(reading: Reading) -> None:
+def leave_released(reading: StagedReading) -> None:
     for piece in reading:
         piece.release()
         break
 
 
-def leave_held(reading: Reading) -> None:
+def leave_held(reading: StagedReading) -> None:
     for _ in reading:
         break
 
 
-def leave_by_error(reading: Reading) -> None:
+def leave_by_error(reading: StagedReading) -> None:
     with suppress(ZeroDivisionError):
         for piece in reading:
             print(piece.begin // 0)
 
 
-def leave_later(reading: Reading) -> None:
+def leave_later(reading: StagedReading) -> None:
     for number, piece in enumerate(reading):
         piece.release()
         if number == 4:
             break
 
 
-def cancel(reading: Reading) -> None:
+def cancel(reading: StagedReading) -> None:
     reading.cancel()
     reading.cancel()
 
 
-def forget(reading: Reading) -> None:
+def forget(reading: StagedReading) -> None:
     pass
 
 
@@ -448,7 +448,7 @@ LEAVES = [leave_released, leave_held, leave_by_error, leave_later, cancel, forge
 
 
 @pytest.mark.parametrize("leave", LEAVES, ids=lambda leave: leave.__name__)
-def test_leaving_early_gives_all_buffers_back(leave: Callable[[Reading], None]) -> None:
+def test_leaving_early_gives_all_buffers_back(leave: Callable[[StagedReading], None]) -> None:
     with closing(Staging(buffers(3), num_threads=2)) as staging:
         for _ in range(3):
             source = Pages()

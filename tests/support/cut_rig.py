@@ -19,9 +19,9 @@ from cutting import Cut, Lines, interrupted, is_free, num_lines
 from fake_cuda import Graph, Lane, Lanes
 from models import randomise
 from weightstream.api.multi_gpu import stripe
-from weightstream.inputs.builder import Given
+from weightstream.inputs.builder import CallerFacts
 from weightstream.runtime.ring.engine import State
-from weightstream.runtime.ring.state import Mode
+from weightstream.runtime.ring.state import StepState
 from weightstream.settings.config import OffloadConfig
 
 WIDTH = 32
@@ -65,7 +65,7 @@ class Case:
             wrong = [name for name in wanted if not torch.equal(own[name].cpu(), wanted[name].cpu())]
             assert not wrong, f"{wrong} are wrong, {where}"
             binding, gate = streamer._binding, streamer._gate
-            assert gate.mode is Mode.IDLE, f"{gate.mode}, {where}"
+            assert gate.mode is StepState.IDLE, f"{gate.mode}, {where}"
             assert not binding.open_units, f"units are open, {where}"
             left = [u.index for u in binding.units if u.opened or u.in_buffer or u.is_picked or u.borrowed]
             assert not left, f"units {left} are open, {where}"
@@ -213,7 +213,7 @@ def striped() -> Case:
     model, plain, x = simple(8)
     nbytes = sum(p.nbytes for p in model.parameters())
     lanes, config = Lanes(), OffloadConfig(max_memory=dict.fromkeys(range(2), int(0.6 * nbytes) // 2), codec="none")
-    stripes = stripe(model, [Lane(lanes) for _ in range(2)], config, Given())
+    stripes = stripe(model, [Lane(lanes) for _ in range(2)], config, CallerFacts())
     assert stripes.plan.step_nbytes
 
     def output(is_plain: bool) -> list[torch.Tensor]:

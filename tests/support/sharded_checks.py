@@ -38,7 +38,7 @@ from weightstream.adapters.hf import deferred_stop, generation
 from weightstream.adapters.hf.generation import Decoding
 from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
 from weightstream.api.offload import _offload
-from weightstream.inputs.builder import Assembly, Given
+from weightstream.inputs.builder import CallerFacts, OffloadBuilder
 from weightstream.runtime.devices.opening import backend_of
 from weightstream.settings.arguments import settled
 from weightstream.store.lazy import LazyMemory
@@ -422,7 +422,11 @@ def a_refusal_is_told_to_all() -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PlanError("this rank has had enough")
 
-    broken = patch.object(Assembly, "attach", refuse) if RANK == 1 else patch.object(Assembly, "_", 0, create=True)
+    broken = (
+        patch.object(OffloadBuilder, "attach", refuse)
+        if RANK == 1
+        else patch.object(OffloadBuilder, "_", 0, create=True)
+    )
     with broken:
         try:
             streamed("llama", device_budget=nbytes // 2)
@@ -493,7 +497,7 @@ def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
     backend = backend_of(WHERE, config)
     backend = wrap(backend) if RANK == 1 else backend
     with torch.no_grad():
-        return model, want, _offload(model, backend, config, Given(ranks=ranks_of(model)))
+        return model, want, _offload(model, backend, config, CallerFacts(ranks=ranks_of(model)))
 
 
 @check  # slow: settings, updates

@@ -25,8 +25,8 @@ from weightstream.adapters.modules import device_map
 from weightstream.codec.device import on
 from weightstream.errors import OffloadError
 from weightstream.inputs import planner_inputs
-from weightstream.inputs.builder import Assembly, Given, assembled
-from weightstream.inputs.device_split import Shares, shared_out
+from weightstream.inputs.builder import CallerFacts, OffloadBuilder, assembled
+from weightstream.inputs.device_split import DeviceSplit, shared_out
 from weightstream.measure import multi_gpu_links
 from weightstream.plan import multi_device
 from weightstream.plan.multi_device import StripedPlan
@@ -35,10 +35,10 @@ from weightstream.plan.problem import Prospect
 from weightstream.runtime.devices import multi_device_graph
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.ring.graphs import CAPTURED
-from weightstream.runtime.ring.state import Gate, Mode
+from weightstream.runtime.ring.state import Gate, StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of
 from weightstream.runtime.streamer import custom_ops, forward_patch
-from weightstream.runtime.streamer.activation_transfer import Way, crossing
+from weightstream.runtime.streamer.activation_transfer import DeviceCrossing, crossing
 from weightstream.runtime.streamer.stats import Stats
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import leaves
@@ -64,11 +64,11 @@ class Stripes:
         self._gate, self._capturing = Gate(), backends[0].capturing
         self.names = [str(d) if d.type != "cpu" else f"cpu:{lane}" for lane, d in enumerate(self.devices)]
         self.places = _places(model)
-        self._ways = [Way(self.devices[0], device) for device in self.devices]
+        self._ways = [DeviceCrossing(self.devices[0], device) for device in self.devices]
         self._undo = Undo()
 
     def attach(
-        self, assemblies: Mapping[str, Assembly], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
+        self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
         """Put a plan in force for each device, and stand around the model; `lane_of` tells whose each block is.
 
@@ -81,9 +81,9 @@ class Stripes:
             raise
 
     def _attach(
-        self, assemblies: Mapping[str, Assembly], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
+        self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
-        session = custom_ops.Session(self)
+        session = custom_ops.OpSession(self)
         self._undo.add(session.close)
         for block, index in lane_of.items():
             if index:
@@ -117,7 +117,9 @@ class Stripes:
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._gate.refuse_forked()
         with self._turn():
-            if self._gate.is_running or self._gate.mode is Mode.REMOVED:  # the model calls itself; or it was let go
+            if (
+                self._gate.is_running or self._gate.mode is StepState.REMOVED
+            ):  # the model calls itself; or it was let go
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.devices[0])
             step, is_fixed = partial(forward, *args, **kwargs), self._gate.is_fixed
@@ -127,7 +129,7 @@ class Stripes:
             for part in reversed(self.parts.values()):
                 step = partial(part.run_fixed if is_fixed else part.run, step, kind)
             try:
-                self._gate.change(Mode.FORWARD if is_fixed else Mode.EAGER)
+                self._gate.change(StepState.FORWARD if is_fixed else StepState.EAGER)
                 output = step()
             finally:
                 self._gate.end_forward()
@@ -209,7 +211,7 @@ class Stripes:
         with self._turn():
             for part in self.parts.values():
                 part.refuse_inside()
-            self._gate.change(Mode.REMOVED)
+            self._gate.change(StepState.REMOVED)
             for way in self._ways:
                 way.close()
             self._undo()
@@ -245,7 +247,7 @@ class Stripes:
                     stack.enter_context(part.step())
                 stack.callback(self._gate.reset)
                 stack.callback(self._forget_sent)
-                self._gate.change(Mode.STEP)
+                self._gate.change(StepState.STEP)
             yield
 
     @contextmanager
@@ -301,7 +303,7 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
         tensor.data = before
 
 
-def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Stripes:
+def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: CallerFacts) -> Stripes:
     """Spread a model over the devices of these backends, each with its budget of `config.stripes`.
 
     Raises as `offload` does, and `ConfigError` for a model without repeated blocks.
@@ -318,7 +320,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             stripes.keep(module)
         with ExitStack() as assembling:
 
-            def assemble(shares: Shares) -> dict[str, Assembly]:
+            def assemble(shares: DeviceSplit) -> dict[str, OffloadBuilder]:
                 found = {}
                 for lane in shares.used:
                     about = replace(given, folder=None, hosted=shares.hosted(lane, model))
@@ -356,7 +358,7 @@ def _rates(backends: Sequence[Backend]) -> Sequence[float]:
 
 
 def _dealt_anew(
-    shares: Shares,
+    shares: DeviceSplit,
     stripes: Stripes,
     config: OffloadConfig,
     example: planner_inputs.Example | None,
@@ -383,7 +385,9 @@ def _both(one: Weights, other: Weights) -> Weights:
 
 
 @contextmanager
-def _assembled(root: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Iterator[Assembly]:
+def _assembled(
+    root: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts
+) -> Iterator[OffloadBuilder]:
     with on(backend.device), assembled(root, backend, config, given) as assembly:
         yield assembly
 
@@ -394,7 +398,7 @@ def sketched(
     """The plans that `stripe` would make for a model on meta, on these machines' devices. Raises as that."""
     deals = shared_out(model, machines, config)
 
-    def known(shares: Shares) -> dict[str, Prospect]:
+    def known(shares: DeviceSplit) -> dict[str, Prospect]:
         found = {}
         for lane in shares.used:
             hosted, own = shares.hosted(lane, model), shares.settings(lane, config)

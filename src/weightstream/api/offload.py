@@ -17,7 +17,7 @@ from weightstream.adapters.modules.partition import Grain
 from weightstream.api.multi_gpu import Stripes, stripe
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs import planner_inputs
-from weightstream.inputs.builder import Given, assembled, rooted
+from weightstream.inputs.builder import CallerFacts, assembled, rooted
 from weightstream.measure.progress import lasting
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
@@ -71,7 +71,7 @@ def offload(
         from weightstream.api.pipelines import offload_pipeline
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
-    given = Given(example=_example(model, example_inputs), ranks=ranks_of(model))
+    given = CallerFacts(example=_example(model, example_inputs), ranks=ranks_of(model))
     with together(given.ranks), _opened(device, config) as backends:
         return _placed(model, backends, config, given)
 
@@ -179,7 +179,7 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
-        given = Given(memories=memories, folder=loaded.folder, ranks=ranks, progress=progress)
+        given = CallerFacts(memories=memories, folder=loaded.folder, ranks=ranks, progress=progress)
         _placed(loaded.model, backends, config, given)
         on_failure.pop_all()
     return loaded.model
@@ -228,18 +228,20 @@ def offload_layers(
     kept = _shared_or_buffers(list(layers.values()), root)
     hosted = planner_inputs.Hosted(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
     with opened(device, config) as backend, torch.no_grad():
-        return _offload(root, backend, config, Given(hosted=hosted))
+        return _offload(root, backend, config, CallerFacts(hosted=hosted))
 
 
 @torch.no_grad()
-def _placed(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: Given) -> Streamer | Stripes:
+def _placed(
+    model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: CallerFacts
+) -> Streamer | Stripes:
     """Offload a model to one device, or to several."""
     if backends[1:] and given.ranks is not None:
         raise ConfigError("each process of tensor parallelism computes on one GPU: leave out gpus")
     return stripe(model, backends, config, given) if backends[1:] else _offload(model, backends[0], config, given)
 
 
-def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Streamer:
+def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     with assembled(model, backend, config, given) as assembly:
         with lasting("planning", given.progress):

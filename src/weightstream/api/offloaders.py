@@ -27,7 +27,7 @@ from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, U
 
 logger = logging.getLogger("weightstream")
 
-Step = Callable[[], int | None]  # runs a step, and may tell the bytes that the device has for weights beside it
+EngineStep = Callable[[], int | None]  # runs a step, and may tell the bytes that the device has for weights beside it
 
 
 class BaseOffloader(ABC):
@@ -49,7 +49,7 @@ class BaseOffloader(ABC):
         """
 
     @abstractmethod
-    def post_init(self, step: Step | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
+    def post_init(self, step: EngineStep | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
         """Take the final value, shape, stride and dtype of every weight; allocate; start the first copies.
 
         Args:
@@ -78,7 +78,7 @@ class NoopOffloader(BaseOffloader):
     def wrap_modules(self, modules: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         return list(modules)
 
-    def post_init(self, step: Step | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
+    def post_init(self, step: EngineStep | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
         pass
 
     def sync_prev_onload(self) -> None:
@@ -121,7 +121,7 @@ class StreamingOffloader(BaseOffloader):
         for name in names:
             self.layers.pop(name).to(self._device)
 
-    def post_init(self, step: Step | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
+    def post_init(self, step: EngineStep | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
         if self.streamer is not None:
             raise OffloadError("post_init() was called before")
         if not any(True for layer in self.layers.values() for _ in layer.parameters()):
@@ -137,7 +137,7 @@ class StreamingOffloader(BaseOffloader):
             streamer.fix()
             return streamer
 
-    def _learned(self, grains: tuple[Grain, ...], step: Step, in_graphs: bool) -> Streamer:
+    def _learned(self, grains: tuple[Grain, ...], step: EngineStep, in_graphs: bool) -> Streamer:
         """A streamer that has watched steps, in the budget that these tell. Each layer is one unit where what they read
         outside of finer ones, or do not reach, has no room to stay on the device."""
         room: int | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.diffusers import pipeline
-from weightstream.adapters.diffusers.dry_run import Call
+from weightstream.adapters.diffusers.dry_run import ComponentCall
 from weightstream.errors import (
     ConfigError,
     InvariantError,
@@ -26,9 +26,9 @@ from weightstream.errors import (
     WeightstreamError,
 )
 from weightstream.inputs import planner_inputs
-from weightstream.inputs.builder import Assembly, Beyond, Given, assembled
+from weightstream.inputs.builder import Beyond, CallerFacts, OffloadBuilder, assembled
 from weightstream.inputs.pipeline_planning import (
-    Parts,
+    Components,
     Shared,
     budget_of,
     check_given,
@@ -47,7 +47,7 @@ from weightstream.plan.units import human
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.devices.opening import opened
 from weightstream.runtime.devices.warmup import preloading
-from weightstream.runtime.ring.shared_memory import Block
+from weightstream.runtime.ring.shared_memory import SharedMemory
 from weightstream.runtime.ring.timeline import Kind
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.stats import Stats
@@ -194,17 +194,19 @@ def _offloaded(
     }
     calls = [call for call in rehearsed(pipe, arguments) if call.component in modules]
     with ExitStack() as stack:
-        given = {name: Given(memories=memories(name), elsewhere=elsewhere[name], progress=progress) for name in modules}
+        given = {
+            name: CallerFacts(memories=memories(name), elsewhere=elsewhere[name], progress=progress) for name in modules
+        }
         assemblies = {
             name: stack.enter_context(assembled(module, backend, config, given[name]))
             for name, module in modules.items()
         }
-        parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
+        parts = Components(assemblies, calls, lambda module: _sketch(module, backend, config))
         budget, found, nbytes = _shares(parts, assemblies, calls, common)
         with suppress(PlanError):  # one that is cast has no room: said when it is
             if short := plan_of_shares(calls, parts, found, nbytes).shortage:
                 logger.warning("device memory may run out: %s", short)
-        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders, tuple(modules), budget)
+        made = PipelineStreamer(pipe, backend, config, SharedMemory(backend, nbytes), folders, tuple(modules), budget)
         with ExitStack() as on_failure:
             on_failure.callback(made.remove)
             for name, shared in found.items():  # the one that moves most has the first choice of memory
@@ -216,7 +218,10 @@ def _offloaded(
 
 
 def _shares(
-    parts: Parts, assemblies: Mapping[str, Assembly], calls: Sequence[Call], common: Mapping[str, Collection[int]]
+    parts: Components,
+    assemblies: Mapping[str, OffloadBuilder],
+    calls: Sequence[ComponentCall],
+    common: Mapping[str, Collection[int]],
 ) -> tuple[int, dict[str, Shared], int]:
     """The budget, the part of each component in it, and the bytes of memory that all have in turn.
 
@@ -270,7 +275,7 @@ class _Part(NamedTuple):
     """A component that streams, as long as anybody has it: it has its streamer, and that its assembly."""
 
     streamer: weakref.ref[Streamer]
-    assembly: weakref.ref[Assembly]
+    assembly: weakref.ref[OffloadBuilder]
     share: Share
     settle: weakref.finalize[..., Streamer]
 
@@ -323,7 +328,7 @@ class PipelineStreamer:
         pipe: Any,
         backend: Backend,
         config: OffloadConfig,
-        block: Block,
+        block: SharedMemory,
         folders: Sequence[OffloadFolder],
         names: Sequence[str],
         budget: int,
@@ -342,7 +347,7 @@ class PipelineStreamer:
         found = {name: self._parts[name].streamer() for name in self._names if name in self._parts}
         return {name: streamer for name, streamer in found.items() if streamer is not None}
 
-    def _assemblies(self) -> dict[str, Assembly]:
+    def _assemblies(self) -> dict[str, OffloadBuilder]:
         found = {name: self._parts[name].assembly() for name in self._names if name in self._parts}
         return {name: assembly for name, assembly in found.items() if assembly is not None}
 
@@ -351,7 +356,7 @@ class PipelineStreamer:
         """Where the components compute."""
         return self._backend.device
 
-    def stream(self, name: str, assembly: Assembly, shared: Shared, kinds: frozenset[Kind]) -> None:
+    def stream(self, name: str, assembly: OffloadBuilder, shared: Shared, kinds: frozenset[Kind]) -> None:
         """Put the plan of a component in force, which is for these kinds of calls."""
         assembly.prospect, assembly.known = shared.prospect, kinds
         assembly.recast = partial(self._recast, name)
@@ -386,8 +391,8 @@ class PipelineStreamer:
                 ) from error
         self._past[name] = before
 
-    def _stream_again(self, name: str, past: Assembly, share: Share) -> None:
-        with assembled(past.model, self._backend, self._config, Given(elsewhere=past.elsewhere)) as assembly:
+    def _stream_again(self, name: str, past: OffloadBuilder, share: Share) -> None:
+        with assembled(past.model, self._backend, self._config, CallerFacts(elsewhere=past.elsewhere)) as assembly:
             prospect = assembly.prospect.sharing(share)
             self.stream(name, assembly, Shared(prospect, prospect.plan()[1]), past.known)
 
@@ -416,7 +421,7 @@ class PipelineStreamer:
                 notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
         plans = {name: streamer.plan for name, streamer in self.components.items()}
         shared = {name: part.share for name, part in self._parts.items()}
-        parts = Parts(plain, calls, lambda module: _sketch(module, self._backend, self._config))
+        parts = Components(plain, calls, lambda module: _sketch(module, self._backend, self._config))
         return plan_of_call(calls, parts, plans, shared, self._block.memory.numel(), notes)
 
     def stats(self) -> PipelineStats:

@@ -107,12 +107,12 @@ def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: 
 
     with told("loading libraries", progress):
         from weightstream import from_pretrained
-        from weightstream.adapters.hf.decode_steps import Steps
+        from weightstream.adapters.hf.decode_steps import DecodeSteps
         from weightstream.measure.comparison import compare
 
     loaded = from_pretrained(model, progress=progress, **loading)
     with told("timing", progress, total=4) as advance:
-        return compare(loaded, Steps, seconds, lambda name: advance(description=f"timing: {name}"))
+        return compare(loaded, DecodeSteps, seconds, lambda name: advance(description=f"timing: {name}"))
 
 
 def environment() -> dict[str, Any]:

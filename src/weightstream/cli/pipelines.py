@@ -149,7 +149,7 @@ def _draw(model: str, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> 
 # -- its images --------------------------------------------------------------------------------------------------------
 
 
-class Session:
+class PipelineSession:
     """A pipeline that streams, and one call of it, over and over."""
 
     def __init__(
@@ -272,7 +272,7 @@ def run(
 
     takes = _taken(model)
     out = place_of(out, takes)
-    session = Session(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
+    session = PipelineSession(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
     session.seed = seed
     output, taken_s = session.run(output_type="pil")
     written = save(output, out)
@@ -333,7 +333,7 @@ def bench(
     from weightstream.measure.progress import told
 
     progress = sys.stderr.isatty() and not as_json
-    session = Session(model, loading, variant, call, progress=progress)
+    session = PipelineSession(model, loading, variant, call, progress=progress)
     session.pipe.set_progress_bar_config(disable=True)  # one of ours stands for all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""

@@ -85,7 +85,7 @@ def run(
     max_new_tokens = max_new_tokens or 64
     from weightstream.measure.comparison import first_difference
 
-    session = Session(model, loading["trust_remote_code"])
+    session = ModelSession(model, loading["trust_remote_code"])
     if chat and prompt is None and not verify and not as_json:
         _converse(session, loading, max_new_tokens)
         return
@@ -108,7 +108,7 @@ def run(
     raise typer.Exit(0 if difference is None else 1)
 
 
-def _converse(session: Session, loading: dict[str, Any], max_new_tokens: int) -> None:
+def _converse(session: ModelSession, loading: dict[str, Any], max_new_tokens: int) -> None:
     session.check_chat()
     session.load(progress=sys.stderr.isatty(), **loading)
     converse(functools.partial(session.answer, max_new_tokens))
@@ -168,7 +168,7 @@ def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
     return lines
 
 
-class Session:
+class ModelSession:
     """A model that streams, and its tokenizer: that comes first, so that a bad prompt is told before all is loaded."""
 
     def __init__(self, name: str, trust_remote_code: bool) -> None:
@@ -332,7 +332,7 @@ def trace(
 
     if is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
-    session = Session(model, loading["trust_remote_code"])
+    session = ModelSession(model, loading["trust_remote_code"])
     inputs = session.encode(_text(prompt))
     session.load(progress=sys.stderr.isatty(), **loading)
     greedy = session.greedy(inputs)
@@ -343,7 +343,7 @@ def trace(
     _show(session, recorded, out)
 
 
-def _show(session: Session, recorded: Trace, out: Path) -> None:
+def _show(session: ModelSession, recorded: Trace, out: Path) -> None:
     on_device = [span for span in recorded.spans if span.row != "host"]
     steps, waits, fills = ([span for span in on_device if span.kind == kind] for kind in ("step", "wait", "fill"))
     waited: defaultdict[str, float] = defaultdict(float)  # seconds, by unit

@@ -20,7 +20,7 @@ import torch
 from weightstream.codec import reference
 from weightstream.codec.device import on
 from weightstream.codec.format import ELEMENTS, TILE, Layout
-from weightstream.codec.reference import Part
+from weightstream.codec.reference import CodedPart
 from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
@@ -90,7 +90,7 @@ def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
         def decodes(data: torch.Tensor) -> bool:
             layout, coded = reference.encode(data, dtype)
             out = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=device)  # in whole words
-            decode, right = triton_codec.Decoding([(coded.to(device), layout, out)]), True
+            decode, right = triton_codec.DecodeLaunch([(coded.to(device), layout, out)]), True
             for _ in range(2):  # looked up, and as it was found
                 decode()
                 right &= torch.equal(out[: data.numel()].cpu(), data)
@@ -183,7 +183,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
     decoding([(coded, layout, out)])()
 
 
-def decoding(parts: Sequence[Part]) -> Callable[[], None]:
+def decoding(parts: Sequence[CodedPart]) -> Callable[[], None]:
     """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
     with_kernels, found = [], list[Callable[[], None]]()
     for coded, layout, out in parts:
@@ -195,7 +195,7 @@ def decoding(parts: Sequence[Part]) -> Callable[[], None]:
         from weightstream.codec import triton_codec
 
         kinds = sorted({_kind(layout) for _, layout, _ in with_kernels})
-        found += [triton_codec.Decoding(p for p in with_kernels if _kind(p[1]) == kind) for kind in kinds]
+        found += [triton_codec.DecodeLaunch(p for p in with_kernels if _kind(p[1]) == kind) for kind in kinds]
     return found[0] if len(found) == 1 else partial(_run, found)
 
 

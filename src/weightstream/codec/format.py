@@ -19,7 +19,7 @@ from weightstream.errors import StoreError
 VERSION = 1
 TILE = 4096
 LANES = 128
-ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
+CODED_ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
 # By the setting `codec`: weights are worth compressing below this share of their bytes, as decoding takes time.
 MAX_SHARE: Mapping[str, float] = MappingProxyType({"auto": 0.97, "compressed": 1.0})
 _MAX_ESCAPES = 2**31 - 1  # ranks are signed
@@ -104,7 +104,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of the coded form."""
-        return -(-(self.escapes_at + self.num_escapes) // ALIGN_NBYTES) * ALIGN_NBYTES
+        return -(-(self.escapes_at + self.num_escapes) // CODED_ALIGN_NBYTES) * CODED_ALIGN_NBYTES
 
     @property
     def raw_nbytes(self) -> int:

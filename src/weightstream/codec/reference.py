@@ -9,7 +9,7 @@ import torch
 from weightstream.codec import digits
 from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
 
-Part = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
+CodedPart = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _TILES = 4096  # whose bytes in each base are held at once
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
 

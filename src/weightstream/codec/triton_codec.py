@@ -17,7 +17,7 @@ import triton
 from weightstream.codec import kernels, reference
 from weightstream.codec.device import on
 from weightstream.codec.format import ELEMENTS, TILE, Element, Layout
-from weightstream.codec.reference import Part
+from weightstream.codec.reference import CodedPart
 
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
 _MOST = 32  # tensors in a launch: a warp counts those that begin before it in one go
@@ -57,14 +57,14 @@ def prepare() -> None:
     triton.runtime.driver.active.get_current_device()
 
 
-class Decoding:
+class DecodeLaunch:
     """Several coded tensors of one kind, decoded together: each is its coded bytes, their layout and its target.
 
     A target has room for whole words of 4 bytes. All addresses are fixed. What decodes bfloat16 reads again what it
     wrote: nothing else may write to the same target meanwhile.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[CodedPart]) -> None:
         self._parts = list(parts)
         coded, layout, _ = self._parts[0]
         rows = [_row(self._parts[begin : begin + _MOST]) for begin in range(0, len(self._parts), _MOST)]
@@ -147,7 +147,7 @@ def _options(element: Element) -> dict[str, int]:
     return {"num_warps": WARPS} | ({"maxnreg": 32} if element.is_dense else {})
 
 
-def _row(parts: Sequence[Part]) -> tuple[list[int], int]:
+def _row(parts: Sequence[CodedPart]) -> tuple[list[int], int]:
     """The table of a launch, and its programs."""
     firsts = list(accumulate((layout.num_tiles for _, layout, _ in parts), initial=0))
     row = [*firsts[:-1], *[_NEVER] * (_MOST - len(parts))]

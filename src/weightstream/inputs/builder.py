@@ -30,7 +30,7 @@ from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.devices.opening import pinned
-from weightstream.runtime.ring.shared_memory import Block
+from weightstream.runtime.ring.shared_memory import SharedMemory
 from weightstream.runtime.ring.timeline import Kind
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.replanning import Replanning
@@ -50,7 +50,7 @@ _NAMED = 8  # tensors in a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class CallerFacts:
     """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
     call, who else has shards of it; or what is wanted of layers that are not a model of their own. `elsewhere` are ids
     of tensors that it shares with another model, whose weights they are. `progress`: whether to say what takes long."""
@@ -79,7 +79,9 @@ def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 @contextmanager
-def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: Given) -> Iterator[Assembly]:
+def assembled(
+    model: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts
+) -> Iterator[OffloadBuilder]:
     """A model about to be offloaded; where the block fails it is as it was.
 
     Raises what `offload` does.
@@ -88,11 +90,11 @@ def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: 
     forward_patch.refuse_foreign(dict(model.named_modules()))
     alias_groups.refuse_unsupported(model)
     alias_groups.leave_inference(model)
-    closing, by_alias, made = Undo(), dict[str, alias_groups.Group](), list[Assembly]()
+    closing, by_alias, made = Undo(), dict[str, alias_groups.Group](), list[OffloadBuilder]()
     try:
         closing.add(unpack_late(model, backend.device))
         by_alias |= _weights(model, given.elsewhere)
-        made.append(Assembly(model, backend, config, given, closing, by_alias))
+        made.append(OffloadBuilder(model, backend, config, given, closing, by_alias))
         yield made[0]
     except BaseException:
         closing()
@@ -106,7 +108,7 @@ def assembled(model: nn.Module, backend: Backend, config: OffloadConfig, given: 
         raise
 
 
-class Assembly:
+class OffloadBuilder:
     """The parts of one model; `prospect` is what is known of it. What `closing` holds goes once the model is plain."""
 
     def __init__(
@@ -114,7 +116,7 @@ class Assembly:
         model: nn.Module,
         backend: Backend,
         config: OffloadConfig,
-        given: Given,
+        given: CallerFacts,
         closing: Undo,
         by_alias: dict[str, alias_groups.Group],
     ) -> None:
@@ -196,7 +198,7 @@ class Assembly:
     def attach(
         self,
         plan: Plan,
-        block: Block | None = None,
+        block: SharedMemory | None = None,
         entries: Sequence[str] = (),
         on_added: Callable[[], None] | None = None,
     ) -> Streamer:

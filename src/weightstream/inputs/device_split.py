@@ -27,7 +27,7 @@ from weightstream.settings.config import OffloadConfig
 _FREE = 0.9  # of what is free, where no budget is given: activations and caches take the rest
 
 
-class Shares(NamedTuple):
+class DeviceSplit(NamedTuple):
     """What each device is given: modules under one root, their bytes, a budget; whose each block is; what is around."""
 
     roots: list[nn.Module]
@@ -53,7 +53,7 @@ class Shares(NamedTuple):
         return [lane for lane, nbytes in enumerate(self.nbytes) if nbytes]
 
 
-def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> list[Shares]:
+def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> list[DeviceSplit]:
     """What each device is given of a model, in each deal of its blocks that is worth a try."""
     if config.backend != "none":
         raise ConfigError(f"the {config.backend} settings are for one GPU: several have a device_budget each")
@@ -76,7 +76,7 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
         for unit in (u for u in units if u.scope is Scope.TREE):
             layers[lane_of.get(unit.module, 0)][unit.name] = unit.module
         roots = [rooted(named) for named in layers]
-        found.append(Shares(roots, [_nbytes(root) for root in roots], known, lane_of, around, follow))
+        found.append(DeviceSplit(roots, [_nbytes(root) for root in roots], known, lane_of, around, follow))
     return found
 
 

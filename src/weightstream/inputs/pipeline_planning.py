@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from weightstream.adapters.diffusers import pipeline
-from weightstream.adapters.diffusers.dry_run import Call, rehearse, runs
+from weightstream.adapters.diffusers.dry_run import ComponentCall, rehearse, runs
 from weightstream.adapters.tracing.footprint import Footprint
 from weightstream.errors import ConfigError, OffloadError, PlanError
 from weightstream.inputs import planner_inputs
 from weightstream.plan.candidates import Share
-from weightstream.plan.pipeline import PipelinePlan, Turn, shares
+from weightstream.plan.pipeline import ComponentTurn, PipelinePlan, shares
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
 from weightstream.plan.problem import Prospect
@@ -36,7 +36,7 @@ _STEPS = 28  # that a denoiser is taken to run where nothing tells
 _DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
-class Part(Protocol):
+class Component(Protocol):
     """A component, and what is known of it."""
 
     @property
@@ -52,19 +52,21 @@ class Part(Protocol):
         ...
 
 
-class Parts:
+class Components:
     """The components of a pipeline as calls have them: as they are (`plain`), or cast to another dtype."""
 
-    def __init__(self, plain: Mapping[str, Part], calls: Sequence[Call], sketch: Callable[[nn.Module], Part]) -> None:
+    def __init__(
+        self, plain: Mapping[str, Component], calls: Sequence[ComponentCall], sketch: Callable[[nn.Module], Component]
+    ) -> None:
         self.plain = dict(plain)
         casts = {id(call.cast): call.cast for call in calls if call.cast is not None}
         self._cast = {key: sketch(module) for key, module in casts.items()}
 
-    def of(self, call: Call) -> Part:
+    def of(self, call: ComponentCall) -> Component:
         """That which the call runs."""
         return self.plain[call.component] if call.cast is None else self._cast[id(call.cast)]
 
-    def prospect_of(self, call: Call) -> Prospect:
+    def prospect_of(self, call: ComponentCall) -> Prospect:
         """The prospect for the work of the call."""
         return self.of(call).knowing(call.work, call.kind.what)
 
@@ -82,7 +84,7 @@ class Shared(NamedTuple):
         return share
 
 
-def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[Call]:
+def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
     """The calls of its components in one call of a pipeline, as far as they are known before it runs."""
     calls, reason = rehearse(pipe, arguments)
     if reason:
@@ -90,7 +92,7 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[Call]:
     return calls
 
 
-def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], tuple[str, ...]]:
+def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCall], tuple[str, ...]]:
     """The same for a plan, and a note where calls that come last cannot be told, such as those of a safety checker.
 
     Raises `OffloadError` where they end before a denoiser has run.
@@ -106,10 +108,10 @@ def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], tuple[str
     return calls, (f"what comes after {calls[-1].component} cannot be told before it runs: {reason}",)
 
 
-def heaviest(parts: Parts, calls: Sequence[Call]) -> dict[str, Call]:
+def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, ComponentCall]:
     """Of each component the kind of call whose weights are largest, then comes most often, then takes most memory."""
     nums = Counter(id(call.work) for call in calls)
-    found: dict[str, Call] = {}
+    found: dict[str, ComponentCall] = {}
     for call in sorted(
         calls, key=lambda c: (_nbytes(parts.of(c).prospect), nums[id(c.work)], c.work.activation_nbytes)
     ):
@@ -117,7 +119,7 @@ def heaviest(parts: Parts, calls: Sequence[Call]) -> dict[str, Call]:
     return found
 
 
-def known_of(parts: Parts, calls: Sequence[Call]) -> dict[str, tuple[Part, Prospect]]:
+def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, tuple[Component, Prospect]]:
     """What each component is planned for: as it needs most memory, and for the kind of call that comes most often."""
     known = {name: (part, part.prospect) for name, part in parts.plain.items()}
     for name, call in heaviest(parts, calls).items():
@@ -131,7 +133,10 @@ def _nbytes(prospect: Prospect) -> int:
 
 
 def shared_out(
-    parts: Parts, known: Mapping[str, tuple[Part, Prospect]], calls: Sequence[Call], budget: int | None = None
+    parts: Components,
+    known: Mapping[str, tuple[Component, Prospect]],
+    calls: Sequence[ComponentCall],
+    budget: int | None = None,
 ) -> tuple[dict[str, Shared], int]:
     """The part of each component in the budget (None: as the settings say), and the bytes of memory that all have in
     turn.
@@ -164,7 +169,7 @@ def block_nbytes(plans: Sequence[Plan]) -> int:
     return aligned(max(aligned(plan.ring_nbytes) + plan.buffer_nbytes for plan in plans))
 
 
-def budget_of(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
+def budget_of(known: Mapping[str, Prospect], calls: Sequence[ComponentCall]) -> int:
     """Bytes for the weights of all: as given, else what the component leaves that needs most beside them."""
     most = max((call.work.activation_nbytes for call in calls), default=0)
     found = []
@@ -178,7 +183,11 @@ def budget_of(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
 
 
 def plan_of_shares(
-    calls: Sequence[Call], parts: Parts, found: Mapping[str, Shared], nbytes: int, notes: tuple[str, ...] = ()
+    calls: Sequence[ComponentCall],
+    parts: Components,
+    found: Mapping[str, Shared],
+    nbytes: int,
+    notes: tuple[str, ...] = (),
 ) -> PipelinePlan:
     """What these calls take where each component has its plan in its part of the budget."""
     plans = {name: shared.plan for name, shared in found.items()}
@@ -186,8 +195,8 @@ def plan_of_shares(
 
 
 def plan_of_call(
-    calls: Sequence[Call],
-    parts: Parts,
+    calls: Sequence[ComponentCall],
+    parts: Components,
     plans: Mapping[str, Plan],
     shared: Mapping[str, Share],
     nbytes: int,
@@ -198,7 +207,7 @@ def plan_of_call(
     Raises `PlanError` where a component that is cast has no room in its share.
     """
     priced: dict[int, tuple[Plan, Prospect]] = {}
-    turns: list[Turn] = []
+    turns: list[ComponentTurn] = []
     for first, num in runs(calls):
         if id(first.work) not in priced:
             prospect, plan = parts.prospect_of(first), plans[first.component]
@@ -210,7 +219,7 @@ def plan_of_call(
         cold_s = 0.0
         if plan.first and not is_next:  # of the copy that a turn begins with, which nothing hides
             cold_s = prospect.planners[0].machine.profile.copy_s(plan.unit_nbytes[plan.first[0]])
-        turns.append(Turn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
+        turns.append(ComponentTurn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
     machine = max((p.prospect.planners[0].machine for p in parts.plain.values()), key=lambda m: m.free_nbytes)
     workspace = 0 if machine.on_cpu else machine.profile.workspace_nbytes + _ROUNDED_NBYTES
     free = 0 if machine.on_cpu else machine.free_nbytes
@@ -234,7 +243,7 @@ def _priced(plan: Plan, prospect: Prospect) -> Plan:
 class PipelineSketch:
     """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
 
-    def __init__(self, parts: Parts, calls: Sequence[Call], notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, parts: Components, calls: Sequence[ComponentCall], notes: tuple[str, ...] = ()) -> None:
         self._parts, self._calls, self._notes = parts, calls, notes
         self._known = known_of(parts, calls)
         self.budget = budget_of({name: prospect for name, (_, prospect) in self._known.items()}, calls)
@@ -284,7 +293,7 @@ def sketch_of_files(
         for name, module in modules.items()
     }
     cast = partial(planner_inputs.sketch_of, checkpoint=None, config=config, machine=machine)
-    return PipelineSketch(Parts(plain, calls, cast), calls, notes)
+    return PipelineSketch(Components(plain, calls, cast), calls, notes)
 
 
 def check_given(config: OffloadConfig, call: object) -> None:

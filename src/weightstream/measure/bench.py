@@ -29,7 +29,7 @@ from weightstream.codec.format import ELEMENTS
 from weightstream.errors import StoreError
 from weightstream.measure import kernels, machine
 from weightstream.measure import unit_overhead as opening
-from weightstream.measure.sample_block import Block
+from weightstream.measure.sample_block import SampleBlock
 from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.runtime.devices import cpu, cuda
 from weightstream.runtime.devices.backend import Backend, Copy, Side
@@ -272,11 +272,11 @@ class _Bench:
 
     def modules(self) -> _Measuring:
         """What the host takes to launch a kernel from a model's code."""
-        blocks = [Block(self._device) for _ in range(4)]
+        blocks = [SampleBlock(self._device) for _ in range(4)]
         for parameter in (p for block in blocks for p in block.parameters()):
             parameter.fill_(0.01)
-        x, turn = self._tensor(1, 1, Block.width), self._tensor(1, 1, 1, Block.width // Block.heads)
-        past = self._tensor(1, Block.heads, 15, turn.shape[-1])
+        x, turn = self._tensor(1, 1, SampleBlock.width), self._tensor(1, 1, 1, SampleBlock.width // SampleBlock.heads)
+        past = self._tensor(1, SampleBlock.heads, 15, turn.shape[-1])
 
         def work() -> None:
             y = x
@@ -284,7 +284,7 @@ class _Bench:
                 y = block(y, turn, past)
 
         best = yield {"blocks": (work, _HOST_SAMPLE_S)}
-        launch_s = _FRAMEWORK * best["blocks"] / (Block.num_kernels * len(blocks))
+        launch_s = _FRAMEWORK * best["blocks"] / (SampleBlock.num_kernels * len(blocks))
         on_gpu = {"launch_s": _TENSOR_OPS * launch_s} if self._on_gpu else {}
         yield {"op_launch_s": launch_s, **on_gpu}
 

@@ -81,7 +81,7 @@ def _judged(label: str, text: str, is_good: bool, remedy: str, value: Any = None
 
 
 @dataclass(kw_only=True)
-class System:
+class CheckedSystem:
     """What checks look at."""
 
     backend: Backend
@@ -98,7 +98,7 @@ class System:
         return frozenset(os.sched_getaffinity(0))
 
 
-Check = Callable[[System], Iterator[Finding]]
+Check = Callable[[CheckedSystem], Iterator[Finding]]
 
 
 def examine(device: str | None, folder: Path, *, anew: bool) -> tuple[list[tuple[str, Finding]], Profile]:
@@ -112,7 +112,7 @@ def examine(device: str | None, folder: Path, *, anew: bool) -> tuple[list[tuple
         gpus = [backend.device] * is_on_gpu
         if is_on_gpu and wanted == "cuda":
             gpus = [torch.device("cuda", index) for index in range(torch.accelerator.device_count())]
-        system = System(backend=backend, gpus=gpus, folder=folder.resolve(), wants_gpu=wanted != "cpu")
+        system = CheckedSystem(backend=backend, gpus=gpus, folder=folder.resolve(), wants_gpu=wanted != "cpu")
         rows = [(section, check) for section, num_gpus, checks in CHECKS if num_gpus <= len(gpus) for check in checks]
         return [(section, finding) for section, check in rows for finding in check(system)], backend.profile
 
@@ -140,7 +140,7 @@ def no_gpu(*, is_wanted: bool) -> Finding:
     return Finding("device", f"{text}: weightstream runs on the CPU", mark, remedy)
 
 
-def gpu(system: System) -> Iterator[Finding]:
+def gpu(system: CheckedSystem) -> Iterator[Finding]:
     if not system.gpus:
         yield no_gpu(is_wanted=system.wants_gpu)
         return
@@ -153,7 +153,7 @@ def gpu(system: System) -> Iterator[Finding]:
     yield Finding("driver", f"{driver} (up to CUDA {facts.driver}), {built}", value=driver)
 
 
-def link(system: System) -> Iterator[Finding]:
+def link(system: CheckedSystem) -> Iterator[Finding]:
     copies_s(system.backend, [64 << 20], 0.2)  # an idle link runs slower
     now, best = nvml.link_now(system.facts.pci), nvml.link_at_best(system.facts.pci)
     rate = system.backend.profile.link_bytes_per_s
@@ -175,7 +175,7 @@ def link(system: System) -> Iterator[Finding]:
     yield _judged("host to GPU", text, share >= _GOOD_SHARE, remedy, rate)
 
 
-def numa(system: System) -> Iterator[Finding]:
+def numa(system: CheckedSystem) -> Iterator[Finding]:
     node, cores = near.node_of(system.facts.pci), system.cores
     local = near.cores_of(node or 0)
     if node is None or not local:
@@ -186,7 +186,7 @@ def numa(system: System) -> Iterator[Finding]:
     yield _judged("NUMA", text, bool(local & cores), remedy)
 
 
-def pinning(system: System) -> Iterator[Finding]:
+def pinning(system: CheckedSystem) -> Iterator[Finding]:
     with host_memory(system.backend.device, 64 << 20) as memory:
         if memory.is_pinned():
             yield Finding("pinning", "works", value=True)
@@ -199,7 +199,7 @@ def pinning(system: System) -> Iterator[Finding]:
         yield Finding("file pages", "cannot be pinned by this device: checkpoints are staged through RAM", "note")
 
 
-def links_at_once(system: System) -> Iterator[Finding]:
+def links_at_once(system: CheckedSystem) -> Iterator[Finding]:
     with ExitStack() as stack:
         backends = [stack.enter_context(closing(backend_of(device))) for device in system.gpus]
         alone = [multi_gpu_links.rates([backend], _LINKS_S)[0] for backend in backends]
@@ -210,7 +210,7 @@ def links_at_once(system: System) -> Iterator[Finding]:
     yield _judged("links", text, share >= _GOOD_SHARE, remedy, {"alone": alone, "together": together})
 
 
-def hops(system: System) -> Iterator[Finding]:
+def hops(system: CheckedSystem) -> Iterator[Finding]:
     first, others = system.backend, [device for device in system.gpus if device != system.backend.device]
     seconds = [statistics.median(multi_gpu_links.hops_s(first, device, _LINKS_S)) for device in others]
     text = f"{milliseconds(max(seconds))} to move the hidden states of a token to another GPU"
@@ -218,19 +218,19 @@ def hops(system: System) -> Iterator[Finding]:
     yield _judged("hops", text, all(cuda.peers(first.device, others)), remedy, seconds)
 
 
-def numa_nodes(system: System) -> Iterator[Finding]:
+def numa_nodes(system: CheckedSystem) -> Iterator[Finding]:
     nodes = [near.node_of(cuda.facts(device).pci) for device in system.gpus]
     if len(set(nodes)) > 1:
         yield Finding("NUMA nodes", f"the GPUs are on nodes {', '.join(map(str, nodes))}", "note", value=nodes)
 
 
-def processor(system: System) -> Iterator[Finding]:
+def processor(system: CheckedSystem) -> Iterator[Finding]:
     total, free, num_cores = psutil.virtual_memory().total, available_nbytes(), len(system.cores)
     yield Finding("processor", f"{machine.processor()}, {num_cores} cores usable", value=num_cores)
     yield Finding("memory", f"{human(free)} of {human(total)} available to this process", value=free)
 
 
-def waiting(system: System) -> Iterator[Finding]:
+def waiting(system: CheckedSystem) -> Iterator[Finding]:
     """Whether waiting compute threads leave a core to the thread that copies, where cores are few."""
     policy, num_cores = os.environ.get("OMP_WAIT_POLICY"), len(system.cores)
     if num_cores > _FEW_CORES:
@@ -242,7 +242,7 @@ def waiting(system: System) -> Iterator[Finding]:
     yield _judged("waiting", text, is_passive, "export OMP_WAIT_POLICY=passive", policy)
 
 
-def pinning_limits(_: System) -> Iterator[Finding]:
+def pinning_limits(_: CheckedSystem) -> Iterator[Finding]:
     yield Finding("limits", describe_limits())
     anonymous, shared = machine.huge_pages()
     text = f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}"
@@ -250,7 +250,7 @@ def pinning_limits(_: System) -> Iterator[Finding]:
     yield _judged("huge pages", text, anonymous != "never", remedy)
 
 
-def measured(system: System) -> Iterator[Finding]:
+def measured(system: CheckedSystem) -> Iterator[Finding]:
     profile, device = system.backend.profile, "GPU" if system.gpus else "processor"
     if not profile.machine:
         yield Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
@@ -269,7 +269,7 @@ def _ago(seconds: float) -> str:
     return "just now"
 
 
-def speeds(system: System) -> Iterator[Finding]:
+def speeds(system: CheckedSystem) -> Iterator[Finding]:
     profile = system.backend.profile
     latency, handover = map(milliseconds, (profile.copy_latency_s, profile.handover_s))
     yield Finding("copies", f"{per_second(profile.link_bytes_per_s)}, {latency} more for each, {handover} to hand over")
@@ -282,7 +282,7 @@ def speeds(system: System) -> Iterator[Finding]:
     yield _judged("kernels", text, profile.op_launch_s <= _LAUNCH_S, remedy, profile.op_launch_s)
 
 
-def compressed(system: System) -> Iterator[Finding]:
+def compressed(system: CheckedSystem) -> Iterator[Finding]:
     device, profile = system.backend.device, system.backend.profile
     rates = {dtype: profile.decode_bytes_per_s(dtype) for dtype in ELEMENTS}
     text = "lossless: decoded at " + ", ".join(f"{per_second(rate)} ({dtype})" for dtype, rate in rates.items())
@@ -296,7 +296,7 @@ def compressed(system: System) -> Iterator[Finding]:
         yield Finding(label, f"{text}, plus {milliseconds(profile.decoding_s)} a launch", value=rates)
 
 
-def reads(system: System) -> Iterator[Finding]:
+def reads(system: CheckedSystem) -> Iterator[Finding]:
     folder = system.folder
     try:
         if (free := shutil.disk_usage(folder).free) < 2 * _FILE_NBYTES:
@@ -318,7 +318,7 @@ def reads(system: System) -> Iterator[Finding]:
     yield _judged("reads", text, file.is_direct, remedy, rate)
 
 
-def installed(system: System) -> Iterator[Finding]:
+def installed(system: CheckedSystem) -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("torch", "safetensors", *_OPTIONAL)}
     versions["torch"] = str(torch.__version__)  # with the CUDA that it was built for
     yield Finding("installed", _listed(versions), value=versions)
@@ -327,7 +327,7 @@ def installed(system: System) -> Iterator[Finding]:
             yield Finding(name, purpose, "missing", f"pip install {name}")
 
 
-def quantised(_: System) -> Iterator[Finding]:
+def quantised(_: CheckedSystem) -> Iterator[Finding]:
     versions = {name: _version(name) for name in _QUANTISING}
     missing = [f"{name} ({_QUANTISING[name]})" for name, version in versions.items() if not version]
     remedy = f"Where checkpoints need it, pip install {', '.join(missing)}" if missing else ""

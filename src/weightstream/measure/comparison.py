@@ -21,16 +21,19 @@ from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.streamer.stats import of_cache
-from weightstream.runtime.trace import Experts
+from weightstream.runtime.trace import ExpertTraffic
 from weightstream.store import limits
 
-System = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
-Step = Callable[[], torch.Tensor]  # the same step, over and over
+ComparedSystem = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
+ComparedStep = Callable[[], torch.Tensor]  # the same step, over and over
 NUM_COMPARED = 4  # steps without a pause between them, so that the ring wraps
 
 
 def compare(
-    model: Any, steps_of: Callable[..., Step], seconds: float, on_phase: Callable[[str], object] = lambda _: None
+    model: Any,
+    steps_of: Callable[..., ComparedStep],
+    seconds: float,
+    on_phase: Callable[[str], object] = lambda _: None,
 ) -> tuple[AnyPlan, dict[str, Any]]:
     """Time an offloaded model, which is plain and on the device in the end; `steps_of(model, workload, device)`.
 
@@ -52,7 +55,7 @@ def compare(
             plan, ended = streamer.plan, streamer.stats()
             offloaded["weights_nbytes"] = ended.held_nbytes["device"]
             num_tokens = (ended.steps - begun.steps) * workload.batch * workload.tokens
-            experts = of_cache(plan, Experts(*map(sub, ended.experts, begun.experts)), num_tokens)
+            experts = of_cache(plan, ExpertTraffic(*map(sub, ended.experts, begun.experts)), num_tokens)
             del step
             streamer.remove()
             on_phase("raw link floor")
@@ -89,7 +92,7 @@ def compare(
 
 def timed_calls(
     name: str, call: Callable[[], tuple[torch.Tensor, float]], seconds: float, device: torch.device
-) -> tuple[System, list[torch.Tensor]]:
+) -> tuple[ComparedSystem, list[torch.Tensor]]:
     """A system of whole calls, two at least, behind one that is not counted; and what all of them gave.
 
     `call()` gives a tensor, and the seconds that it took.
@@ -104,7 +107,7 @@ def timed_calls(
     return _system(name, [taken_s for _, taken_s in made[1:]], peak_nbytes), [output for output, _ in made]
 
 
-def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: torch.device) -> System | None:
+def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: torch.device) -> ComparedSystem | None:
     """The link alone with all that calls of these plans move, each so often, in plain form; None: nothing."""
     with closing(bench.backend_of(device)) as backend:
         floors = [(num, _floor(plan, (), backend, seconds / len(plans))[0]) for num, plan in plans]
@@ -115,13 +118,15 @@ def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: to
     return {**found[0][1], **sums}
 
 
-def _system(name: str, taken: Sequence[float], peak_nbytes: int | None = None) -> System:
+def _system(name: str, taken: Sequence[float], peak_nbytes: int | None = None) -> ComparedSystem:
     tenths = statistics.quantiles(taken, n=10, method="inclusive")
     found = {"name": name, "p20_s": tenths[1], "p50_s": tenths[4], "p80_s": tenths[7], "num_steps": len(taken)}
     return found | {"weights_nbytes": None, "peak_nbytes": peak_nbytes}
 
 
-def _timed(name: str, step: Step, backend: Backend, seconds: float) -> tuple[System, list[torch.Tensor]]:
+def _timed(
+    name: str, step: ComparedStep, backend: Backend, seconds: float
+) -> tuple[ComparedSystem, list[torch.Tensor]]:
     """A system, and the outputs of its first steps."""
     on_gpu = backend.device.type != "cpu"
     if on_gpu:
@@ -131,15 +136,17 @@ def _timed(name: str, step: Step, backend: Backend, seconds: float) -> tuple[Sys
     return _system(name, taken, torch.accelerator.max_memory_allocated(backend.device) if on_gpu else None), outputs
 
 
-def _outputs(step: Step) -> list[torch.Tensor]:
+def _outputs(step: ComparedStep) -> list[torch.Tensor]:
     return [output.cpu() for output in [step().clone() for _ in range(NUM_COMPARED)]]
 
 
-def _floor_of(plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
+def _floor_of(
+    plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: float
+) -> tuple[ComparedSystem | None, float]:
     """As `_floor`; of several devices the longest of what each link takes alone, and the bytes per second of all."""
     if isinstance(plan, Plan):
         return _floor(plan, read, backend, seconds)
-    found: list[tuple[System | None, float]] = []
+    found: list[tuple[ComparedSystem | None, float]] = []
     for name, part in plan.plans.items():
         with closing(bench.backend_of(torch.device(name))) as own:
             found.append(_floor(part, () if found else read, own, seconds / len(plan.plans)))
@@ -147,7 +154,7 @@ def _floor_of(plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: flo
     return max(floors, key=itemgetter("p50_s"), default=None), sum(rate for _, rate in found)
 
 
-def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[System | None, float]:
+def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[ComparedSystem | None, float]:
     """The link alone with all that a step moves (None: nothing), in plain form, and its bytes per second.
 
     `read` are the bytes that kernels read in place.
@@ -161,8 +168,8 @@ def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) ->
 
 
 def _resident(
-    model: Any, steps: Callable[[], Step], plan: AnyPlan, backend: Backend, seconds: float
-) -> tuple[System | None, list[torch.Tensor], str]:
+    model: Any, steps: Callable[[], ComparedStep], plan: AnyPlan, backend: Backend, seconds: float
+) -> tuple[ComparedSystem | None, list[torch.Tensor], str]:
     """The plain model with all weights on the device, and its outputs; or why it cannot be."""
     device, nbytes, beside = backend.device, plan.decoded_nbytes, plan.beside_nbytes
     free = limits.available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
@@ -179,7 +186,7 @@ def _resident(
         return None, [], str(error).partition("\n")[0]
 
 
-def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], Step]) -> dict[str, Any]:
+def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], ComparedStep]) -> dict[str, Any]:
     """What the outputs say; nothing if the model does not repeat its own: some kernels add in the order they finish."""
     difference = first_difference(ours, theirs, torch.equal)
     if difference is not None and first_difference(theirs, _outputs(steps()), torch.equal) is not None:

@@ -18,7 +18,7 @@ class _Linear(nn.Linear):
     def reset_parameters(self) -> None: ...
 
 
-class Block(nn.Module):
+class SampleBlock(nn.Module):
     """A decoder's: norms of single operators, rotary positions, a growing cache, a gated MLP."""
 
     width, heads = 64, 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weightstream.errors import InvariantError
-from weightstream.plan.expert_cache import MOST_AHEAD
+from weightstream.plan.expert_cache import MAX_PREFETCHED_ROWS
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, Cursor
 
@@ -46,8 +46,8 @@ def _homes(plan: Plan) -> Iterator[str]:
         yield f"resident alias groups that no unit has: {sorted(unknown)}"
     if wrong := (plan.mapped - aliases.keys()) | (plan.mapped & plan.resident):
         yield f"zero-copy alias groups that no unit has, or that are resident: {sorted(wrong)}"
-    if not 0 <= plan.ahead <= MOST_AHEAD:
-        yield f"{plan.ahead} rows are fetched ahead; at most {MOST_AHEAD} can be"
+    if not 0 <= plan.ahead <= MAX_PREFETCHED_ROWS:
+        yield f"{plan.ahead} rows are fetched ahead; at most {MAX_PREFETCHED_ROWS} can be"
     if wrong := (plan.cached - aliases.keys()) | (plan.cached & (plan.resident | plan.mapped)):
         yield f"cached alias groups that no unit has, or that are elsewhere: {sorted(wrong)}"
     if shared := [alias for alias in sorted(plan.cached & aliases.keys()) if len(plan.manifest.users[alias]) > 1]:

@@ -22,7 +22,7 @@ _LAUNCHES = 2  # of kernels beside those of a unit, by Triton, as those that dec
 _FETCH_RATE = 0.92  # of the link, that the kernel which fetches rows reaches [H200: 51 of 55 GB/s]
 _HEADROOM = 1.02  # of a coded row: one of a stack may have more escapes than the mean
 _SLOT_NBYTES = 1024  # that alignment takes of a slot
-MOST_AHEAD = 8  # rows that are fetched before a unit asks for them
+MAX_PREFETCHED_ROWS = 8  # rows that are fetched before a unit asks for them
 # Of the rows that a token uses, those that the router of a layer names for the states of the layer before: 0.66 to 0.88
 # (github.com/Helldez/BigMoeOnEdge/issues/9).
 _RECALL = 0.75
@@ -249,7 +249,7 @@ def _best_ahead(
     """How many rows to fetch ahead: what takes least time, if a step is of single tokens."""
     if workload is not None and workload.tokens > 1:
         return 0
-    numbers = range(min(MOST_AHEAD, cached.num_slots) + 1)
+    numbers = range(min(MAX_PREFETCHED_ROWS, cached.num_slots) + 1)
     return min(
         numbers,
         key=lambda num: device_s(profiled(manifest, cached._replace(ahead=num), profile, workload, counts)),

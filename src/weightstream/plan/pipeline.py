@@ -88,7 +88,7 @@ def _no_room(prospects: Mapping[str, Prospect], least: Mapping[str, int], budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class ComponentTurn:
     """Steps of one component in a row: `num` calls of `entry`. `plan` is the one in force, with what is predicted of
     such a step; `cold_s` are the seconds of the fills that a turn begins with."""
 
@@ -112,7 +112,7 @@ class PipelinePlan:
     `notes` say what is not in the plan.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ComponentTurn, ...]
     plans: Mapping[str, Plan]
     block_nbytes: int
     workspace_nbytes: int = 0
@@ -229,14 +229,14 @@ class PipelinePlan:
         return "\n".join([*lines, total, *short, *self.notes])
 
 
-def joined(turns: Sequence[Turn]) -> list[Turn]:
+def joined(turns: Sequence[ComponentTurn]) -> list[ComponentTurn]:
     """Turns of one component and entry that take the same, as one: components may alternate inside of a step."""
-    found: dict[tuple[str, str, float], Turn] = {}
+    found: dict[tuple[str, str, float], ComponentTurn] = {}
     for turn in turns:
         key = turn.component, turn.entry, turn.plan.step_s
         before = found.get(key)
         num, cold_s = (before.num, before.cold_s) if before else (0, 0.0)
-        found[key] = Turn(
+        found[key] = ComponentTurn(
             component=turn.component, entry=turn.entry, num=num + turn.num, plan=turn.plan, cold_s=cold_s + turn.cold_s
         )
     return list(found.values())

@@ -12,7 +12,7 @@ from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, Workload
-from weightstream.plan.schedule import Extent, aligned, allocate, first_fills, refills
+from weightstream.plan.schedule import RingExtent, aligned, allocate, first_fills, refills
 from weightstream.plan.units import human, milliseconds, rate
 
 _LESS = 0.9  # of a step's time: one that a graph makes so much shorter is worth a word
@@ -54,7 +54,7 @@ class Plan:
     manifest: Manifest
     resident: Annotated[frozenset[str], PlainSerializer(sorted)]
     ring_nbytes: int
-    extents: tuple[Extent, ...]
+    extents: tuple[RingExtent, ...]
     first: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
     budget: int | None = None
@@ -304,7 +304,7 @@ def in_a_graph(graph_s: float, step_s: float) -> str:
     return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
 
 
-def _fills(order: Sequence[int], extents: tuple[Extent, ...]) -> dict[str, Any]:
+def _fills(order: Sequence[int], extents: tuple[RingExtent, ...]) -> dict[str, Any]:
     """The schedule of units that lie at these extents."""
     after = refills(order, extents)
     return {"extents": extents, "first": first_fills(order, extents, after), "after": after}

@@ -98,7 +98,7 @@ def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
     return plan
 
 
-class Way(NamedTuple):
+class PlacementOption(NamedTuple):
     """A way to place a manifest: those that kernels read from host memory, those that are cached, and all others, as
     they are coded."""
 
@@ -142,7 +142,7 @@ class Planner:
             yield Candidate(self._bound_s(manifest, way, profile), opened)
 
     def _opened(
-        self, manifest: Manifest, way: Way, profile: Profile, rank: int, refusals: list[Refusal]
+        self, manifest: Manifest, way: PlacementOption, profile: Profile, rank: int, refusals: list[Refusal]
     ) -> Iterator[Candidate]:
         """The plans of one way."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
@@ -220,15 +220,15 @@ class Planner:
         """Whether it is to find what is fastest within a budget, on a GPU."""
         return self.config.backend == "none" and not self.machine.on_cpu
 
-    def _ways(self, manifest: Manifest) -> Iterator[Way]:
+    def _ways(self, manifest: Manifest) -> Iterator[PlacementOption]:
         """All that are worth a try."""
         for mapped in self._mapped(manifest):
             aside = manifest.without(mapped)
             sizes = self._sizes(aside)
             coded = codings(aside, sizes) if self.config.codec == "auto" else [sizes]
-            yield from (Way(mapped, aside.coded(codes)) for codes in coded)
+            yield from (PlacementOption(mapped, aside.coded(codes)) for codes in coded)
             if (cached := self._cache(aside, sizes)) is not None:
-                yield Way(mapped, aside.without(cached.sizes), cached)
+                yield PlacementOption(mapped, aside.without(cached.sizes), cached)
 
     def _cache(self, manifest: Manifest, sizes: Sizes) -> Cached | None:
         """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
@@ -261,7 +261,7 @@ class Planner:
             decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
         )
 
-    def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
+    def _bound_s(self, manifest: Manifest, way: PlacementOption, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         profile = expert_cache.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
@@ -323,7 +323,7 @@ class Planner:
             return {}
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
-    def _placed(self, way: Way, profile: Profile) -> Iterator[Candidate]:
+    def _placed(self, way: PlacementOption, profile: Profile) -> Iterator[Candidate]:
         """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
         if self.config.backend == "none" and self.budget is not None:
             whole = self._whole_nbytes(way.aside)

@@ -34,26 +34,26 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Extent:
+class RingExtent:
     """The bytes [offset, offset + nbytes) of the ring that belong to a unit."""
 
     offset: int
     nbytes: int
 
-    def overlaps(self, other: Extent) -> bool:
+    def overlaps(self, other: RingExtent) -> bool:
         return max(self.offset, other.offset) < min(self.offset + self.nbytes, other.offset + other.nbytes)
 
 
 def allocate(
     order: Sequence[int], unit_nbytes: Sequence[int], capacity: int, slot_nbytes: int = 0, *, by_ends: bool = False
-) -> tuple[Extent, ...]:
+) -> tuple[RingExtent, ...]:
     """Extents by cyclic bump allocation in order of first use; units that no position names follow behind.
 
     With `slot_nbytes` every extent starts at a multiple of it: uneven units then never lie across two neighbours.
     `by_ends`: at one end of the ring and at the other in turn, so that neighbours share no bytes if it holds both; but
     for the last and the first of an odd number of units.
     """
-    extents: dict[int, Extent] = {}
+    extents: dict[int, RingExtent] = {}
     cursor, at_end, end = 0, False, capacity // ALIGN_NBYTES * ALIGN_NBYTES
     for unit in dict.fromkeys([*order, *range(len(unit_nbytes))]):
         nbytes = aligned(unit_nbytes[unit])
@@ -63,7 +63,7 @@ def allocate(
             cursor, at_end = (end - nbytes if at_end and nbytes else 0), at_end != (nbytes > 0)
         elif cursor + nbytes > capacity:
             cursor = 0
-        extents[unit] = Extent(offset=cursor, nbytes=nbytes)
+        extents[unit] = RingExtent(offset=cursor, nbytes=nbytes)
         cursor += max(nbytes, slot_nbytes) if nbytes else 0
     return tuple(extents[unit] for unit in range(len(unit_nbytes)))
 
@@ -76,7 +76,7 @@ def neighbours_nbytes(order: Sequence[int], unit_nbytes: Sequence[int]) -> int:
     return max([*pairs, *map(aligned, unit_nbytes)], default=0)
 
 
-def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:
+def sharing(extents: Sequence[RingExtent]) -> list[tuple[int, ...]]:
     """For each unit: the others that share bytes with it."""
     found: list[list[int]] = [[] for _ in extents]
     by_offset = sorted((u for u, extent in enumerate(extents) if extent.nbytes), key=lambda u: extents[u].offset)
@@ -89,7 +89,7 @@ def sharing(extents: Sequence[Extent]) -> list[tuple[int, ...]]:
     return [tuple(sorted(others)) for others in found]
 
 
-def previous_holders(order: Sequence[int], extents: Sequence[Extent]) -> list[int | None]:
+def previous_holders(order: Sequence[int], extents: Sequence[RingExtent]) -> list[int | None]:
     """For each position: the last one before it, cyclically, whose unit shares bytes with its own; None if only it."""
     holders: list[int | None] = [None] * len(order)
     spans = [(p, e.offset, e.offset + e.nbytes) for p, e in enumerate(map(extents.__getitem__, order)) if e.nbytes]
@@ -102,7 +102,7 @@ def previous_holders(order: Sequence[int], extents: Sequence[Extent]) -> list[in
     return holders
 
 
-def refills(order: Sequence[int], extents: Sequence[Extent]) -> tuple[tuple[int, ...], ...]:
+def refills(order: Sequence[int], extents: Sequence[RingExtent]) -> tuple[tuple[int, ...], ...]:
     """For each position: the units to fill once it is released, soonest needed first."""
     after: list[list[int]] = [[] for _ in order]
     held = [(q, p) for p, q in enumerate(previous_holders(order, extents)) if q is not None and order[q] != order[p]]
@@ -111,7 +111,7 @@ def refills(order: Sequence[int], extents: Sequence[Extent]) -> tuple[tuple[int,
     return tuple(map(tuple, after))
 
 
-def first_fills(order: Sequence[int], extents: Sequence[Extent], after: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def first_fills(order: Sequence[int], extents: Sequence[RingExtent], after: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The units to fill before the first step."""
     return tuple(unit for unit in Cursor(order, after, 0).needed() if extents[unit].nbytes)
 

@@ -35,7 +35,7 @@ class Span:
         return self.end_s - self.begin_s
 
 
-class Experts(NamedTuple):
+class ExpertTraffic(NamedTuple):
     """What the cache of a unit was asked for: rows that it had, rows that were fetched then, and bytes of all that were
     fetched. `ahead` were fetched before, as a guess, and `ahead_used` of these are among those that it had."""
 
@@ -46,9 +46,9 @@ class Experts(NamedTuple):
     ahead_used: int = 0
 
 
-def total(experts: Iterable[Experts]) -> Experts:
+def total(experts: Iterable[ExpertTraffic]) -> ExpertTraffic:
     """The sums over units."""
-    return Experts(*map(sum, zip(Experts(), *experts, strict=True)))
+    return ExpertTraffic(*map(sum, zip(ExpertTraffic(), *experts, strict=True)))
 
 
 class Trace:
@@ -61,7 +61,7 @@ class Trace:
         self.name = name
         self.limit = limit
         self.spans: list[Span] = []
-        self.experts: dict[str, Experts] = {}
+        self.experts: dict[str, ExpertTraffic] = {}
 
     def save(self, path: str | Path) -> None:
         """Write the Trace Event Format, to be opened at https://ui.perfetto.dev or chrome://tracing."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from weightstream.errors import CheckpointError, StoreError
-from weightstream.store.file_slice import Extent
+from weightstream.store.file_slice import FileSlice
 from weightstream.store.header import REMEDY, TensorEntry, read_header, read_json, torch_dtype
 from weightstream.store.lazy import DecodedMemory, LazyMemory
 from weightstream.store.mapping import FileMapping
@@ -116,7 +116,7 @@ class Checkpoint:
         if entry.layout is None:
             return entry.mapping.bytes(entry.begin, entry.end)
         if entry.name not in self.lazy:  # one for all that view it
-            extent = Extent(entry.mapping, entry.begin, entry.end)
+            extent = FileSlice(entry.mapping, entry.begin, entry.end)
             self.lazy[entry.name] = DecodedMemory(entry.name, entry.path, entry.layout, extents=[extent])
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
@@ -128,17 +128,17 @@ class Checkpoint:
 
         With `columns` (first, last, pitch) parts are rows of `pitch` bytes, and of each these bytes are taken.
         """
-        extents: list[Extent] = []
+        extents: list[FileSlice] = []
         for source, begin, end in parts:
             entry = self.entries[source]
             mapping, begin, end = entry.mapping, entry.begin + begin, entry.begin + end
             if extents and extents[-1].mapping is mapping and extents[-1].end == begin:
                 begin = extents.pop().begin
-            extents.append(Extent(mapping, begin, end))
+            extents.append(FileSlice(mapping, begin, end))
         if columns is not None:
             first, last, pitch = columns
             extents = [
-                Extent(m, begin + first, end - pitch + last, last - first, pitch) for m, begin, end, *_ in extents
+                FileSlice(m, begin + first, end - pitch + last, last - first, pitch) for m, begin, end, *_ in extents
             ]
         elif not extents[1:] and extents[0].begin % _ALIGN_NBYTES == 0:
             return extents[0].bytes()

@@ -14,10 +14,10 @@ import torch
 
 from weightstream.store.mapping import FileMapping
 from weightstream.store.readers import CachedFile
-from weightstream.store.staging import Source
+from weightstream.store.staging import StagingSource
 
 
-class Extent(NamedTuple):
+class FileSlice(NamedTuple):
     """Bytes [begin, end) of a file; with a `pitch` only the first `width` of every `pitch` of them."""
 
     mapping: FileMapping
@@ -52,7 +52,7 @@ class Extent(NamedTuple):
         """The same, once they can be read; raises `StoreError`."""
         return self.within(self.mapping.populated(self.begin, self.end))
 
-    def reading(self) -> tuple[Source, int, int]:
+    def reading(self) -> tuple[StagingSource, int, int]:
         """What gives its own bytes in pieces, and where they begin and end there."""
         return (_Rows(self), 0, self.nbytes) if self.pitch else self.range
 
@@ -60,7 +60,7 @@ class Extent(NamedTuple):
 class _Rows(NamedTuple):
     """The rows of an extent, one after another, as a source."""
 
-    extent: Extent
+    extent: FileSlice
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
         extent = self.extent
@@ -73,7 +73,7 @@ class _Rows(NamedTuple):
 class Joined:
     """Extents without a pitch, one after another, read through the page cache."""
 
-    def __init__(self, extents: Sequence[Extent]) -> None:
+    def __init__(self, extents: Sequence[FileSlice]) -> None:
         self._parts = [(CachedFile(extent.mapping), extent.begin) for extent in extents]
         self._starts = list(accumulate((extent.nbytes for extent in extents), initial=0))
         self.nbytes = self._starts[-1]

@@ -14,7 +14,7 @@ import torch
 
 from weightstream.codec import coding
 from weightstream.codec.format import Layout
-from weightstream.store.file_slice import Extent
+from weightstream.store.file_slice import FileSlice
 from weightstream.store.mapping import Memory, give_back, is_touched, reserve
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
@@ -26,13 +26,13 @@ class LazyMemory(Memory):
     is_filled = False
     layout: Layout | None = None  # of the coded form that it is made of
 
-    def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[Extent]) -> None:
+    def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[FileSlice]) -> None:
         self.path, self.nbytes, self.extents = path, nbytes, tuple(extents)
         self._lock = threading.RLock()
         super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
 
     @classmethod
-    def of_extents(cls, name: str, extents: Sequence[Extent]) -> LazyMemory:
+    def of_extents(cls, name: str, extents: Sequence[FileSlice]) -> LazyMemory:
         """A tensor whose bytes are those of the extents, one after another, just as they are in the files."""
         for extent in extents:
             extent.mapping.check_range(extent.begin, extent.end)
@@ -98,7 +98,7 @@ class DecodedMemory(LazyMemory):
         source: Callable[[], torch.Tensor] | None = None,
         *,
         decode: Decode = coding.decode,
-        extents: Sequence[Extent] = (),
+        extents: Sequence[FileSlice] = (),
     ) -> None:
         super().__init__(name, path, layout.raw_nbytes, extents)
         self.layout: Layout = layout
@@ -113,6 +113,6 @@ class DecodedMemory(LazyMemory):
         self.decode(self.source(), self.layout, out)
 
 
-def _coded(extent: Extent) -> torch.Tensor:
+def _coded(extent: FileSlice) -> torch.Tensor:
     data = extent.populated()
     return data.clone() if extent.begin % 4 else data  # decoders read words

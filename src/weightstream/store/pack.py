@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weightstream.codec import coding
-from weightstream.codec.format import ALIGN_NBYTES, ELEMENTS, MAX_SHARE, Layout
+from weightstream.codec.format import CODED_ALIGN_NBYTES, ELEMENTS, MAX_SHARE, Layout
 from weightstream.errors import ConfigError, StoreError, UnsupportedError
 from weightstream.store.atomic import remove_leftovers, replacing
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
@@ -169,7 +169,7 @@ def lay_out(
     """The shards of a pack: a unit that would exceed `shard_nbytes` begins a new one, and so does one that would not
     begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded on `device`. Names of files
     begin with `stem`."""
-    aligned_nbytes = ALIGN_NBYTES if layouts else _PAGE_NBYTES
+    aligned_nbytes = CODED_ALIGN_NBYTES if layouts else _PAGE_NBYTES
     files: list[dict[str, torch.Tensor]] = []
     end = 0
     for unit in units:
@@ -178,7 +178,7 @@ def lay_out(
         if not files or end % aligned_nbytes or (end and end + nbytes > shard_nbytes):
             files.append({})
             end = 0
-        steps = {name: ALIGN_NBYTES if name in layouts else tensor.itemsize for name, tensor in unit.items()}
+        steps = {name: CODED_ALIGN_NBYTES if name in layouts else tensor.itemsize for name, tensor in unit.items()}
         begins = accumulate(sizes.values(), initial=0)
         if any(begin % step for begin, step in zip(begins, steps.values(), strict=False)):
             unit = {name: unit[name] for name in sorted(unit, key=lambda name: -steps[name])}  # else readers copy it

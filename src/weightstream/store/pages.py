@@ -32,7 +32,7 @@ _LONGEST_PAUSE_S = 0.01  # its time may be that of whoever measured the device
 _ROOM_NBYTES = 64 << 20  # a first step took 36, for kernels that were not loaded before [H100]
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
-Range = tuple[FileMapping, int, int]
+FileRange = tuple[FileMapping, int, int]
 Show = Callable[[torch.Tensor], torch.Tensor | None]
 
 
@@ -41,7 +41,7 @@ class Pages:
 
     def __init__(self, mapping: FileMapping, begin: int, end: int) -> None:
         self.mapping, self.begin, self.end = mapping, begin, end
-        self.ranges: set[Range] = set()
+        self.ranges: set[FileRange] = set()
         self.window: Window | None = None
         self.view: torch.Tensor | None = None  # the window, as a device has it
         self.done = threading.Event()
@@ -89,7 +89,7 @@ class PageCache:
         """Bytes pinned so far."""
         return self._arena.nbytes
 
-    def hold(self, ranges: Sequence[Range], on_refusal: Callable[[Exception], None]) -> list[Pages]:
+    def hold(self, ranges: Sequence[FileRange], on_refusal: Callable[[Exception], None]) -> list[Pages]:
         """Starts to bring in these ranges, in this order; returns the pages that each is in.
 
         Pages that are pinned and still wanted as a whole stay where they are; what is not wanted is unpinned.
@@ -99,7 +99,7 @@ class PageCache:
         wanted = set(ranges)
         kept = [each for each in self._pages if each.window is not None and each.ranges <= wanted]
         self._arena.keep(each.window.memory for each in kept if each.window is not None)
-        held = set[Range]().union(*(each.ranges for each in kept))
+        held = set[FileRange]().union(*(each.ranges for each in kept))
         pages = _merged([each for each in ranges if each not in held])
         self._pages = [*kept, *pages]
         for each in () if self.pins else pages:
@@ -246,7 +246,7 @@ def _has_ended(closed: threading.Event) -> bool:
     return closed.is_set() or not threading.main_thread().is_alive()
 
 
-def _merged(ranges: Sequence[Range]) -> list[Pages]:
+def _merged(ranges: Sequence[FileRange]) -> list[Pages]:
     """Neighbours in one registration, in order of first need."""
     first_need = {each: index for index, each in reversed(list(enumerate(ranges)))}
     found: list[Pages] = []

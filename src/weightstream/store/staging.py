@@ -30,7 +30,7 @@ _Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who wait
 _PATIENCE_S = 1.0  # that a process which ends waits for reads under way
 
 
-class Source(Protocol):
+class StagingSource(Protocol):
     """Bytes with positions, such as a file; several threads read at once."""
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor: ...
@@ -47,12 +47,12 @@ class MemorySource(NamedTuple):
         return memory[: end - begin]
 
 
-class Piece:
+class StagedPiece:
     """Bytes [begin, end) of a reading in `memory`, until it is released or nobody holds it."""
 
     memory: torch.Tensor
 
-    def __init__(self, source: Source, origin: int, begin: int, end: int, free: _Free) -> None:
+    def __init__(self, source: StagingSource, origin: int, begin: int, end: int, free: _Free) -> None:
         self.begin, self.end = begin - origin, end - origin
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -86,22 +86,22 @@ class Piece:
         self.release()
 
 
-class Reading:
+class StagedReading:
     """The pieces of one range, in order, each as soon as it was read. They can be iterated over once."""
 
-    def __init__(self, pieces: Sequence[Piece], staging: Staging) -> None:
+    def __init__(self, pieces: Sequence[StagedPiece], staging: Staging) -> None:
         self._num, self._pieces = len(pieces), deque(pieces)
         self._staging = staging  # whoever reads keeps it open
         finalize(self, _forget, self._pieces)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StagedPiece]:
         try:
             for _ in range(self._num):
                 yield self._next()
         finally:
             self.cancel()
 
-    def _next(self) -> Piece:
+    def _next(self) -> StagedPiece:
         try:
             piece = self._pieces[0]
         except IndexError:
@@ -124,7 +124,7 @@ class Reading:
                 self._pieces.pop().drop("has ended or was cancelled")
 
 
-def _forget(pieces: deque[Piece]) -> None:
+def _forget(pieces: deque[StagedPiece]) -> None:
     """Nobody can wait for these. A finalizer may run in the middle of an event's own lock, so it sets no event."""
     for piece in pieces:
         piece.dropped = True
@@ -135,7 +135,7 @@ class _Desk:
     """Where the threads take work and buffers."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self.pieces: SimpleQueue[Piece | None] = SimpleQueue()  # None: closed
+        self.pieces: SimpleQueue[StagedPiece | None] = SimpleQueue()  # None: closed
         self.free: _Free = SimpleQueue()
         for buffer in buffers:
             self.free.put((buffer, None))
@@ -187,11 +187,11 @@ class Staging:
         self._lock = threading.RLock()
         self._close = finalize(self, self._desk.close)
 
-    def start(self, source: Source, begin: int, end: int) -> Reading:
+    def start(self, source: StagingSource, begin: int, end: int) -> StagedReading:
         """Begins to read bytes [begin, end) of `source` and returns at once. Consume readings in this order."""
         cuts = [begin, *range((begin // self._step + 1) * self._step, end, self._step), end]  # aligned inside
         ranges = pairwise(cuts) if begin < end else ()
-        pieces = [Piece(source, begin, first, last, self._desk.free) for first, last in ranges]
+        pieces = [StagedPiece(source, begin, first, last, self._desk.free) for first, last in ranges]
         with self._lock:
             if self._desk.is_closed:
                 raise InvariantError(f"bytes [{begin}, {end}) are asked of a staging ring that was closed")
@@ -203,7 +203,7 @@ class Staging:
                 self._threads.append(thread)
             for piece in pieces:
                 self._desk.pieces.put(piece)
-        reading = Reading(pieces, self)
+        reading = StagedReading(pieces, self)
         if self._desk.is_closed:  # since: the process ends, and no thread may have seen these pieces
             reading.cancel()
         return reading

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (  # noqa: E402
 from models import TEXT  # noqa: E402
 from weightstream.adapters.hf import checkpoint_ranges as ranges_module  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
-from weightstream.adapters.hf.checkpoint_ranges import Range, byte_ranges  # noqa: E402
+from weightstream.adapters.hf.checkpoint_ranges import TensorRange, byte_ranges  # noqa: E402
 from weightstream.adapters.hf.hub import skeleton  # noqa: E402
 
 KINDS = ("gate", "up", "down")
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int], int]] = {
 }
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], ranges: tuple[Range, ...]) -> torch.Tensor:
+def gathered(tensors: Mapping[str, torch.Tensor], ranges: tuple[TensorRange, ...]) -> torch.Tensor:
     return torch.cat([tensors[r.name].reshape(-1).view(torch.uint8)[r.begin : r.end] for r in ranges])
 
 
@@ -150,7 +150,7 @@ class Made(transformers.LlamaForCausalLM):
 
 def convert(
     shape: tuple[int, ...], sources: list[torch.Tensor], operation: Any
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], tuple[Range, ...] | None]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], tuple[TensorRange, ...] | None]:
     """What transformers makes of the sources, these by name, and the ranges."""
     tensors = {f"part.{i}.weight": source for i, source in enumerate(sources)}
     operations = operation if isinstance(operation, list) else [Computed(operation)]

@@ -31,7 +31,7 @@ from weightstream.adapters.hf.generation import Decoding, Recorder, decode, gene
 from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
-from weightstream.inputs.builder import Given  # noqa: E402
+from weightstream.inputs.builder import CallerFacts  # noqa: E402
 from weightstream.inputs.planner_inputs import Sketch, machine_elsewhere, sketch_of  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
 from weightstream.plan.problem import Prospect  # noqa: E402
@@ -483,7 +483,7 @@ def over_lanes(model: Any, num: int) -> Stripes:
     for sixteenths in (3, 4, 6, 8, 12):
         config = OffloadConfig(max_memory=dict.fromkeys(range(num), nbytes * sixteenths // 16), codec="none")
         try:
-            return stripe(model, [Lane(lanes) for _ in range(num)], config, Given())
+            return stripe(model, [Lane(lanes) for _ in range(num)], config, CallerFacts())
         except PlanError:
             continue
     raise AssertionError("no budget plans")
@@ -550,8 +550,10 @@ def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: 
     with over_lanes(model, 2) as stripes:
         for _ in range(3):
             model(x.clone(), mask.clone())
-        monkeypatch.setattr(activation_transfer.Way, "goes", lambda way, _: way is stripes._ways[1])
-        monkeypatch.setattr(activation_transfer.Way, "copied", staticmethod(lambda tensor, _: tensor.clone()))
+        monkeypatch.setattr(activation_transfer.DeviceCrossing, "goes", lambda way, _: way is stripes._ways[1])
+        monkeypatch.setattr(
+            activation_transfer.DeviceCrossing, "copied", staticmethod(lambda tensor, _: tensor.clone())
+        )
         call, made = (model if part == "the model" else model.body), []
         with stripes.step():
             call(x, mask)

@@ -209,7 +209,7 @@ def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
     tensors["lm_head.weight"] = torch.zeros(3, 3)
     names = "_get_resolved_checkpoint_files", "_load_pretrained_model", "_finalize_model_loading"
     with needs(", ".join(names)):
-        reading = private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
+        reading = private.StandInLoad(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
         with reading():
             model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert reading.info is not None, lost("_finalize_model_loading")

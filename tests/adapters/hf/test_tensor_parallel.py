@@ -32,7 +32,7 @@ import weightstream
 from models import TEXT
 from weightstream import ConfigError, Plan, PlanError
 from weightstream.adapters.hf import hub, tensor_parallel
-from weightstream.adapters.hf.checkpoint_ranges import Gathered, Range
+from weightstream.adapters.hf.checkpoint_ranges import Gathered, TensorRange
 from weightstream.api.pack import pack
 from weightstream.api.plan_model import prospect
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -334,7 +334,7 @@ def test_shards_lie_where_transformers_would_cut_them(name: str, rank: int, tmp_
     order = torch.randperm(len(pieces)).tolist()
     save_file({f"{order.index(i):02}": piece.clone() for i, piece in enumerate(pieces)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
-    ranges = [Range(f"{order.index(i):02}", 0, piece.nbytes) for i, piece in enumerate(pieces)]
+    ranges = [TensorRange(f"{order.index(i):02}", 0, piece.nbytes) for i, piece in enumerate(pieces)]
     distributed.init_process_group("fake", rank=rank, world_size=3)
     try:
         mesh = distributed.init_device_mesh("cpu", (3,))

@@ -136,7 +136,7 @@ def _learns(rank: int, steps: int, file: str) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     world = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
     host.get_world_group = lambda: world  # type: ignore[attr-defined]
-    engine = object.__new__(host.Engine)
+    engine = object.__new__(host.VllmWorker)
     engine._worker = SimpleNamespace(device=torch.device("cpu"))
     engine._profile = distributed.barrier  # type: ignore[method-assign]
     for _ in range(steps):
@@ -152,7 +152,7 @@ def _fails(rank: int, file: str) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     world = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
     host.get_world_group = lambda: world  # type: ignore[attr-defined]
-    engine = object.__new__(host.Engine)
+    engine = object.__new__(host.VllmWorker)
     engine._worker = SimpleNamespace(device=torch.device("cpu"), model_runner=None)
     engine._profile = distributed.barrier  # type: ignore[method-assign]
 

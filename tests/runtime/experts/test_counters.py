@@ -22,7 +22,7 @@ from weightstream.runtime.experts import counters
 from weightstream.runtime.experts.counters import Cache, Tally
 from weightstream.runtime.experts.slot_cache import Found
 from weightstream.runtime.streamer.stats import of_cache
-from weightstream.runtime.trace import Experts, Span, Trace, total
+from weightstream.runtime.trace import ExpertTraffic, Span, Trace, total
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
@@ -107,7 +107,7 @@ def test_counts_begin_where_slots_are_full() -> None:
     slots[1].now = (110, 33, 5, 2)
     assert found.counts() == Counts(4, 9, 6, ahead=5, used=2), "two of those found were fetched as a guess"
     slots[1].now = (107, 33)
-    assert found.read() == {"0": Experts(21, 13, 130), "1": Experts(107, 33, 330)}
+    assert found.read() == {"0": ExpertTraffic(21, 13, 130), "1": ExpertTraffic(107, 33, 330)}
     slots[1] = Told()  # the stacks lie elsewhere now
     assert found.counts() == Counts(4, 1, 1)
 
@@ -237,12 +237,12 @@ def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
 
 
 def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
-    from weightstream.adapters.hf.decode_steps import Steps
+    from weightstream.adapters.hf.decode_steps import DecodeSteps
 
     model = built()
     with held(model, "cached", MOST) as streamer:
         streamer._binding.plan = replace(streamer.plan, workload=streamer._installed.replanning.prospect.workload)
-        plan, found = compare(model, Steps, 0.05)
+        plan, found = compare(model, DecodeSteps, 0.05)
     assert plan.cached
     assert found["equal"] is True
     assert found["experts"]["num_slots"] == found["num_slots"] == MOST
@@ -286,15 +286,15 @@ def test_what_a_cache_did_in_words() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         plan = streamer.plan
-    some = of_cache(plan, Experts(75, 25, 25 << 20), 10)
+    some = of_cache(plan, ExpertTraffic(75, 25, 25 << 20), 10)
     of_steps = {"num_slots": MOST, "found_share": 0.75, "fetched_nbytes_per_token": 2.5 * (1 << 20)}
     assert some == of_steps | {"ahead_used_share": None}
     line = "4 slots for those of a layer; 75.0 % found there, 2.5MiB fetched per token"
     assert counted(some) == line
-    more = of_cache(plan, Experts(75, 25, 25 << 20, 8, 6), 10)
+    more = of_cache(plan, ExpertTraffic(75, 25, 25 << 20, 8, 6), 10)
     assert more == of_steps | {"ahead_used_share": 0.75}
     assert counted(more) == f"{line}; of those fetched ahead 75 % were used"
-    none = of_cache(plan, Experts(0, 0, 0), 10)
+    none = of_cache(plan, ExpertTraffic(0, 0, 0), 10)
     assert none is not None
     assert counted(none) == "4 slots for those of a layer; none was read there"
     assert NUM_EXPERTS > MOST

@@ -38,7 +38,7 @@ from weightstream.adapters.modules import moe as adapter
 from weightstream.errors import StoreError
 from weightstream.inputs import builder
 from weightstream.runtime.experts import unit_decode
-from weightstream.runtime.experts.slot_cache import Lru, Slots
+from weightstream.runtime.experts.slot_cache import Lru, SlotCache
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.store.pages import PageCache
@@ -577,7 +577,7 @@ def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) 
     model, plain = built(), built()
     with held(model, "cached", 8), torch.no_grad():
         assert_equal(model, plain)
-        monkeypatch.setattr(Slots, "forget", lambda slots: None)
+        monkeypatch.setattr(SlotCache, "forget", lambda slots: None)
         for each in (model, plain):
             one_row(each)
         assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))

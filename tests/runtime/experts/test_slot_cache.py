@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from weightstream.plan.expert_cache import LEAST_USED, MOST_AHEAD
+from weightstream.plan.expert_cache import LEAST_USED, MAX_PREFETCHED_ROWS
 from weightstream.runtime.experts import slot_cache as slots
 from weightstream.runtime.experts import slot_kernels
-from weightstream.runtime.experts.slot_cache import Lru, Piece, Slots, Stack, _OnDevice, put_rows
+from weightstream.runtime.experts.slot_cache import Lru, RowPiece, SlotCache, SlotStack, _OnDevice, put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 77
@@ -250,12 +250,12 @@ class Rig:
         def row(nbytes: int) -> torch.Tensor:
             return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=chance).to(DEVICE)
 
-        first = Piece(rows=tuple(row(8192 + 8) for _ in range(num_rows)), at=0)
-        second = Piece(rows=tuple(row(rng.choice(LENGTHS)) for _ in range(num_rows)), at=8192 + 64)
-        alone = Piece(rows=tuple(row(1024) for _ in range(num_rows)), at=128)
+        first = RowPiece(rows=tuple(row(8192 + 8) for _ in range(num_rows)), at=0)
+        second = RowPiece(rows=tuple(row(rng.choice(LENGTHS)) for _ in range(num_rows)), at=8192 + 64)
+        alone = RowPiece(rows=tuple(row(1024) for _ in range(num_rows)), at=128)
         self.whole = torch.full((num_slots * 64 * 1024,), POISON, dtype=torch.uint8, device=DEVICE)
         parts = self.whole.view(2, num_slots, 32 * 1024)
-        self.stacks: list[Stack] = [(parts[0], [first, second]), (parts[1, :, : 2 * 1024], [alone])]
+        self.stacks: list[SlotStack] = [(parts[0], [first, second]), (parts[1, :, : 2 * 1024], [alone])]
         self.wanted = self.whole.clone()
         parts = self.wanted.view(2, num_slots, 32 * 1024)
         self._targets = [parts[0], parts[1, :, : 2 * 1024]]
@@ -277,11 +277,11 @@ def on_device(rows: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(12, 4), (7, 5), (5, 1)])
 def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
     rig, model = Rig(num_rows, num_slots), Model(num_slots)
-    slots = _OnDevice(rig.stacks, num_rows) if kernels else Slots(rig.stacks, num_rows)
+    slots = _OnDevice(rig.stacks, num_rows) if kernels else SlotCache(rig.stacks, num_rows)
     numbers, rng = set(), random.Random(num_slots)
     for rows in steps(num_rows, num_slots, 16 if kernels else 400, seed=7):
         if rng.random() < 0.6:
-            guess, most = guesses(rows, num_rows, rng), rng.choice((1, 2, MOST_AHEAD))
+            guess, most = guesses(rows, num_rows, rng), rng.choice((1, 2, MAX_PREFETCHED_ROWS))
             slots.fetch_ahead(on_device(guess), most)
             rig.fetched(model.guess(guess, most))
             assert torch.equal(rig.whole, rig.wanted), guess
@@ -379,12 +379,12 @@ def test_no_more_are_guessed_than_there_is_room_to_tell() -> None:
     rig = Rig(40, 20)
     slots = _OnDevice(rig.stacks, 40)
     whole = torch.full((64,), POISON, dtype=torch.int32, device=DEVICE)
-    slots._ahead = whole[: 2 * MOST_AHEAD]
+    slots._ahead = whole[: 2 * MAX_PREFETCHED_ROWS]
     for row in range(3):
         slots.resolve(on_device([row]))
     slots.fetch_ahead(on_device(list(range(10, 26))), 12)
-    assert slots._state[4].item() == MOST_AHEAD
-    assert set(whole[2 * MOST_AHEAD :].tolist()) == {POISON}
+    assert slots._state[4].item() == MAX_PREFETCHED_ROWS
+    assert set(whole[2 * MAX_PREFETCHED_ROWS :].tolist()) == {POISON}
 
 
 def test_an_id_that_is_none_reaches_nothing_outside() -> None:
@@ -421,7 +421,7 @@ def test_rows_are_put_where_they_are_in_the_stack(kernels: bool, nbytes: int) ->
 @pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])
 def test_rows_that_changed_are_fetched_once_they_are_forgotten(kernels: bool) -> None:
     rig = Rig(9, 4)
-    slots = _OnDevice(rig.stacks, 9) if kernels else Slots(rig.stacks, 9)
+    slots = _OnDevice(rig.stacks, 9) if kernels else SlotCache(rig.stacks, 9)
     slots.resolve(on_device([1, 2, 3]))
     rig.fetched([(1, 0), (2, 1), (3, 2)])
     for _, pieces in rig.stacks:
@@ -448,7 +448,7 @@ def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_lists_judge_guesses_by_the_numbers_of_the_kernels() -> None:
-    lists = slots._RECENT, slots._FEW, slots._PROBES, MOST_AHEAD
+    lists = slots._RECENT, slots._FEW, slots._PROBES, MAX_PREFETCHED_ROWS
     assert 1 / slots._FEW == LEAST_USED
     kernels = slot_kernels._RECENT, slot_kernels._FEW, slot_kernels._PROBES, slot_kernels.MOST_AHEAD
     assert lists == tuple(number.value for number in kernels)

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from weightstream.errors import InvariantError, StoreError
-from weightstream.runtime.experts.slot_cache import Piece, Slots
+from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache
 from weightstream.runtime.experts.stacks import Stack, pieces_of_rows, unread
 from weightstream.runtime.weights.alias_groups import groups
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import Pinned, in_file
 from weightstream.store import pages as pages_module
-from weightstream.store.file_slice import Extent
+from weightstream.store.file_slice import FileSlice
 from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
@@ -28,10 +28,10 @@ NUM_ROWS, ROW = 6, 8192  # bytes: one tile of bfloat16
 WORD = 8
 
 
-def fetched(pieces: Sequence[Piece], nbytes: int = ROW) -> torch.Tensor:
+def fetched(pieces: Sequence[RowPiece], nbytes: int = ROW) -> torch.Tensor:
     """All rows, as a cache brings them."""
     memory = torch.full((NUM_ROWS, nbytes + 64), 77, dtype=torch.uint8)
-    slots = Slots([(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
+    slots = SlotCache([(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
     assert (memory[:, nbytes:] == 77).all()
     return memory[slots, :nbytes]
 
@@ -107,7 +107,7 @@ def cache(device: Device) -> Iterator[PageCache]:
     made.close()
 
 
-def stack_in(extents: Sequence[Extent], cache: PageCache) -> Stack:
+def stack_in(extents: Sequence[FileSlice], cache: PageCache) -> Stack:
     """A stack whose bytes are these, in windows that are pinned."""
     memory = LazyMemory.of_extents("w", extents)
     tensor = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(NUM_ROWS, 64, 64)
@@ -122,7 +122,7 @@ def stack_in(extents: Sequence[Extent], cache: PageCache) -> Stack:
     return stack
 
 
-def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[Extent]:
+def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[FileSlice]:
     """Halves of rows in so many files, those of one file one after another with other bytes between."""
     halves, files = data.view(-1, ROW // 2), [bytearray(before) for _ in range(num)]
     places = []
@@ -133,7 +133,7 @@ def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> li
     for index, file in enumerate(files):
         (folder / f"{index}").write_bytes(file)
     mappings = [FileMapping(folder / f"{index}") for index in range(num)]
-    return [Extent(mappings[file], begin, end) for file, begin, end in places]
+    return [FileSlice(mappings[file], begin, end) for file, begin, end in places]
 
 
 @pytest.mark.parametrize("num", [1, 3, 5, 12])
@@ -176,7 +176,7 @@ def test_of_a_row_that_is_cut_inside_of_a_word_it_is_told(tmp_path: Path, cache:
     path, data = tmp_path / "0", data_of()
     path.write_bytes(data[:-4].numpy().tobytes() + bytes(12) + data[-4:].numpy().tobytes())
     mapping, cut = FileMapping(path), len(data) - 4
-    stack = stack_in([Extent(mapping, 0, cut), Extent(mapping, cut + 12, cut + 16)], cache)
+    stack = stack_in([FileSlice(mapping, 0, cut), FileSlice(mapping, cut + 12, cut + 16)], cache)
     assert stack.pieces(Device()) == []
     assert "multiples of 8 bytes" in told(stack)
 
@@ -229,7 +229,7 @@ def test_nobody_waits_for_pages_before_it_is_to_or_asks_the_device(refused: int 
 
 def test_of_columns_of_files_it_is_told_at_once(tmp_path: Path, cache: PageCache) -> None:
     (tmp_path / "0").write_bytes(bytes(4 * NUM_ROWS * ROW))
-    columns = Extent(FileMapping(tmp_path / "0"), 0, 2 * NUM_ROWS * ROW - ROW // 2, pitch=ROW, width=ROW // 2)
+    columns = FileSlice(FileMapping(tmp_path / "0"), 0, 2 * NUM_ROWS * ROW - ROW // 2, pitch=ROW, width=ROW // 2)
     stack, device = stack_in([columns], cache), Device()
     for waits in (False, True):
         assert "it is columns of what is in files" in told(stack, device, waits=waits)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weightstream
 from models import randomise
-from weightstream.runtime.ring.turn import Turn
+from weightstream.runtime.ring.turn import StepTurn
 
 WIDTH, DEPTH = 64, 8
 
@@ -321,7 +321,7 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
 
 def test_a_turn_that_no_thread_has_is_free_again() -> None:
     """As an error at the very end of a step leaves it."""
-    turn = Turn()
+    turn = StepTurn()
     turn.run(lambda is_first: is_first)
     turn._lock.acquire()
     assert turn.run(lambda is_first: is_first)
@@ -329,7 +329,7 @@ def test_a_turn_that_no_thread_has_is_free_again() -> None:
 
 
 def test_a_call_inside_of_a_turn_is_no_step_of_its_own() -> None:
-    turn = Turn()
+    turn = StepTurn()
     assert turn.run(lambda is_first: (is_first, turn.run(lambda is_first: is_first))) == (True, False)
     with turn.taken() as outer, turn.taken() as inner:
         assert (outer, inner) == (True, False)

@@ -311,14 +311,14 @@ class Listener:
 @pytest.mark.parametrize("name", ["wait", "release"])
 @pytest.mark.parametrize("tensors", [[], [torch.ones(2, 3)], [torch.ones(2), torch.zeros(3, dtype=torch.bfloat16)]])
 def test_opcheck(name: str, tensors: list[torch.Tensor]) -> None:
-    session = custom_ops.Session(listener := Listener())
+    session = custom_ops.OpSession(listener := Listener())
     operator = getattr(torch.ops.weightstream, name).default
     torch.library.opcheck(operator, (tensors, session.token, session.tensor_of(3)))
     assert set(listener.calls) == {(name, 3)}
 
 
 def test_a_session_that_is_closed_is_told() -> None:
-    session = custom_ops.Session(listener := Listener())
+    session = custom_ops.OpSession(listener := Listener())
     custom_ops.wait(session, session.tensor_of(1), ([torch.ones(1)], {"a": torch.ones(1, dtype=torch.int64)}))
     session.close()
     with pytest.raises(weightstream.OffloadError, match="streamer was removed"):

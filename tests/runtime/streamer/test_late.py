@@ -21,7 +21,7 @@ import weightstream
 import weightstream.api.offload
 import weightstream.store.pages
 from weightstream.errors import ConfigError, StoreError
-from weightstream.inputs.builder import Given
+from weightstream.inputs.builder import CallerFacts
 from weightstream.runtime.devices.cpu import CpuBackend
 from weightstream.runtime.tensors.guarded import Access, guard, unguard
 from weightstream.runtime.weights.sources import Tier
@@ -58,7 +58,7 @@ def test_an_update_before_the_pages_arrive_is_in_the_first_step(
     monkeypatch.setattr(
         weightstream.inputs.builder, "pinned", lambda backend, config: (None, PageCache(pin, lambda memory: None))
     )
-    streamer = weightstream.api.offload._offload(model, CpuBackend(), config, Given(memories=checkpoint.mappings))
+    streamer = weightstream.api.offload._offload(model, CpuBackend(), config, CallerFacts(memories=checkpoint.mappings))
     try:
         with torch.no_grad():
             for either in model, plain:

@@ -21,7 +21,7 @@ from torch import nn
 import weightstream
 from models import TEXT
 from weightstream.errors import CheckpointError, OffloadError, UnsupportedError
-from weightstream.runtime.ring.tensor_views import UnitFaces
+from weightstream.runtime.ring.tensor_views import UnitTensors
 from weightstream.runtime.tensors.pytree import moved
 
 WIDTH = 32
@@ -263,15 +263,15 @@ def test_an_alias_taken_before_a_reorder_is_still_remembered() -> None:
 def test_an_interrupt_while_a_unit_opens_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = chain(), torch.randn(2, WIDTH)
     want = model(x).detach()
-    real, calls = UnitFaces.to_ring, []
+    real, calls = UnitTensors.to_ring, []
 
-    def interrupted(self: UnitFaces) -> None:
+    def interrupted(self: UnitTensors) -> None:
         real(self)
         calls.append(self)
         if len(calls) in (3, 11):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(UnitFaces, "to_ring", interrupted)
+    monkeypatch.setattr(UnitTensors, "to_ring", interrupted)
     streamer = offloaded(model)
 
     def steps() -> None:

@@ -27,7 +27,7 @@ from weightstream.runtime.weights.relocation import CodeOverflow
 from weightstream.runtime.weights.sources import Mapped, OnDisk, Pageable, PageWindow, Pinned, Tier
 from weightstream.store.arena import Arena
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.file_slice import Extent
+from weightstream.store.file_slice import FileSlice
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.lazy import DecodedMemory, LazyMemory
 from weightstream.store.mapping import FileMapping
@@ -71,7 +71,7 @@ def in_parts(tensor: torch.Tensor, path: Path) -> LazyMemory:
     for index, (begin, end) in enumerate(pairwise(cuts)):
         file = path.with_name(f"{path.name}.{index}")
         file.write_bytes(bytes(11) + flat[begin:end].tobytes())
-        extents.append(Extent(FileMapping(file), 11, 11 + end - begin))
+        extents.append(FileSlice(FileMapping(file), 11, 11 + end - begin))
     return LazyMemory.of_extents(path.name, extents)
 
 
@@ -93,7 +93,7 @@ def coded_in(tensor: torch.Tensor, path: Path) -> DecodedMemory:
         mapping.populate(64, end)
         return mapping.bytes(64, end)
 
-    return DecodedMemory(path.name, path, layout, source, extents=[Extent(mapping, 64, end)])
+    return DecodedMemory(path.name, path, layout, source, extents=[FileSlice(mapping, 64, end)])
 
 
 FORMS = {"gathered": in_parts, "columns": columns_in, "coded file": coded_in}

@@ -22,12 +22,12 @@ from weightstream.runtime.weights.sources import (
     PageWindow,
     Pinned,
     Resident,
-    Source,
     Tier,
+    WeightSource,
     ZeroCopy,
     in_file,
 )
-from weightstream.store.file_slice import Extent
+from weightstream.store.file_slice import FileSlice
 from weightstream.store.lazy import DecodedMemory, LazyMemory
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
@@ -61,7 +61,7 @@ class Rig:
         self.cache.close()
         self.backend.close()
 
-    def source(self, kind: str, form: str) -> Source:
+    def source(self, kind: str, form: str) -> WeightSource:
         if kind in IN_MEMORY:
             return self.in_memory(kind, form)
         if kind == "zero-copy":
@@ -79,7 +79,7 @@ class Rig:
         cache.close() if kind == "no window" else None
         return file.windowed(pages)
 
-    def in_memory(self, kind: str, form: str) -> Source:
+    def in_memory(self, kind: str, form: str) -> WeightSource:
         if form == "plain":
             return IN_MEMORY[kind](view=self.data.clone())
         lazy = DecodedMemory("w", Path("w"), self.layout, lambda: self.code, decode=coding.decode)
@@ -102,7 +102,7 @@ class Rig:
             self.path,
             self.layout,
             lambda: (mapping.populate(begin, end), mapping.bytes(begin, end))[1],
-            extents=[Extent(mapping, begin, end)],
+            extents=[FileSlice(mapping, begin, end)],
         )
         return self.found(lazy.bytes(0, NBYTES), lazy)
 
@@ -111,7 +111,7 @@ class Rig:
         paths = (self.path, self.folder / "other", self.path, self.folder / "other")
         whole = {path: self.written(path, torch.cat([self.data, self.data]), 33)[0] for path in set(paths)}
         extents = [
-            Extent(whole[path], 33 + a + NBYTES * (i % 2), 33 + b + NBYTES * (i % 2))
+            FileSlice(whole[path], 33 + a + NBYTES * (i % 2), 33 + b + NBYTES * (i % 2))
             for i, (path, a, b) in enumerate(zip(paths, cuts[:-1], cuts[1:], strict=True))
         ]
         lazy = LazyMemory.of_extents("w", extents)
@@ -122,7 +122,7 @@ class Rig:
         rows = torch.full((16, before + width + after), 255, dtype=torch.uint8)
         rows[:, before : before + width] = self.data.view(16, width)
         mapping, begin, end = self.written(self.path, rows.view(-1), 33)
-        lazy = LazyMemory.of_extents("w", [Extent(mapping, begin + before, end - after, width, rows.shape[1])])
+        lazy = LazyMemory.of_extents("w", [FileSlice(mapping, begin + before, end - after, width, rows.shape[1])])
         return self.found(lazy.bytes(0, NBYTES), lazy)
 
     def found(self, view: torch.Tensor, memory: FileMapping | LazyMemory) -> OnDisk:
@@ -130,7 +130,7 @@ class Rig:
         assert source is not None
         return source
 
-    def filled(self, source: Source) -> torch.Tensor:
+    def filled(self, source: WeightSource) -> torch.Tensor:
         """What a fill of the source leaves in a ring, with guards around it."""
         size = NBYTES if source.layout is None else source.layout.nbytes
         ring = torch.full((size + 2000,), 7, dtype=torch.uint8)
@@ -244,7 +244,9 @@ def test_pages_that_kernels_read_are_of_their_file_whatever_becomes_of_that(rig:
 def test_a_part_of_a_file_that_is_outside_is_refused(rig: Rig) -> None:
     mapping, _, _ = rig.written(rig.path, rig.data)
     with pytest.raises(StoreError, match="are not inside"):
-        LazyMemory.of_extents("w", [Extent(mapping, 0, 10), Extent(mapping, mapping.nbytes - 1, mapping.nbytes + 1)])
+        LazyMemory.of_extents(
+            "w", [FileSlice(mapping, 0, 10), FileSlice(mapping, mapping.nbytes - 1, mapping.nbytes + 1)]
+        )
 
 
 def test_what_was_read_or_is_a_part_is_in_no_file(rig: Rig) -> None:

@@ -38,7 +38,7 @@ _ON_CPU = property(lambda self: _CPU)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class ComponentCall:
     """A call of a component: its kind, and what its work is.
 
     `cast`: where the pipeline has cast the component before, the same on meta in the other dtype.
@@ -50,7 +50,7 @@ class Call:
     cast: nn.Module | None = None
 
 
-def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], str]:
+def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCall], str]:
     """The calls of components in one call of the pipeline; and why they end early, if they do.
 
     Neither the pipeline nor its components nor the arguments change, and no weight is read: they may be on meta.
@@ -101,7 +101,7 @@ class _Rehearsal:
     """The calls so far, and what was answered to each kind of them."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ComponentCall] = []
         self._like: dict[Any, _Alike] = {}
         self._until_s = time.perf_counter() + _LIMIT_S
 
@@ -158,7 +158,7 @@ class _Rehearsal:
         module = casts.now
         work, output = self._known_of(module, entry, args, kwargs)
         cast = None if module is casts.module else module
-        self.calls.append(Call(component=name, kind=kind_of(args, kwargs, entry), work=work, cast=cast))
+        self.calls.append(ComponentCall(component=name, kind=kind_of(args, kwargs, entry), work=work, cast=cast))
         return copy.deepcopy(output)
 
     def _known_of(self, module: nn.Module, entry: str, args: Any, kwargs: Any) -> tuple[Footprint, Any]:
@@ -232,9 +232,9 @@ def _signed(values: Any) -> Iterable[Any]:
     yield from ((key, value) for key, value in sorted(kwargs.items()) if isinstance(value, plain))
 
 
-def runs(calls: Sequence[Call]) -> list[tuple[Call, int]]:
+def runs(calls: Sequence[ComponentCall]) -> list[tuple[ComponentCall, int]]:
     """Calls of one kind in a row, and how many."""
-    found: list[tuple[Call, int]] = []
+    found: list[tuple[ComponentCall, int]] = []
     for call in calls:
         last = found[-1] if found else None
         if last is not None and last[0].work is call.work:

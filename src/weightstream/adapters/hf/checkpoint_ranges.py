@@ -30,7 +30,7 @@ _INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
 _MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
 
 
-class Range(NamedTuple):
+class TensorRange(NamedTuple):
     """Bytes `begin` to `end` of the tensor `name` of a checkpoint."""
 
     name: str
@@ -41,7 +41,7 @@ class Range(NamedTuple):
 class Gathered:
     """A tensor of a model, like `made`, of ranges of a checkpoint's tensors, as transformers takes it."""
 
-    def __init__(self, name: str, ranges: Sequence[Range], made: torch.Tensor, checkpoint: Checkpoint) -> None:
+    def __init__(self, name: str, ranges: Sequence[TensorRange], made: torch.Tensor, checkpoint: Checkpoint) -> None:
         self.shape, self.dtype = made.shape, made.dtype
         self._name, self._ranges, self._checkpoint = name, ranges, checkpoint
 
@@ -77,22 +77,22 @@ class Gathered:
         of_row = (first * self.dtype.itemsize, (first + width) * self.dtype.itemsize, nbytes) if is_cut else None
         return self._of(parts, of_row).view(rows.shape if is_flat else (*rows.shape[:-1], width))
 
-    def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[Range]:
+    def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[TensorRange]:
         """Where the rows of these numbers lie."""
         bounds = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
         firsts = list(accumulate(((part.end - part.begin) // nbytes for part in self._ranges), initial=0))
-        found: list[Range] = []
+        found: list[TensorRange] = []
         for start, stop in pairwise(bounds):
             row, end = int(numbers[start]), int(numbers[stop - 1]) + 1
             while row < end:
                 index = bisect(firsts, row) - 1
                 part, to = self._ranges[index], min(end, firsts[index + 1])
                 begin = part.begin + (row - firsts[index]) * nbytes
-                found.append(Range(part.name, begin, begin + (to - row) * nbytes))
+                found.append(TensorRange(part.name, begin, begin + (to - row) * nbytes))
                 row = to
         return found
 
-    def _of(self, ranges: Sequence[Range], columns: tuple[int, int, int] | None = None) -> torch.Tensor:
+    def _of(self, ranges: Sequence[TensorRange], columns: tuple[int, int, int] | None = None) -> torch.Tensor:
         return self._checkpoint.gather(self._name, ranges, columns).view(self.dtype)
 
 
@@ -116,7 +116,7 @@ class Decoded:
 def gather(
     model: nn.Module,
     checkpoint: Checkpoint,
-    places: Mapping[str, private.Place],
+    places: Mapping[str, private.LoadTarget],
     mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Gathered], set[str]]:
     """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
@@ -142,7 +142,9 @@ def gather(
     return {name: Gathered(name, ranges, state[name], checkpoint) for name, ranges in kept.items()}, used
 
 
-def as_they_are(model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, private.Place]) -> dict[str, Gathered]:
+def as_they_are(
+    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, private.LoadTarget]
+) -> dict[str, Gathered]:
     """Likewise, by their names in the checkpoint, those that transformers takes as they are. Those that it may compare,
     as they are given for the same parameter, are not among them."""
     found, state = {}, model.state_dict(keep_vars=True)
@@ -154,13 +156,13 @@ def as_they_are(model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, p
             continue
         made = state[place]
         if (made.shape, made.dtype) == (torch.Size(entry.shape), torch_dtype(entry.dtype)):
-            found[name] = Gathered(name, [Range(name, 0, entry.nbytes)], made, checkpoint)
+            found[name] = Gathered(name, [TensorRange(name, 0, entry.nbytes)], made, checkpoint)
     return found
 
 
 def byte_ranges(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None = None
-) -> dict[str, tuple[Range, ...]]:
+) -> dict[str, tuple[TensorRange, ...]]:
     """Of every tensor of the model that is whole rows of a checkpoint's tensors, their bytes in order.
 
     Args:
@@ -177,7 +179,7 @@ def byte_ranges(
                 module._parameters[name] = nn.Parameter(made, requires_grad=False)
     names = {id(module): name for name, module in tokens.named_modules()}
     wanted = model.state_dict()
-    found: dict[str, tuple[Range, ...]] = {}
+    found: dict[str, tuple[TensorRange, ...]] = {}
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         """Looks at what was made at once, so that tokens of one parameter are in memory at a time."""
@@ -203,7 +205,7 @@ class _Made(NamedTuple):
 
 def _by_kinds(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], mapping: Mapping[str, str] | None
-) -> dict[str, tuple[Range, ...]]:
+) -> dict[str, tuple[TensorRange, ...]]:
     """As `byte_ranges`, of tensors that go to these places. Of many that differ by the numbers of their blocks alone,
     the first and the last are converted; where these two are alike, those between them are taken to be so, too."""
     if mapping:  # which may tell blocks apart
@@ -212,7 +214,7 @@ def _by_kinds(
     tried = [made for kind in kinds for made in (kind[0], kind[-1])]
     found = byte_ranges(model, {name: tensors[name] for made in tried for name in made.names.values()})
     owners = {name: (made, alike) for made in tried for alike, name in made.names.items()}
-    told: dict[int, dict[str, list[Range]]] = {id(made): {} for made in tried}
+    told: dict[int, dict[str, list[TensorRange]]] = {id(made): {} for made in tried}
     for full, ranges in found.items():
         made, _ = owners[ranges[0].name]
         pattern, whose = _without(full, made.numbers), [owners[part.name] for part in ranges]
@@ -283,7 +285,7 @@ class _Sources:
             self.tokens[name] = _Tokens(end, _token_shape(tensor.shape))
             end += prod(self.tokens[name].shape) + 1  # a gap: no range goes over the end of a tensor
 
-    def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[Range, ...]:
+    def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[TensorRange, ...]:
         """What these tokens stand for in a tensor like `wanted`; nothing where that is not whole rows."""
         if made.dtype is not torch.int64 or made.shape != _token_shape(wanted.shape) or not made.numel():
             return ()
@@ -295,7 +297,7 @@ class _Sources:
         ranges = [found for run in runs if (found := self._range(*run, wanted)) is not None]
         return tuple(ranges) if len(ranges) == len(bounds) - 1 else ()
 
-    def _range(self, number: int, length: int, wanted: torch.Tensor) -> Range | None:
+    def _range(self, number: int, length: int, wanted: torch.Tensor) -> TensorRange | None:
         """What a run of consecutive tokens stands for; None where no tensor has them, or its rows are other ones."""
         at = bisect(self._firsts, number) - 1
         if at < 0:
@@ -308,7 +310,7 @@ class _Sources:
         if tensor.dtype is not wanted.dtype or _row_size(tensor.shape) != size:
             return None
         nbytes = size * tensor.element_size()
-        return Range(name, begin // width * nbytes, (begin + length) // width * nbytes)
+        return TensorRange(name, begin // width * nbytes, (begin + length) // width * nbytes)
 
 
 class _Tokens:

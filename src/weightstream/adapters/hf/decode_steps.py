@@ -59,7 +59,7 @@ def shorten(cache: Any, num_positions: int) -> None:
             layer[private.WINDOW_COUNT] = num_positions
 
 
-class Steps:
+class DecodeSteps:
     """Steps of one workload, of random tokens, each on the cache as the prompt left it. Equal models, equal outputs."""
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:

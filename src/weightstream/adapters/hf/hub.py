@@ -108,7 +108,7 @@ def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     """Where a model is: what transformers is told, and what is on this machine."""
 
     name: str  # a folder, or a repository on the hub
@@ -145,7 +145,7 @@ class Source:
 
 def find(
     name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
-) -> Source:
+) -> ModelSource:
     """A model, and the adapter in its folder, or whose folder it is, if transformers would load that.
 
     Arguments as of `local_path`. Raises `CheckpointError`.
@@ -159,7 +159,7 @@ def find(
         name = given.parent
     elif given.is_dir() and not os.path.isdir(name):  # it begins with ~
         name = given
-    found = Source(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
+    found = ModelSource(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
     if not (folder / ADAPTER).is_file():
         return found
     is_alone = not (folder / "config.json").exists()
@@ -222,7 +222,7 @@ def _inside(folder: Path, subfolder: str) -> Path:
 
 
 def config_and_class(
-    source: Source, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
+    source: ModelSource, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:
     """The config of a model, or the one `given`, and the class of the model that it describes.
 
@@ -277,7 +277,7 @@ def _override(config: Any, options: dict[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def _read_config(source: Source, remote_code: bool) -> Any:
+def _read_config(source: ModelSource, remote_code: bool) -> Any:
     name, about = source.place_of_code if remote_code else (str(source.folder), {})
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote_code, **about)
@@ -326,7 +326,7 @@ def refuse_quantised(what: object, quantization: Any, supported: Collection[str]
         raise UnsupportedError(f"{what}: quantised with {method}: pip install {' '.join(missing)}")
 
 
-def _class_of(config: Any, model_class: Any, remote_code: bool, source: Source) -> Any:
+def _class_of(config: Any, model_class: Any, remote_code: bool, source: ModelSource) -> Any:
     if model_class is None:
         model_class = _named_class(config, remote_code, source.folder)
     if hasattr(model_class, "config_class"):

@@ -25,13 +25,13 @@ from weightstream.errors import UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
 
-Undo = Callable[[], None]
+Restore = Callable[[], None]
 Unpacked = Callable[[Any, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
 _CASTING = "layerwise_casting"  # a hook of diffusers
 _UNPACKS = "_weightstream_unpacks"  # of a forward
 
 
-def unpack_late(model: nn.Module, device: torch.device) -> Undo:
+def unpack_late(model: nn.Module, device: torch.device) -> Restore:
     """Have every module of the model unpack its own weights, on the device that it is going to compute on.
 
     Returns what undoes it.
@@ -67,7 +67,7 @@ def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator
 # -- compressed-tensors ------------------------------------------------------------------------------------------------
 
 
-def _whole_model(module: nn.Module) -> Undo | None:
+def _whole_model(module: nn.Module) -> Restore | None:
     """Keep the library from unpacking all modules below this one."""
     handle = module.__dict__.get("ct_decompress_hook")
     hooks = module._forward_pre_hooks
@@ -83,7 +83,7 @@ def _whole_model(module: nn.Module) -> Undo | None:
     return undo
 
 
-def _compressed(module: nn.Module) -> Undo | None:
+def _compressed(module: nn.Module) -> Restore | None:
     status = module.__dict__.get("quantization_status")
     if status is None or status.name != "COMPRESSED":
         return None
@@ -100,7 +100,7 @@ def _compressed(module: nn.Module) -> Undo | None:
     )
 
 
-def _unpacking(module: nn.Module, unpacked: Unpacked) -> Undo:
+def _unpacking(module: nn.Module, unpacked: Unpacked) -> Restore:
     """Have `unpacked(module, input)` make its weights, by name, in each of its forwards."""
     lock = threading.RLock()  # what it shows is for one forward
 
@@ -167,7 +167,7 @@ def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tens
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------
 
 
-def _cast(module: nn.Module) -> Undo | None:
+def _cast(module: nn.Module) -> Restore | None:
     registry = module.__dict__.get("_diffusers_hook")
     hook = None if registry is None else registry.get_hook(_CASTING)
     if hook is None:
@@ -200,7 +200,7 @@ def _cast(module: nn.Module) -> Undo | None:
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 
-def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
+def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
     """Bring 4-bit weights in the order in which CPUs with AVX-512 read them, as the first forward there does; on any
     other device they would be read wrong."""
     is_read_so = getattr(module, "support_avx512bf16_for_cpu", False)

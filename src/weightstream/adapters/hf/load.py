@@ -31,7 +31,7 @@ from weightstream.adapters.hf.checkpoint_ranges import Decoded, Gathered, as_the
 from weightstream.adapters.hf.file_backing import Homing
 from weightstream.adapters.hf.hub import (
     DESCRIBING,
-    Source,
+    ModelSource,
     build,
     check_dtype,
     config_and_class,
@@ -236,7 +236,7 @@ class _Load:
 
     def __init__(
         self,
-        source: Source,
+        source: ModelSource,
         checkpoint: Checkpoint,
         folder: OffloadFolder,
         cls: Any,
@@ -248,7 +248,7 @@ class _Load:
         self._source, self._allow_missing = source, allow_missing
         # an adapter that is put in, or a class's own load, may read weights
         self._is_read = source.adapter is not None or private.has_own_load(cls)
-        self._reading: private.Reading | None = None
+        self._reading: private.StandInLoad | None = None
         self._for_generation = for_generation
         self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
@@ -373,7 +373,7 @@ class _Load:
         places, conversions = private.places(skeleton, self._checkpoint.entries, mapping)
         return *self._gather(skeleton, places), conversions
 
-    def _gather(self, skeleton: Any, places: Mapping[str, private.Place]) -> tuple[dict[str, Gathered], set[str]]:
+    def _gather(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> tuple[dict[str, Gathered], set[str]]:
         """As `gather`; nothing where weights may be read before they are gathered."""
         if self._is_read:
             return {}, set()
@@ -402,7 +402,7 @@ class _Load:
             "codec='compressed'; and neither codec='none' nor uva)",
         )
 
-    def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, private.Place]) -> None:
+    def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> None:
         """What transformers casts, makes something of, or compares with what it may be tied to must hold its values."""
         state = skeleton.state_dict(keep_vars=True)
         sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
@@ -419,7 +419,7 @@ class _Load:
         """Has transformers make the model of these; the dict is empty then."""
         allowed = self._options.get("ignore_mismatched_sizes", False)
         index: Any = self._checkpoint.index
-        self._reading = private.Reading(
+        self._reading = private.StandInLoad(
             self._source.base,
             self._source.subfolder,
             getattr(self._options["config"], "transformers_weights", None),

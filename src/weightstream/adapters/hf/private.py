@@ -34,7 +34,7 @@ _MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
-Place = tuple[str | None, bool]  # the tensor of a model that a name goes to, if any, and whether it is converted
+LoadTarget = tuple[str | None, bool]  # the tensor of a model that a name goes to, if any, and whether it is converted
 
 
 def is_loaded(param: torch.nn.Parameter) -> bool:
@@ -97,14 +97,14 @@ def progress_bar(wanted: bool | None) -> Iterator[None]:
 
 def places(
     model: Any, names: Iterable[str], mapping: Mapping[str, str] | None = None
-) -> tuple[dict[str, Place], list[Any]]:
+) -> tuple[dict[str, LoadTarget], list[Any]]:
     """Where each name of a checkpoint goes, and what transformers converts or renames as it loads these."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     state, transforms = model.state_dict(), _conversions(model, mapping)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    found: dict[str, Place] = {}
+    found: dict[str, LoadTarget] = {}
     for name in sorted(names):
         place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
@@ -436,7 +436,7 @@ def add_adapter(model: Any, folder: Any, dtype: torch.dtype) -> None:
                 module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
 
 
-class Reading:
+class StandInLoad:
     """One load of transformers by this thread, in which `tensors` stand in for the files of a checkpoint.
 
     transformers looks for the files of `name`, in `subfolder`, or of the file there that the config names: it gets

@@ -72,7 +72,7 @@ def _name(*args: Any, **kwargs: Any) -> None:
     raise _Named((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
 
 
-class Experts:
+class ExpertForward:
     """How the forward of one module of experts reads single matrices of its stacks."""
 
     def __init__(self, module: Any, names: Sequence[str], block: Any = None) -> None:
@@ -206,7 +206,7 @@ def _as_is(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return states
 
 
-def picks_of(module: nn.Module, block: nn.Module | None = None) -> Experts | None:
+def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward | None:
     """Of experts, how they read single matrices; None for any other module. `block` holds them, and what routes.
 
     Stacks of one byte a weight go to a kernel, with the ids (`FP8Experts`): nothing may stand in for these.
@@ -217,7 +217,11 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> Experts | Non
     stacks = {name: param for name in _STACKS if isinstance(param := module._parameters.get(name), nn.Parameter)}
     is_stacked = len(stacks) == 2 and all(param.ndim == 3 and len(param) == num for param in stacks.values())
     is_indexed = is_stacked and all(param.dtype.itemsize > 1 for param in stacks.values())
-    return Experts(module, list(stacks), block) if is_indexed and hasattr(config, "_experts_implementation") else None
+    return (
+        ExpertForward(module, list(stacks), block)
+        if is_indexed and hasattr(config, "_experts_implementation")
+        else None
+    )
 
 
 def why_whole(model: nn.Module) -> str | None:

@@ -208,7 +208,7 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
     if reason := why_refused(wrapper.vllm_config):
         raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
     logger.parent = logging.getLogger("vllm")  # its level, and its handlers
-    engine = Engine(wrapper.worker, config)
+    engine = VllmWorker(wrapper.worker, config)
     with ours.building(engine.offloader):
         result = inner(*args, **kwargs)
         with set_current_vllm_config(wrapper.vllm_config):
@@ -257,7 +257,7 @@ def _asks_any_rank(asks: bool) -> bool:
     return asks if ranks is None else any(ranks.gather(asks))
 
 
-class Engine:
+class VllmWorker:
     """One engine's worker, and the offloader of its layers."""
 
     def __init__(self, worker: Any, config: OffloadConfig) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import ALIGN_NBYTES
-from weightstream.store.staging import Source
+from weightstream.store.staging import StagingSource
 
 Event = Any  # made by a backend and understood by that backend alone
 Stamp = Any  # likewise
@@ -49,7 +49,7 @@ class Copy:
     src: torch.Tensor
     pinned: bool = False
     prepare: Callable[[], None] | None = None
-    read: tuple[Source, int, int] | None = None
+    read: tuple[StagingSource, int, int] | None = None
 
     def joined(self, other: Copy) -> Copy | None:
         """One copy for two that are neighbours at both ends, the alignment gap between them included."""

@@ -24,7 +24,7 @@ from weightstream.store.arena import Arena
 from weightstream.store.ending import finalize
 from weightstream.store.limits import describe_limits
 from weightstream.store.numa import Node, nearest
-from weightstream.store.staging import MemorySource, Reading, Staging
+from weightstream.store.staging import MemorySource, StagedReading, Staging
 
 logger = logging.getLogger("weightstream")
 
@@ -303,7 +303,7 @@ class CudaBackend:
     def _drained(self) -> Callable[[], None]:
         return self._copies.record_event().synchronize  # type: ignore[no-any-return]
 
-    def _read(self, copy: Copy) -> Reading:
+    def _read(self, copy: Copy) -> StagedReading:
         """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
         return self._staging.start(*(copy.read or (MemorySource(copy.src), 0, copy.src.numel())))
 

@@ -12,12 +12,12 @@ import torch
 
 from weightstream.runtime.devices.backend import Copy
 from weightstream.store.numa import Node
-from weightstream.store.staging import Reading, Staging
+from weightstream.store.staging import StagedReading, Staging
 
 STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
 _THREADS = 3, 8  # that read, a half of the cores: a disk has work with the least, in memory one copies 3 to 5 GB/s
 
-Move = tuple[Copy, Reading | None]  # a copy, and the reading that its bytes come from, if not from its source
+Move = tuple[Copy, StagedReading | None]  # a copy, and the reading that its bytes come from, if not from its source
 
 
 class Point:

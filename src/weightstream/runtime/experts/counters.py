@@ -12,8 +12,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from weightstream.plan.expert_cache import Counts
-from weightstream.runtime.experts.slot_cache import Found, Slots
-from weightstream.runtime.trace import Experts, total
+from weightstream.runtime.experts.slot_cache import Found, SlotCache
+from weightstream.runtime.trace import ExpertTraffic, total
 
 _WARM = 8  # times as many rows as there are slots: before, slots were empty
 
@@ -22,7 +22,7 @@ class Cache(NamedTuple):
     """The cache of a unit, its slots, and the bytes of a row in one."""
 
     unit: str
-    slots: Slots
+    slots: SlotCache
     num_slots: int
     row_nbytes: float
 
@@ -32,16 +32,16 @@ class Tally:
 
     def __init__(self, caches: Callable[[], Iterable[Cache]] = tuple) -> None:
         self._caches = caches
-        self._before: Mapping[str, Experts] = {}  # of plans that were in force
-        self._warm: WeakKeyDictionary[Slots, Found] = WeakKeyDictionary()  # what they had counted by then
+        self._before: Mapping[str, ExpertTraffic] = {}  # of plans that were in force
+        self._warm: WeakKeyDictionary[SlotCache, Found] = WeakKeyDictionary()  # what they had counted by then
 
-    def read(self) -> dict[str, Experts]:
+    def read(self) -> dict[str, ExpertTraffic]:
         """What was found and fetched so far, by unit."""
         found = dict(self._before)
         for cache in self._caches():
             hits, misses, ahead, used = cache.slots.counts()
-            now = Experts(hits, misses, round((misses + ahead) * cache.row_nbytes), ahead, used)
-            found[cache.unit] = total([now, found.get(cache.unit, Experts())])
+            now = ExpertTraffic(hits, misses, round((misses + ahead) * cache.row_nbytes), ahead, used)
+            found[cache.unit] = total([now, found.get(cache.unit, ExpertTraffic())])
         return found
 
     def keep(self) -> None:
@@ -62,9 +62,9 @@ class Tally:
         return Counts(num_slots, hits - used, misses + used, ahead=ahead, used=used) if hits + misses else None
 
 
-def since(begin: Mapping[str, Experts], end: Mapping[str, Experts]) -> dict[str, Experts]:
+def since(begin: Mapping[str, ExpertTraffic], end: Mapping[str, ExpertTraffic]) -> dict[str, ExpertTraffic]:
     """What came from one reading to the next, of units where something did; what began anew tells of a part."""
-    found = {unit: Experts(*map(_more, now, begin.get(unit, Experts()))) for unit, now in end.items()}
+    found = {unit: ExpertTraffic(*map(_more, now, begin.get(unit, ExpertTraffic()))) for unit, now in end.items()}
     return {unit: counts for unit, counts in found.items() if any(counts)}
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.codec.device import on
-from weightstream.plan.expert_cache import MOST_AHEAD
+from weightstream.plan.expert_cache import MAX_PREFETCHED_ROWS
 from weightstream.plan.schedule import aligned
 
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class RowPiece:
     """Bytes of each row that lie in a row in the host's memory, by addresses of the device: flat uint8 for each row.
 
     In a slot they begin at the byte `at`.
@@ -55,16 +55,16 @@ class Piece:
     at: int
 
 
-Stack = tuple[torch.Tensor, Sequence[Piece]]
+SlotStack = tuple[torch.Tensor, Sequence[RowPiece]]
 
 
-class Slots:
+class SlotCache:
     """The slots of one unit: `resolve(ids)` gives the slot of each id's row, once it is there.
 
     `stacks` are each the memory of its slots, uint8 of shape (slots, bytes), and the pieces of its rows.
     """
 
-    def __init__(self, stacks: Sequence[Stack], num_rows: int) -> None:
+    def __init__(self, stacks: Sequence[SlotStack], num_rows: int) -> None:
         self._stacks = [(memory, list(pieces)) for memory, pieces in stacks]
         memory, _ = self._stacks[0]
         self.num, self._num_rows = len(memory), num_rows
@@ -189,7 +189,7 @@ class Lru:
 class _OnDevice:
     """The tables of the kernels, and their launches."""
 
-    def __init__(self, stacks: Sequence[Stack], num_rows: int) -> None:
+    def __init__(self, stacks: Sequence[SlotStack], num_rows: int) -> None:
         from weightstream.runtime.experts import slot_kernels
 
         num, device = len(stacks[0][0]), stacks[0][0].device
@@ -215,7 +215,7 @@ class _OnDevice:
             chunks,
             full(9, 0, torch.int64),
             full(2 * num, 0, torch.int32),
-            full(2 * MOST_AHEAD, 0, torch.int32),
+            full(2 * MAX_PREFETCHED_ROWS, 0, torch.int32),
             full(num_rows, slot_kernels.NEVER.value, torch.int32),
             full(num, 0, torch.int32),
             full(num, -1, torch.int64),
@@ -237,7 +237,7 @@ class _OnDevice:
         return found
 
     def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
-        tables, most = (*self._held, self._guarded, self._state, self._ahead), min(most, MOST_AHEAD)
+        tables, most = (*self._held, self._guarded, self._state, self._ahead), min(most, MAX_PREFETCHED_ROWS)
         with on(ids.device):
             self._kernels.guess[(1,)](ids, ids.numel(), *tables, most, *self._sizes(ids), num_warps=_GUESS_WARPS)
             self._fetch(self._ahead, self._state[4:])
@@ -288,7 +288,7 @@ def put_rows(
         slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS)
 
 
-def _chunks(pieces: Sequence[Piece]) -> torch.Tensor:
+def _chunks(pieces: Sequence[RowPiece]) -> torch.Tensor:
     """The chunks that any row may have: of which piece, and where in it they begin."""
     longest = [max(data.numel() for data in piece.rows) for piece in pieces]
     parts = [torch.arange(0, nbytes, _CHUNK, dtype=torch.int64, device="cpu") for nbytes in longest]

@@ -18,14 +18,14 @@ from weightstream.codec import coding
 from weightstream.codec.format import TILE
 from weightstream.errors import InvariantError
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.experts.slot_cache import Piece, put_rows
+from weightstream.runtime.experts.slot_cache import RowPiece, put_rows
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import Mapped, PageWindow, Pinned
 
 WORD = 8  # bytes, of which what is fetched is a multiple
 
 
-class Reading(NamedTuple):
+class RowReader(NamedTuple):
     """How rows of a stack come to the buffer, by their ids, and by their slots where there are any.
 
     `put` brings them to these `places` of the buffer, and passes over what is negative. `read` gives them in memory
@@ -68,20 +68,20 @@ class Stack:
         """Of a plain row."""
         return self.home.group.nbytes // self.num_rows
 
-    def picking(self, coded: torch.Tensor) -> Reading:
+    def picking(self, coded: torch.Tensor) -> RowReader:
         """What decodes rows of a stack that is coded as a whole."""
         assert self.home.layout is not None
         put, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
-        return Reading(put=put, read=partial(_put_first, put, target))
+        return RowReader(put=put, read=partial(_put_first, put, target))
 
-    def reading(self, slots: torch.Tensor) -> Reading:
+    def reading(self, slots: torch.Tensor) -> RowReader:
         """What reads rows in slots, which hold them as the home does."""
         layout, shape, target = self.home.layout, (-1, *self.shape[1:]), self._target()
         if layout is None:
             plain = slots[:, : self.nbytes].view(self.dtype)
-            return Reading(put=partial(put_rows, slots, target), read=lambda _, found: plain[found].view(shape))
+            return RowReader(put=partial(put_rows, slots, target), read=lambda _, found: plain[found].view(shape))
         put = coding.picking(self.heads().to(slots.device), layout, self.out, self.num_rows, slots)
-        return Reading(put=put, read=partial(_put_first, put, target))
+        return RowReader(put=put, read=partial(_put_first, put, target))
 
     def heads(self) -> torch.Tensor:
         """The starts and the bases of a coded stack, in host memory."""
@@ -114,7 +114,7 @@ class Stack:
             return None
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
 
-    def pieces(self, backend: Backend) -> list[Piece]:
+    def pieces(self, backend: Backend) -> list[RowPiece]:
         """What each row consists of in host memory that the device reads; none where it does not."""
         if (segments := self.segments(backend)) is None:
             return []
@@ -123,12 +123,12 @@ class Stack:
         (data,) = segments
         tiles = layout.num_tiles // self.num_rows
         stride = tiles * layout.tile_nbytes
-        words = Piece(rows=data[: self.num_rows * stride].split(stride), at=0)
+        words = RowPiece(rows=data[: self.num_rows * stride].split(stride), at=0)
         starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
         spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
         ends = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
         escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in ends)
-        return [words, Piece(rows=escapes, at=stride)]
+        return [words, RowPiece(rows=escapes, at=stride)]
 
     def segments(self, backend: Backend) -> list[torch.Tensor] | None:
         """The bytes of the home, in order, by addresses of the device; None where it cannot read them."""
@@ -159,7 +159,7 @@ def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend
     return None
 
 
-def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[Piece]:
+def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[RowPiece]:
     """The pieces of rows of so many bytes each, which lie in these segments one after another; none where a row is cut
     inside of a word.
 
@@ -173,7 +173,7 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
     if any(cut % WORD for cut in cuts):
         return []
     if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):  # as files have matrices, one by one
-        return [Piece(rows=tuple(segments), at=0)]
+        return [RowPiece(rows=tuple(segments), at=0)]
     found: list[list[torch.Tensor]] = [[] for _ in cuts[1:]]
     index = begin = 0  # of the segment
     for row in range(num_rows):
@@ -182,4 +182,4 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
                 begin, index = ends[index], index + 1
             at = row * nbytes - begin
             piece.append(segments[index][at + start : at + end])
-    return [Piece(rows=tuple(rows), at=start) for rows, start in zip(found, cuts, strict=False)]
+    return [RowPiece(rows=tuple(rows), at=start) for rows, start in zip(found, cuts, strict=False)]

@@ -30,8 +30,8 @@ from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.experts.slot_cache import Slots
-from weightstream.runtime.experts.stacks import WORD, Reading, Stack
+from weightstream.runtime.experts.slot_cache import SlotCache
+from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import PageWindow
 
@@ -128,8 +128,8 @@ class Rows:
 
     num_rows: int
     capturing: Callable[[], bool]
-    readings: Mapping[int, Reading]
-    cache: Slots | None = None
+    readings: Mapping[int, RowReader]
+    cache: SlotCache | None = None
     rest: Callable[[], None] | None = None
     look_ahead: Callable[[torch.Tensor], None] | None = None
     num_named: int = 0
@@ -279,7 +279,7 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) 
     parts = room[: num_slots * sum(strides)].split([num_slots * stride for stride in strides])
     views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
-    cache = Slots(list(zip(views, pieces, strict=True)), stacks[0].num_rows)
+    cache = SlotCache(list(zip(views, pieces, strict=True)), stacks[0].num_rows)
     return Rows(num_rows=stacks[0].num_rows, capturing=backend.capturing, readings=readings, cache=cache)
 
 

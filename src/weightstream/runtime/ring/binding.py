@@ -47,8 +47,8 @@ from weightstream.runtime.devices.backend import Backend, StepEnd, owners
 from weightstream.runtime.experts import unit_decode
 from weightstream.runtime.experts.prefetch import Ahead
 from weightstream.runtime.ring.engine import Counters, Engine, State
-from weightstream.runtime.ring.shared_memory import Block
-from weightstream.runtime.ring.tensor_views import Bound, Face, UnitFaces, noticed
+from weightstream.runtime.ring.shared_memory import SharedMemory
+from weightstream.runtime.ring.tensor_views import BoundUnit, StreamedTensor, UnitTensors, noticed
 from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.tensors.leaves import Role
 from weightstream.runtime.tensors.thread_state import unseen
@@ -67,15 +67,17 @@ class Binding:
         backend: Backend,
         counters: Counters,
         timeline: Timeline,
-        block: Block | None = None,
+        block: SharedMemory | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
         self.plan, self.memory = plan, memory  # the ring, the buffer and slots
         self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
-        self.open_units: list[Bound] = []  # the innermost last
+        self.open_units: list[BoundUnit] = []  # the innermost last
         self.is_awake = False  # from `wake` until `rest` is through
-        self._served: list[Face] = []  # those that show the true bytes outside of their unit until a watched step ends
+        self._served: list[
+            StreamedTensor
+        ] = []  # those that show the true bytes outside of their unit until a watched step ends
         self._homes, self._backend = homes, backend
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory[0])
@@ -174,7 +176,7 @@ class Binding:
                     self.engine.release(index)
             raise
 
-    def _bring(self, unit: Bound) -> None:
+    def _bring(self, unit: BoundUnit) -> None:
         self._see(unit.faces.faces)  # a unit that ran before this one may have updated what was filled ahead
         if self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
@@ -183,7 +185,7 @@ class Binding:
             self.engine.wait(unit.index)
         self.decode(unit.index)
 
-    def _forget_opening(self, unit: Bound) -> None:
+    def _forget_opening(self, unit: BoundUnit) -> None:
         unit.opened -= 1
         unit.is_picked = False
         if self.open_units[-1] is unit:
@@ -226,7 +228,7 @@ class Binding:
             if unit.opening.following is not None and (following := unit.opening.then()) is not None:
                 self.units[following].opening.find_early()
 
-    def serve(self, face: Face, view: torch.Tensor) -> None:
+    def serve(self, face: StreamedTensor, view: torch.Tensor) -> None:
         """Show the true bytes, read outside of the face's unit, until `withdraw`."""
         self._served.append(face)
         face.show(view)
@@ -239,7 +241,7 @@ class Binding:
             face.show(face.home)
         self._served.clear()
 
-    def look_for_kept(self, unit: Bound) -> None:
+    def look_for_kept(self, unit: BoundUnit) -> None:
         """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
         for generation in (1, 2):  # a cycle of objects may hold a view that cannot be reached any more; most are young
             if unit.is_kept or not unit.num_views():
@@ -267,7 +269,7 @@ class Binding:
         unit.is_picked = found is not None
         return found
 
-    def _is_blocked(self, unit: Bound) -> bool:
+    def _is_blocked(self, unit: BoundUnit) -> bool:
         """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
         if self.engine.is_blocked(unit.index):
             return True
@@ -366,7 +368,7 @@ class Binding:
 
     # -- making units ------------------------------------------------------------------------------------------------
 
-    def _bound(self, index: int) -> Bound:
+    def _bound(self, index: int) -> BoundUnit:
         plan, (ring, buffer, _) = self.plan, self.memory
         extent = plan.extents[index]
         coded = frozenset(plan.decoded(index))
@@ -376,7 +378,7 @@ class Binding:
             self._backend.part(buffer, 0, buffer.numel()) if coded else buffer[:0],
         )
         storages = {face.ring.untyped_storage().data_ptr(): face.ring.untyped_storage() for face in faces.faces}
-        return Bound(
+        return BoundUnit(
             index=index,
             streams=plan.streams(index),
             faces=faces,
@@ -386,9 +388,9 @@ class Binding:
             has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
         )
 
-    def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitFaces:
+    def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitTensors:
         """The views of a unit: of its bytes of the ring, and of the buffer that its coded weights are decoded into."""
-        faces: list[Face] = []
+        faces: list[StreamedTensor] = []
         mine = {spec.name for spec in self.plan.manifest.units[index].tensors}
         in_buffer = self.plan.decoded(index)
         places = {alias: (streamed, at) for alias, at in self.plan.streamed(index).items() if alias not in in_buffer}
@@ -397,10 +399,10 @@ class Binding:
             home = self._homes.homes[alias]
             for member in home.group.members:
                 if member.spec.name in mine:
-                    faces.append(Face.of(member, home, index, member.view(memory, offset), self._step_end))
-        return UnitFaces(faces)
+                    faces.append(StreamedTensor.of(member, home, index, member.view(memory, offset), self._step_end))
+        return UnitTensors(faces)
 
-    def _borrow(self, unit: Bound) -> UnitFaces:
+    def _borrow(self, unit: BoundUnit) -> UnitTensors:
         """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
         index, plan = unit.index, self.plan
         with torch.inference_mode(False), torch.no_grad():
@@ -433,7 +435,7 @@ class Binding:
                 face.member.lent |= face.alias in left and not face.changed()
             self._leave(left)
 
-    def _see(self, faces: list[Face]) -> list[Face]:
+    def _see(self, faces: list[StreamedTensor]) -> list[StreamedTensor]:
         """Take in updates of the homes of these; returns those that may have been updated.
 
         Raises `InvariantError` for one that shows memory of ours outside of an open unit: that is no weight.
@@ -451,7 +453,7 @@ class Binding:
             self._stale([face for face in found if face.is_assigned() or face.changed()])
         return found
 
-    def _stale(self, updated: list[Face]) -> None:
+    def _stale(self, updated: list[StreamedTensor]) -> None:
         """Take over updates of these, from the ring or from data that was assigned, in an order that may be cut:
         whatever else holds copies of their homes is stale first, and that an update is known comes last."""
         if not updated:

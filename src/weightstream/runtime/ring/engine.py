@@ -23,7 +23,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor, sharing
 from weightstream.runtime.devices.backend import Backend, Copy, Event, Side
-from weightstream.runtime.ring.shared_memory import Block, Tenure
+from weightstream.runtime.ring.shared_memory import SharedMemory, Tenure
 from weightstream.runtime.ring.timeline import Timeline, profiled
 
 
@@ -115,7 +115,7 @@ class Engine:
         copies: Copies,
         counters: Counters | None = None,
         timeline: Timeline | None = None,
-        block: Block | None = None,
+        block: SharedMemory | None = None,
         open_units: Sequence[object] = (),
     ) -> None:
         self.plan = plan

@@ -18,7 +18,7 @@ from weightstream.runtime.ring.timeline import Kind
 CAPTURED = "this model is being captured by torch.cuda.graph alone: use model.weightstream.capture(graph) in its place"
 
 
-class Mode(Enum):
+class GraphMode(Enum):
     """Who runs the units now, and who launches graphs."""
 
     IDLE = "idle"  # units run eager; launches are announced, so the engine knows what is in the ring
@@ -53,7 +53,7 @@ class Graphs:
         self.recordings: WeakKeyDictionary[Any, Recording] = WeakKeyDictionary()
         self._backend = backend
         self._binding = binding  # the one in force: another plan has another
-        self._mode = Mode.IDLE
+        self._mode = GraphMode.IDLE
         self._recording: Recording | None = None  # of the capture that is under way
         self._last: Recording | None = None  # the piece captured last, if the step may go on behind it
 
@@ -68,7 +68,7 @@ class Graphs:
     def capture(self, graph: Any, within: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
         """Capture a step, or a piece of one, whose launches are announced. `within()` is the device's capture, before
         which the copies are queued that the graph takes for granted."""
-        if self._mode is not Mode.IDLE:
+        if self._mode is not GraphMode.IDLE:
             self.resume_eager()
         engine = self._binding().engine
         if not self._backend.capturing():
@@ -77,12 +77,12 @@ class Graphs:
             self._backend.prepare_graph(self._copies())
         with within():
             self._recording = recording = Recording(engine, self._backend, self._last)
-            self._move(Mode.IDLE, Mode.CAPTURING)
+            self._move(GraphMode.IDLE, GraphMode.CAPTURING)
             try:
                 yield
             finally:
                 self._recording = None
-                self._move(Mode.CAPTURING, Mode.IDLE)
+                self._move(GraphMode.CAPTURING, GraphMode.IDLE)
                 self._binding().ahead.join()
                 recording.end()
         self._last = self.recordings[graph] = recording
@@ -90,7 +90,7 @@ class Graphs:
     def replay(self, graph: Any, launch: Callable[[], object]) -> None:
         """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
         recording = self.recording_of(graph)
-        if self._mode is Mode.UNKNOWN:
+        if self._mode is GraphMode.UNKNOWN:
             self.resume_eager()
         engine = self._binding().engine
         engine.counters.steps += recording.begins
@@ -115,20 +115,20 @@ class Graphs:
     def sync(self) -> None:
         """Before an engine captures or launches a graph: make compute wait for every copy in flight."""
         self._drop_failed()
-        if self._mode is Mode.IDLE:
+        if self._mode is GraphMode.IDLE:
             self.resume_eager()
             self._binding().abandon()  # what an error in an eager step left in use
             self._binding().engine.prime()
             self._binding().engine.settle()
-            self._move(Mode.IDLE, Mode.UNKNOWN)
+            self._move(GraphMode.IDLE, GraphMode.UNKNOWN)
         if not self._backend.capturing():
             self._backend.prepare_graph()
 
     def join(self) -> None:
         """Inside of an engine's capture, before it ends: make the copies that are due, and join them."""
-        if self._mode is Mode.CAPTURING_PIECE and self._recording is not None:
+        if self._mode is GraphMode.CAPTURING_PIECE and self._recording is not None:
             self._last, self._recording = self._recording, None
-            self._move(Mode.CAPTURING_PIECE, Mode.UNKNOWN)
+            self._move(GraphMode.CAPTURING_PIECE, GraphMode.UNKNOWN)
             self._binding().ahead.join()
             self._last.end()
 
@@ -161,15 +161,15 @@ class Graphs:
         if self._last is not None and self._last.in_use:
             self._binding().abandon()
         self._last = None
-        if self._mode is Mode.UNKNOWN:
+        if self._mode is GraphMode.UNKNOWN:
             self._binding().engine.forget_all()  # graphs that were not announced may have been launched
-            self._move(Mode.UNKNOWN, Mode.IDLE)
+            self._move(GraphMode.UNKNOWN, GraphMode.IDLE)
 
     def heal(self) -> None:
         """No capture is under way, whatever was cut; where one was, nothing is known of the ring."""
         self._recording = self._last = None
-        if self._mode is not Mode.IDLE and not self._backend.capturing():
-            self._mode = Mode.IDLE
+        if self._mode is not GraphMode.IDLE and not self._backend.capturing():
+            self._mode = GraphMode.IDLE
             self._binding().engine.forget_all()
 
     def _copies(self) -> Iterator[Copy]:
@@ -182,20 +182,20 @@ class Graphs:
         """The recording that takes the units now."""
         self._drop_failed()
         if self._recording is None and self._backend.capturing():
-            if self._mode is Mode.IDLE:
+            if self._mode is GraphMode.IDLE:
                 raise OffloadError(CAPTURED)
             self._recording = Recording(self._binding().engine, self._backend, self._last, deferred=False)
-            self._move(Mode.UNKNOWN, Mode.CAPTURING_PIECE)
+            self._move(GraphMode.UNKNOWN, GraphMode.CAPTURING_PIECE)
         return self._recording
 
     def _drop_failed(self) -> None:
         """A piece whose capture is over without `join`."""
-        if self._mode is Mode.CAPTURING_PIECE and not self._backend.capturing():
+        if self._mode is GraphMode.CAPTURING_PIECE and not self._backend.capturing():
             self._recording = None
-            self._move(Mode.CAPTURING_PIECE, Mode.UNKNOWN)
+            self._move(GraphMode.CAPTURING_PIECE, GraphMode.UNKNOWN)
             self._binding().abandon()
 
-    def _move(self, before: Mode, after: Mode) -> None:
+    def _move(self, before: GraphMode, after: GraphMode) -> None:
         if self._mode is not before:
             raise InvariantError(f"graphs go from {before.value} to {after.value}, and were {self._mode.value}")
         self._mode = after

@@ -17,7 +17,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices.backend import Backend, Side
-from weightstream.runtime.ring.turn import Turn
+from weightstream.runtime.ring.turn import StepTurn
 
 
 class User(Protocol):
@@ -50,11 +50,11 @@ class Tenure:
             self._steps, self._usual = 0, self._steps
 
 
-class Block:
+class SharedMemory:
     """Device memory for any number of models on one backend, of which one at a time has it."""
 
     def __init__(self, backend: Backend, nbytes: int) -> None:
-        self.turn = Turn()  # held for a whole step of any of the models
+        self.turn = StepTurn()  # held for a whole step of any of the models
         self.memory = backend.alloc(aligned(nbytes))
         self._backend = backend
         self._event = backend.event()

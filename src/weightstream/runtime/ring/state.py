@@ -9,11 +9,11 @@ from enum import Enum
 from types import MappingProxyType
 
 from weightstream.errors import InvariantError, OffloadError
-from weightstream.runtime.ring.shared_memory import Block
-from weightstream.runtime.ring.turn import Turn
+from weightstream.runtime.ring.shared_memory import SharedMemory
+from weightstream.runtime.ring.turn import StepTurn
 
 
-class Mode(Enum):
+class StepState(Enum):
     """What a streamer is doing. Weights have fixed addresses in STEP, HELD and FORWARD."""
 
     IDLE = "between steps"
@@ -27,17 +27,17 @@ class Mode(Enum):
 
 _NEXT = MappingProxyType(
     {
-        Mode.IDLE: (Mode.LEARNING, Mode.EAGER, Mode.STEP, Mode.HELD, Mode.REMOVED),
-        Mode.LEARNING: (Mode.IDLE,),
-        Mode.EAGER: (Mode.IDLE,),
-        Mode.STEP: (Mode.IDLE, Mode.FORWARD),
-        Mode.HELD: (Mode.IDLE, Mode.FORWARD),
-        Mode.FORWARD: (Mode.STEP, Mode.HELD),
-        Mode.REMOVED: (Mode.REMOVED,),
+        StepState.IDLE: (StepState.LEARNING, StepState.EAGER, StepState.STEP, StepState.HELD, StepState.REMOVED),
+        StepState.LEARNING: (StepState.IDLE,),
+        StepState.EAGER: (StepState.IDLE,),
+        StepState.STEP: (StepState.IDLE, StepState.FORWARD),
+        StepState.HELD: (StepState.IDLE, StepState.FORWARD),
+        StepState.FORWARD: (StepState.STEP, StepState.HELD),
+        StepState.REMOVED: (StepState.REMOVED,),
     }
 )
-_RUNNING = (Mode.LEARNING, Mode.EAGER, Mode.FORWARD)
-_FIXED = (Mode.STEP, Mode.HELD, Mode.FORWARD)
+_RUNNING = (StepState.LEARNING, StepState.EAGER, StepState.FORWARD)
+_FIXED = (StepState.STEP, StepState.HELD, StepState.FORWARD)
 _NONE: frozenset[int] = frozenset()
 
 
@@ -47,14 +47,14 @@ class Gate:
     `threads` are those whose calls of units belong to the forward under way.
     """
 
-    def __init__(self, block: Block | None = None) -> None:
+    def __init__(self, block: SharedMemory | None = None) -> None:
         self.block = block  # of device memory, which other models have in turn
-        self.turn = Turn() if block is None else block.turn  # held for a whole step
+        self.turn = StepTurn() if block is None else block.turn  # held for a whole step
         self.lock = threading.RLock()  # held while units open and close, which several threads of a forward may do
-        self.mode = Mode.IDLE
+        self.mode = StepState.IDLE
         self.is_fixed = False  # weights have fixed addresses
         self.threads: AbstractSet[int] = _NONE
-        self._between = Mode.IDLE  # the mode outside of forwards
+        self._between = StepState.IDLE  # the mode outside of forwards
         self._pid = os.getpid()
 
     @property
@@ -64,19 +64,19 @@ class Gate:
 
     @property
     def is_removed(self) -> bool:
-        return self.mode is Mode.REMOVED
+        return self.mode is StepState.REMOVED
 
     @property
     def is_cut(self) -> bool:
         """Whether a forward or step() seems under way, for whoever knows that none is."""
-        return self.is_running or self.mode is Mode.STEP
+        return self.is_running or self.mode is StepState.STEP
 
     @property
     def is_held(self) -> bool:
         """Whether an engine drives the layers, in a forward or between two."""
-        return self._between is Mode.HELD
+        return self._between is StepState.HELD
 
-    def change(self, mode: Mode) -> None:
+    def change(self, mode: StepState) -> None:
         if mode not in _NEXT[self.mode]:
             raise InvariantError(f"a streamer {self.mode.value} cannot be {mode.value}")
         self._set(mode)
@@ -87,10 +87,10 @@ class Gate:
 
     def reset(self) -> None:
         """Back to IDLE, whatever was cut short."""
-        if self._between is not Mode.REMOVED:
-            self._set(Mode.IDLE)
+        if self._between is not StepState.REMOVED:
+            self._set(StepState.IDLE)
 
-    def _set(self, mode: Mode) -> None:
+    def _set(self, mode: StepState) -> None:
         is_running = mode in _RUNNING
         if not is_running:
             self._between = mode
@@ -109,5 +109,5 @@ class Gate:
     def refuse_inside(self) -> None:
         """Raise `OffloadError` inside a step of this thread; another thread waits for the step to end."""
         self.refuse_forked()
-        if self.turn.is_mine and (self.is_running or self.mode is Mode.STEP):
+        if self.turn.is_mine and (self.is_running or self.mode is StepState.STEP):
             raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")

@@ -32,7 +32,7 @@ _DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not cou
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Face:
+class StreamedTensor:
     """One tensor object of a unit: both views, where they are, and its version when they last agreed.
 
     What runs for every tensor at every step compares plain fields: a call costs as much as all of the rest.
@@ -52,7 +52,7 @@ class Face:
     is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
 
     @classmethod
-    def of(cls, member: Member, source: Home, unit: int, ring: torch.Tensor, step_end: StepEnd) -> Face:
+    def of(cls, member: Member, source: Home, unit: int, ring: torch.Tensor, step_end: StepEnd) -> StreamedTensor:
         """That of a tensor which shows `ring` in this unit."""
         home = member.view(source.group.home, 0)
         tells = partial(_before, member, source, step_end)  # a guard holds no views
@@ -191,10 +191,10 @@ def _before(member: Member, home: Home, step_end: StepEnd, access: Access) -> No
         home.check()
 
 
-class UnitFaces:
+class UnitTensors:
     """The faces of one unit's streamed tensors."""
 
-    def __init__(self, faces: list[Face]) -> None:
+    def __init__(self, faces: list[StreamedTensor]) -> None:
         self.faces = faces
         self._shells: list[Shell] = list({id(shell): shell for f in faces for shell in f.member.shells}.values())
 
@@ -206,7 +206,7 @@ class UnitFaces:
         for shell in self._shells:
             shell.follow()
 
-    def updated(self, training: bool) -> list[Face]:
+    def updated(self, training: bool) -> list[StreamedTensor]:
         """Those that a forward has changed, which are to be taken over before the homes are shown. Changes nothing."""
         return [face for face in self.faces if face.has_update(training)]
 
@@ -229,7 +229,7 @@ class UnitFaces:
         return found
 
 
-def noticed(faces: Iterable[Face]) -> list[Face]:
+def noticed(faces: Iterable[StreamedTensor]) -> list[StreamedTensor]:
     """Those whose homes may have been written to since the versions agreed, or show data that somebody assigned."""
     return [
         face
@@ -241,7 +241,7 @@ def noticed(faces: Iterable[Face]) -> list[Face]:
     ]
 
 
-def moving(faces: Sequence[Face]) -> list[str]:
+def moving(faces: Sequence[StreamedTensor]) -> list[str]:
     """Tensors without a fixed address: several units hold them, each in its own extent."""
     places: dict[int, set[int]] = {}
     for face in faces:
@@ -250,7 +250,7 @@ def moving(faces: Sequence[Face]) -> list[str]:
 
 
 @dataclass(eq=False, slots=True)
-class Bound:
+class BoundUnit:
     """A unit bound to memory.
 
     `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
@@ -261,7 +261,7 @@ class Bound:
 
     index: int
     streams: bool
-    faces: UnitFaces
+    faces: UnitTensors
     storages: tuple[tuple[torch.UntypedStorage, int], ...]
     coded: frozenset[str]
     opening: Opening
@@ -270,7 +270,7 @@ class Bound:
     in_buffer: int = 0
     is_picked: bool = False
     is_kept: bool = False
-    borrowed: UnitFaces | None = None
+    borrowed: UnitTensors | None = None
 
     @property
     def rows(self) -> Rows | None:

@@ -25,7 +25,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.devices.backend import Backend, Side, Stamp
 from weightstream.runtime.experts.counters import Tally, since
 from weightstream.runtime.tensors.pytree import tensors_in
-from weightstream.runtime.trace import Experts, Row, Span, SpanKind, Trace
+from weightstream.runtime.trace import ExpertTraffic, Row, Span, SpanKind, Trace
 
 logger = logging.getLogger("weightstream")
 
@@ -145,7 +145,7 @@ class Tracing:
     trace: Trace
     origin: Stamp
     host_origin_s: float
-    experts: Mapping[str, Experts]  # as they were counted before
+    experts: Mapping[str, ExpertTraffic]  # as they were counted before
     num_steps: int = 0
     step: int = 0  # the one under way; 0 between two
     marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)

@@ -44,7 +44,7 @@ _WAITING = frozenset(
 )
 
 
-class Turn:
+class StepTurn:
     """Lets one step in at a time, in the order of arrival as far as two threads are concerned.
 
     `threads` are those of the step that has the turn; none between steps. It is one object for good.

@@ -23,7 +23,7 @@ from weightstream.runtime.weights.alias_groups import span
 _ALIGN = 16
 
 
-class Way:
+class DeviceCrossing:
     """The way from the first device to another and back. What several blocks are given goes once."""
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
@@ -68,10 +68,10 @@ class Way:
         return tensor.to(device, non_blocking=True)
 
 
-class Call:
+class TransferredCall:
     """What one call of a block is given on its device, and what comes back of that."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: DeviceCrossing) -> None:
         self._way = way
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # a source's id -> it, its copy, its version
         self._containers: list[tuple[Any, Any]] = []
@@ -162,13 +162,13 @@ def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             yield ordered
 
 
-def crossing(way: Way) -> Run:
+def crossing(way: DeviceCrossing) -> Run:
     """What runs around the forward of a block that another device computes, inside of its unit."""
 
     def run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not way.is_open:
             return forward(*args, **kwargs)
-        call = Call(way)
+        call = TransferredCall(way)
         args, kwargs = call.there((args, kwargs))
         try:
             with on(way.device):

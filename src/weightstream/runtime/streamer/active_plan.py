@@ -29,8 +29,8 @@ from weightstream.runtime.experts.unit_decode import buffers
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.engine import Counters
 from weightstream.runtime.ring.graphs import Graphs
-from weightstream.runtime.ring.shared_memory import Block
-from weightstream.runtime.ring.state import Gate, Mode
+from weightstream.runtime.ring.shared_memory import SharedMemory
+from weightstream.runtime.ring.state import Gate, StepState
 from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.streamer.attachment import Attachment
 from weightstream.runtime.streamer.compiled import Compiled
@@ -55,7 +55,7 @@ class Installation:
         replanning: Replanning,
         grains: Sequence[Sequence[UnitModule]],
         on_close: Callable[[], None],
-        block: Block | None = None,
+        block: SharedMemory | None = None,
     ) -> None:
         self.binding: Binding
         self.modules = modules
@@ -129,9 +129,9 @@ class Installation:
                 held()
 
     def _why_not_switched(self) -> str | None:
-        if self.gate.mode is Mode.HELD:
+        if self.gate.mode is StepState.HELD:
             return "the engine that drives the layers holds the addresses of their weights"
-        if self.gate.mode is not Mode.IDLE:
+        if self.gate.mode is not StepState.IDLE:
             return f"the streamer is {self.gate.mode.value}"
         if self.modules.session.traced and not self.compiled.is_wanted:
             return "code that torch.compile made of this model holds the addresses of its weights"
@@ -192,7 +192,7 @@ class Installation:
     @contextmanager
     def traced(self, trace: Trace) -> Iterator[None]:
         """Inside, all goes into the trace; both ends wait for the device."""
-        if self.gate.mode is Mode.REMOVED:
+        if self.gate.mode is StepState.REMOVED:
             raise OffloadError("trace() after remove(): nothing streams any more")
         with self.gate.turn.taken():
             self.backend.synchronize()
@@ -229,6 +229,6 @@ class Installation:
         if self.gate.block is None:  # else whoever has that closes it
             self.backend.close()
         self._on_close()
-        self.gate.change(Mode.REMOVED)
+        self.gate.change(StepState.REMOVED)
         if lost is not None:
             raise lost

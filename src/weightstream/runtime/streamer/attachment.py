@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from weightstream.plan.plan import Plan
-from weightstream.runtime.ring.turn import Turn
+from weightstream.runtime.ring.turn import StepTurn
 from weightstream.runtime.streamer import custom_ops, forward_patch
 from weightstream.runtime.streamer.forward_patch import Run
 from weightstream.runtime.streamer.read_watch import calling_method, reading_module
@@ -53,7 +53,7 @@ class Attachment:
         self._device = device
         self.entries = set(entries)  # methods beside `forward` that are steps
         self.units = tuple(units)
-        self.session = custom_ops.Session(streamer)  # by which compiled code finds the streamer
+        self.session = custom_ops.OpSession(streamer)  # by which compiled code finds the streamer
         self._streamer = streamer
         self._run_step = run_step
         self._run_unit = run_unit
@@ -125,7 +125,7 @@ class Attachment:
         self.is_other_code = False
         self._code.settle()
 
-    def hold(self, turn: Turn) -> Callable[[], None]:
+    def hold(self, turn: StepTurn) -> Callable[[], None]:
         """While the plan changes modules are plain: a call of one waits for the turn. Returns what ends that."""
         undo = Undo()
         for module in {id(m): m for m in (self.model, *self._unit_modules())}.values():
@@ -266,7 +266,7 @@ def _is_code(kind: type, name: str) -> bool:
     return callable(vars(kind).get(name))
 
 
-def _wait_for_turn(turn: Turn, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _wait_for_turn(turn: StepTurn, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What runs in place of a module while the plan changes."""
     if turn.is_mine:
         return forward(*args, **kwargs)

@@ -33,7 +33,7 @@ _MOST_UNITS = 1 << 20  # of one streamer
 _LIBRARY = torch.library.Library("weightstream", "DEF")
 
 
-class Session:
+class OpSession:
     """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now, or nothing `streams`.
     `traced`: compiled code has called the operators since the model was attached."""
 
@@ -54,12 +54,12 @@ class Session:
         _UNITS.pop(self._handle, None)
 
 
-def wait(session: Session, unit: torch.Tensor, arguments: Any) -> None:
+def wait(session: OpSession, unit: torch.Tensor, arguments: Any) -> None:
     """Order what follows after the unit's fill."""
     torch.ops.weightstream.wait(_mutable(arguments), session.token, unit)
 
 
-def release(session: Session, unit: torch.Tensor, outputs: Any) -> None:
+def release(session: OpSession, unit: torch.Tensor, outputs: Any) -> None:
     """The unit's last kernel is queued."""
     torch.ops.weightstream.release(_mutable(outputs), session.token, unit)
 

@@ -45,7 +45,7 @@ class Around:
     unit by the tensor `unit`.
     """
 
-    def __init__(self, module: nn.Module, session: custom_ops.Session) -> None:
+    def __init__(self, module: nn.Module, session: custom_ops.OpSession) -> None:
         self.module: Any = module  # None: it was let go
         self.session = session
         self.unit: torch.Tensor | None = None
@@ -256,7 +256,7 @@ def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any
     return around.run(plain, args, kwargs) if opens else plain(*args, **kwargs)
 
 
-def hold(module: nn.Module, run: Run, session: custom_ops.Session) -> Callable[[], None]:
+def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable[[], None]:
     """As `surround`, outermost, whatever else stands around the module; returns what undoes it."""
     around = module.__dict__.get(_AROUND)
     if type(around) is not Around or around.module is not module:
@@ -265,7 +265,7 @@ def hold(module: nn.Module, run: Run, session: custom_ops.Session) -> Callable[[
 
 
 def surround(
-    module: nn.Module, run: Run, session: custom_ops.Session, unit: int | None = None, *, opens_early: bool = True
+    module: nn.Module, run: Run, session: custom_ops.OpSession, unit: int | None = None, *, opens_early: bool = True
 ) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` whenever the module's forward is called, as a step, or as that of a unit;
     returns what undoes it. `opens_early`: hooks of the unit run inside, too."""

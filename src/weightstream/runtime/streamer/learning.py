@@ -17,7 +17,7 @@ import torch
 from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.ring import tensor_views
-from weightstream.runtime.ring.state import Mode
+from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of_workload
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.read_watch import ReadWatch
@@ -128,9 +128,9 @@ class Learning:
     def why_not_fixed(self) -> str | None:
         """Why weights cannot have fixed addresses now; None if they can."""
         installed = self._installed
-        if installed.gate.mode is Mode.REMOVED:
+        if installed.gate.mode is StepState.REMOVED:
             return "the model is not offloaded any more"
-        if installed.gate.mode is not Mode.IDLE:
+        if installed.gate.mode is not StepState.IDLE:
             return "a step is under way"
         if installed.backend.capturing():
             return "a capture is under way; enter step() before it"
@@ -310,12 +310,12 @@ class Learning:
             self.switch(plan)
             self.watching = self.watches
         except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
-            if self._installed.gate.mode is Mode.REMOVED:
+            if self._installed.gate.mode is StepState.REMOVED:
                 raise
             logger.warning("the plan stays as it is: %s", error)
             return error
         except Exception as error:
-            if not any_error or self._installed.gate.mode is Mode.REMOVED:
+            if not any_error or self._installed.gate.mode is StepState.REMOVED:
                 raise
             logger.warning("the plan stays as it is", exc_info=True)
             return error

@@ -8,7 +8,7 @@ from typing import Any
 from weightstream.plan.multi_device import AnyPlan
 from weightstream.runtime.ring.timeline import UnitTimes
 from weightstream.runtime.streamer.active_plan import Installation
-from weightstream.runtime.trace import Experts, total
+from weightstream.runtime.trace import ExpertTraffic, total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,11 @@ class Stats:
     predicted_step_s: float
     step_s: float | None
     units: tuple[UnitTimes, ...]
-    experts: Experts
+    experts: ExpertTraffic
     read_in_place: tuple[int, ...]
 
 
-def of_cache(plan: AnyPlan, experts: Experts, num_tokens: int) -> dict[str, Any] | None:
+def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str, Any] | None:
     """What the cache of a plan did for so many tokens; None where there is none."""
     if not plan.cached:
         return None

@@ -25,8 +25,8 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.graphs import CAPTURED
-from weightstream.runtime.ring.shared_memory import Block
-from weightstream.runtime.ring.state import Mode
+from weightstream.runtime.ring.shared_memory import SharedMemory
+from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of, profiled
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.active_plan import Installation
@@ -65,7 +65,7 @@ class Streamer:
         plan: Plan,
         blocks: Sequence[nn.Module] = (),
         on_close: Callable[[], None] = lambda: None,
-        block: Block | None = None,
+        block: SharedMemory | None = None,
         entries: Sequence[str] = (),
     ) -> None:
         units = grains[replanning.prospect.grain_of(plan.manifest)]
@@ -136,7 +136,7 @@ class Streamer:
         """Bring every weight back to where it was and set the model free; may be called twice."""
         self.refuse_inside()
         with self._turn(), self._gate.lock, torch.inference_mode(False), torch.no_grad():
-            if self._gate.mode is Mode.HELD:
+            if self._gate.mode is StepState.HELD:
                 self.unfix()
             if self._gate.is_removed:
                 return
@@ -215,18 +215,18 @@ class Streamer:
         return self._in_turn(partial(self._run_and_learn, step, kind))
 
     def _run_and_learn(self, step: Callable[[], Any], kind: Kind) -> Any:
-        mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
+        mode = StepState.LEARNING if self._learning.watches else StepState.EAGER
         with self._installed.timeline.step(kind):
             output = self._run_eager(step, mode)
         if _is_traced():
             return output
-        if mode is Mode.LEARNING:
+        if mode is StepState.LEARNING:
             self._modules.watched()
         with torch.inference_mode(False), torch.no_grad():
-            self._learning.learn(watched=mode is Mode.LEARNING)
+            self._learning.learn(watched=mode is StepState.LEARNING)
         return output
 
-    def _run_eager(self, step: Callable[[], Any], mode: Mode) -> Any:
+    def _run_eager(self, step: Callable[[], Any], mode: StepState) -> Any:
         def whole() -> Any:
             self._binding.engine.begin_step()
             self._installed.counters.steps += 1
@@ -276,13 +276,13 @@ class Streamer:
                 state.restore()
                 raise
 
-    def _awake(self, work: Callable[[], Any], mode: Mode) -> Any:
+    def _awake(self, work: Callable[[], Any], mode: StepState) -> Any:
         """Run `work` while units may open, in this mode; updates that were made outside are seen at the entry."""
         try:
             with self._gate.lock:
                 self._binding.wake()
                 self._gate.change(mode)
-            if mode is Mode.LEARNING:
+            if mode is StepState.LEARNING:
                 with self._learning.watched():
                     output = work()
             else:
@@ -350,7 +350,7 @@ class Streamer:
                 raise
         args, kwargs = moved((args, kwargs), self.device)
         self._modules.learn_entry()
-        return self._awake(alone, Mode.EAGER)
+        return self._awake(alone, StepState.EAGER)
 
     def _progress(self) -> int | None:
         """How many units the forward under way has opened; None where none is, which other threads could join.
@@ -385,7 +385,7 @@ class Streamer:
             self._learning.sequence.append(unit)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
-        watched = self._gate.mode is Mode.LEARNING or not has_ended  # the watch, or the error, holds views
+        watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the error, holds views
         with self._gate.lock:
             training = self._binding.units[unit].has_buffers and self._modules.trains(unit)
             if self._binding.close(unit, output, training=training, watched=watched):
@@ -413,7 +413,7 @@ class Streamer:
 
     def sees_other_code(self) -> bool:
         """Whether the next step is to be watched, as the model's Python has changed."""
-        if self._gate.mode is not Mode.IDLE or self._backend.capturing():
+        if self._gate.mode is not StepState.IDLE or self._backend.capturing():
             return False
         if not self._modules.has_other_code(looks_closely=True):
             return False
@@ -430,7 +430,7 @@ class Streamer:
                 return
             self._refuse_fixed()
             try:
-                self._fix(Mode.STEP)
+                self._fix(StepState.STEP)
                 yield
                 self.unfix()
             except BaseException:
@@ -445,7 +445,7 @@ class Streamer:
         """
         with self._turn():
             for _ in self._learning.steps():
-                self._run_eager(step, Mode.LEARNING)
+                self._run_eager(step, StepState.LEARNING)
                 with torch.inference_mode(False), torch.no_grad():
                     self._learning.learn(watched=True, is_whole=False)
             return not self._learning.watches
@@ -460,7 +460,7 @@ class Streamer:
         self._learning.watching = False
         self._refuse_fixed()
         try:
-            self._fix(Mode.HELD)
+            self._fix(StepState.HELD)
         except BaseException:
             self._gate.reset()
             self._heal()
@@ -470,7 +470,7 @@ class Streamer:
         if reason := self.why_not_fixed():
             raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
 
-    def _fix(self, mode: Mode) -> None:
+    def _fix(self, mode: StepState) -> None:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
             if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
@@ -489,7 +489,7 @@ class Streamer:
             try:
                 self._binding.unfix()
             finally:
-                self._gate.change(Mode.IDLE)
+                self._gate.change(StepState.IDLE)
 
     def why_not_fixed(self) -> str | None:
         """Why `step` would raise; None if it would not."""
@@ -517,7 +517,7 @@ class Streamer:
         """As `run`, at fixed addresses."""
         with self._installed.timeline.step(kind), self._fixed():
             try:
-                self._gate.change(Mode.FORWARD)
+                self._gate.change(StepState.FORWARD)
                 output = step()
                 self._gate.turn.end(self._gate.end_forward)
                 return output

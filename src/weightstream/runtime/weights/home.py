@@ -10,7 +10,7 @@ import torch
 from weightstream.codec.format import Layout
 from weightstream.errors import OffloadError, StoreError
 from weightstream.runtime.weights.alias_groups import Group
-from weightstream.runtime.weights.sources import OnDisk, Pageable, Source, Tier
+from weightstream.runtime.weights.sources import OnDisk, Pageable, Tier, WeightSource
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class Home:
 
     group: Group
     origin: torch.device
-    source: Source
+    source: WeightSource
     file: OnDisk | None = None
     version: int = 0
 
@@ -53,7 +53,7 @@ class Home:
         """Make sure that the bytes can be read; raises `StoreError`."""
         self.source.check()
 
-    def show(self, source: Source) -> None:
+    def show(self, source: WeightSource) -> None:
         """Let every tensor of the group view this source; those that were given data of their own keep it."""
         before, self.source = self.group.home, source
         if source.view is before:
@@ -113,7 +113,7 @@ class Home:
         self.source, self.file = Pageable(view=torch.empty(0, dtype=torch.uint8, device="cpu")), None
         self.group.home = self.source.view
 
-    def holds_same(self, source: Source) -> bool:
+    def holds_same(self, source: WeightSource) -> bool:
         """Whether these are the plain bytes of a source; False where it cannot be read."""
         if source.view is self.source.plain or self.is_undecoded:  # what was not read was not written to
             return True

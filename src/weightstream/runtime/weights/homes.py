@@ -29,8 +29,8 @@ from weightstream.runtime.weights.sources import (
     PageWindow,
     Pinned,
     Resident,
-    Source,
     Tier,
+    WeightSource,
     ZeroCopy,
     in_file,
     written,
@@ -177,7 +177,7 @@ class Homes:
         if home.file is not None and not self._is_given(home.file):
             home.file = None  # it is of the offload folder
 
-    def _is_given(self, source: Source) -> bool:
+    def _is_given(self, source: WeightSource) -> bool:
         """Whether the view is in a file that weights came from; the offload folder goes with the homes."""
         return source.place is not None and source.is_in_file and source.place[0] in self._memories
 

@@ -29,8 +29,8 @@ from weightstream.runtime.weights.sources import (
     PageWindow,
     Pinned,
     Resident,
-    Source,
     Tier,
+    WeightSource,
     ZeroCopy,
     in_file,
 )
@@ -80,7 +80,7 @@ class Moves:
         self.too_large: dict[str, int] = {}  # alias group -> bytes, where more than planned for
         self.pins = arena is not None  # until the system refuses
 
-    def move(self, home: Home, source: Source) -> None:
+    def move(self, home: Home, source: WeightSource) -> None:
         """Copy the plain bytes to what the source views, and show that."""
         home.source.plain_into(source.view)
         home.show(source)
@@ -233,7 +233,7 @@ class Moves:
             home.show(file)
         home.file = file
 
-    def reads_in_place(self, source: Source) -> bool:
+    def reads_in_place(self, source: WeightSource) -> bool:
         """Whether kernels give the same bits from a file's pages: they choose their way by alignment."""
         return source.place is not None and source.lazy is None and source.place[1] % self._alignment == 0
 

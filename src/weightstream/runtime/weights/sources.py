@@ -40,7 +40,7 @@ import torch
 
 from weightstream.codec.format import Layout
 from weightstream.runtime.devices.backend import Backend, Copy
-from weightstream.store.file_slice import Extent, Joined
+from weightstream.store.file_slice import FileSlice, Joined
 from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping, Memory
 from weightstream.store.pages import Pages
@@ -55,11 +55,11 @@ class Tier(Enum):
     DISK = "disk"  # a file of which nothing is meant to be in RAM
 
 
-Place = tuple[Memory, int, int]  # where in it
+MemoryPlace = tuple[Memory, int, int]  # where in it
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Source:
+class WeightSource:
     """What every kind answers. `view` is what the tensors show between steps: flat plain bytes.
 
     `place` is the memory that it is in, if that has to be made readable first: a file's, or one that is filled by the
@@ -70,7 +70,7 @@ class Source:
     is_in_file: ClassVar[bool] = False
 
     view: torch.Tensor
-    place: Place | None = None
+    place: MemoryPlace | None = None
     layout: Layout | None = None
     coded: torch.Tensor | None = None
 
@@ -129,18 +129,18 @@ class Source:
         """What a fill moves into `ring`; waits for pages that are on their way."""
         raise NotImplementedError
 
-    def after_write(self) -> Source:
+    def after_write(self) -> WeightSource:
         """The source that is true once the view was written to."""
         return self.of_view() if self.reads_file else self
 
-    def of_view(self) -> Source:
+    def of_view(self) -> WeightSource:
         """The view itself as the source, once `check` has returned."""
         if self.place is not None and isinstance(mapping := self.place[0], FileMapping):
-            return Mapped(view=self.view, place=self.place, extents=(Extent(mapping, *self.place[1:]),))
+            return Mapped(view=self.view, place=self.place, extents=(FileSlice(mapping, *self.place[1:]),))
         return Pageable(view=self.view)
 
 
-class _InMemory(Source):
+class _InMemory(WeightSource):
     """Bytes in memory, plain or coded."""
 
     __slots__ = ()
@@ -181,12 +181,12 @@ class Pinned(_InMemory):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Mapped(Source):
+class Mapped(WeightSource):
     """Pages of the private maps of files, pageable: the extent that the view is in, or those that it is made of."""
 
     is_in_file = True
 
-    extents: tuple[Extent, ...]
+    extents: tuple[FileSlice, ...]
 
     @property
     def reads_file(self) -> bool:
@@ -277,7 +277,7 @@ class OnDisk(Mapped):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class ZeroCopy(Source):
+class ZeroCopy(WeightSource):
     """Host memory that kernels read over the link: `view` has its addresses on the device, `host` is what it shows."""
 
     host: PageWindow | Pinned
@@ -303,13 +303,13 @@ def in_file(view: torch.Tensor, memory: Memory) -> OnDisk | None:
     begin = memory.locate(view.data_ptr())
     if begin is not None and isinstance(memory, FileMapping):
         end = begin + view.numel()
-        return OnDisk(view=view, place=(memory, begin, end), extents=(Extent(memory, begin, end),))
+        return OnDisk(view=view, place=(memory, begin, end), extents=(FileSlice(memory, begin, end),))
     if not isinstance(memory, LazyMemory) or memory.is_filled or memory.nbytes != view.numel() or not memory.extents:
         return None
     return OnDisk(view=view, place=(memory, 0, memory.nbytes), layout=memory.layout, extents=memory.extents)
 
 
-def written(places: Mapping[str, Place | None]) -> set[str]:
+def written(places: Mapping[str, MemoryPlace | None]) -> set[str]:
     """Those of which this process holds bytes of its own in the map of a file, or may: loading may update them too."""
     ranges: dict[FileMapping, list[tuple[int, int]] | None] = {}
     found: set[str] = set()
