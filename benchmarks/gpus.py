@@ -40,7 +40,7 @@ import transformers
 
 import weightstream
 from weightstream.measure import multi_gpu_links as links
-from weightstream.measure.bench import HostMemory, backend_of, host_memory
+from weightstream.measure.bench import HostMemory, host_memory, private_backend
 from weightstream.plan import multi_device
 from weightstream.runtime.devices import cuda
 from weightstream.store import numa
@@ -82,7 +82,7 @@ class Gpus:
         is_cuda, num = self.home.type == "cuda", len(self.devices)
         counts = sorted({n for n in (2, 4, 8) if n < num} | {num})
         with ExitStack() as stack:
-            backends = [stack.enter_context(closing(backend_of(device))) for device in self.devices]
+            backends = [stack.enter_context(closing(private_backend(device))) for device in self.devices]
             about = {"nodes": [numa.node_of(cuda.facts(d).pci) if is_cuda else None for d in self.devices]}
             for kind, memory in memories(self.args.files):
                 about |= {"memory": kind, "alone_gbps": [gbps(links.rates([b], seconds, memory)[0]) for b in backends]}
@@ -313,7 +313,7 @@ def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
                     file.write(block)
                 file.flush()
             mapping = FileMapping(Path(file.name))
-            pin = partial(cuda.register, device=device, read_only=True)
+            pin = partial(cuda.pin_in_place, device=device, read_only=True)
             is_cuda = device.type == "cuda"
             with closing(PageCache(pin, cuda.unregister, there) if is_cuda else PageCache()) as cache:
                 (held,) = cache.hold([(mapping, 0, nbytes)], lambda error: print(error, flush=True))
@@ -323,7 +323,7 @@ def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
     @contextmanager
     def at(index: int, device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
         node = numa.Node(index, numa.cores_of(index))
-        pins = (partial(cuda.register, device=device), cuda.unregister) if device.type == "cuda" else (None, None)
+        pins = (partial(cuda.pin_in_place, device=device), cuda.unregister) if device.type == "cuda" else (None, None)
         with closing(Arena(*pins, node)) as arena:
             memory = arena.take(nbytes).fill_(1)
             arena.pin(memory)

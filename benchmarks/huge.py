@@ -20,7 +20,7 @@ from weightstream.adapters.hf import tensor_parallel
 from weightstream.api.offload import _offload
 from weightstream.codec import coding
 from weightstream.inputs.builder import CallerFacts
-from weightstream.runtime.devices.opening import opened
+from weightstream.runtime.devices.opening import opened_backend
 from weightstream.store.file_slice import FileSlice
 from weightstream.store.lazy import DecodedMemory
 from weightstream.store.mapping import FileMapping
@@ -85,7 +85,7 @@ def _like(name: str) -> str:
 @contextmanager
 def streamed(model: Any, given: CallerFacts, device: torch.device, config: Any, *, removes: bool) -> Iterator[Any]:
     """Its streamer; if it `removes`, the model is plain again at the end, its weights decoded as they are read."""
-    with opened(device, config) as backend, torch.no_grad():
+    with opened_backend(device, config) as backend, torch.no_grad():
         streamer = _offload(model, backend, config, given)
     try:
         yield streamer

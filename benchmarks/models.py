@@ -48,7 +48,7 @@ from steps import REFINED, Step, call_of, is_repeatable, timed
 
 import weightstream
 from weightstream import Plan, Streamer
-from weightstream.measure.bench import backend_of, copies_s
+from weightstream.measure.bench import copies_s, private_backend
 from weightstream.measure.profile import profile_for
 
 SETTLE_S = 1.0  # of a resident model under full load, until clocks are where they stay
@@ -83,7 +83,7 @@ class Models:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
-        self.backend, self.rows, self.common = backend_of(self.device), [], rows.environment()
+        self.backend, self.rows, self.common = private_backend(self.device), [], rows.environment()
         self._started = time.perf_counter()
         self.random = torch.Generator(self.device).manual_seed(time.time_ns() % 2**31)
         print(profile_for(self.backend), flush=True)

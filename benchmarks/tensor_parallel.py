@@ -45,7 +45,7 @@ from torch import distributed
 import weightstream
 from weightstream.adapters.hf.ranks import join
 from weightstream.measure import multi_gpu_links as links
-from weightstream.measure.bench import backend_of
+from weightstream.measure.bench import private_backend
 from weightstream.plan.plan import Plan
 
 GIB = 2**30
@@ -81,7 +81,7 @@ class Ranks:
             print({key: value for key, value in row.items() if key not in ("plan", "bench")}, flush=True)
 
     def links(self) -> None:
-        with closing(backend_of(self.device)) as backend:
+        with closing(private_backend(self.device)) as backend:
             distributed.barrier()
             rate = links.rates([backend], 0.01 if self.args.tiny else 0.5)[0]
         self.together = [round(each / 1e9, 2) for each in self.ranks.gather(rate)]

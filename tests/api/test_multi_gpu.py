@@ -23,7 +23,7 @@ from weightstream import ConfigError, OffloadConfig, OffloadError, PlanError, St
 from weightstream.api import multi_gpu
 from weightstream.api.multi_gpu import Stripes, stripe
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder
-from weightstream.inputs.device_split import sharing
+from weightstream.inputs.device_split import blocks_sharing_memory
 from weightstream.measure import multi_gpu_links
 from weightstream.plan import multi_device
 from weightstream.runtime.devices.cpu import CpuBackend
@@ -74,9 +74,9 @@ def test_blocks_that_share_a_tensor_are_found() -> None:
     blocks = [nn.Linear(2, 2) for _ in range(4)]
     blocks[3].weight = blocks[1].weight
     model = nn.ModuleList(blocks)
-    assert sharing(model, blocks) == [0, 1, 2, 1]
+    assert blocks_sharing_memory(model, blocks) == [0, 1, 2, 1]
     model.weight = blocks[2].weight
-    assert sharing(model, blocks) == [0, 1, None, 1]
+    assert blocks_sharing_memory(model, blocks) == [0, 1, None, 1]
 
 
 class Elsewhere(DeviceCrossing):
@@ -481,9 +481,9 @@ def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once per process; where one of them fails, the others do not wait for it."""
-    multi_gpu_links.together.cache_clear()
+    multi_gpu_links.rates_together.cache_clear()
     devices = (torch.device("cpu"),) * 2
-    found = multi_gpu_links.together(devices)
+    found = multi_gpu_links.rates_together(devices)
     assert len(found) == 2
     assert min(found) > 1e6
     made: list[CpuBackend] = []
@@ -498,11 +498,11 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         raise RuntimeError(f"no {nbytes} bytes")
 
     monkeypatch.setattr(multi_gpu_links, "backend_of", failing)
-    assert multi_gpu_links.together(devices) == found
-    multi_gpu_links.together.cache_clear()
-    assert multi_gpu_links.together(devices) == ()
+    assert multi_gpu_links.rates_together(devices) == found
+    multi_gpu_links.rates_together.cache_clear()
+    assert multi_gpu_links.rates_together(devices) == ()
     assert "as fast as alone" in caplog.text
-    multi_gpu_links.together.cache_clear()
+    multi_gpu_links.rates_together.cache_clear()
 
 
 @pytest.mark.few(1)
@@ -512,11 +512,11 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is faster: what is predicted before anything is dealt anew is what the plans then take."""
     monkeypatch.setattr(multi_device, "_WORTH", 1e9)
-    tried, fastest = [], multi_device.fastest
+    tried, fastest = [], multi_device.fastest_deal
 
     def noted(deals: Any, places: Any) -> Any:
         best, planned = fastest(deals, places)
-        tried.append((best, multi_device.predicted({name: lane for name, (_, lane) in planned.items()}, places)))
+        tried.append((best, multi_device.predicted_lanes({name: lane for name, (_, lane) in planned.items()}, places)))
         return best, planned
 
     monkeypatch.setattr(multi_device, "fastest", noted)

@@ -89,8 +89,8 @@ def test_the_rest_of_the_machine(root: Path) -> None:
     assert machine.machine_id(root) == "0123abcd"
     assert machine.machine_id(root / "nothing")
     write(root / "proc", cpuinfo="processor\t: 0\nmodel name\t: A Processor @ 3 GHz\n\nmodel name\t: Another")
-    assert machine.processor(root) == "A Processor @ 3 GHz"
-    assert machine.processor(root / "nothing")
+    assert machine.cpu_name(root) == "A Processor @ 3 GHz"
+    assert machine.cpu_name(root / "nothing")
 
 
 # -- what is made of it ------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_what_is_said_of_pinning(
 
 
 def test_links_are_measured_one_by_one_and_together() -> None:
-    backends = [bench.backend_of(torch.device("cpu")) for _ in range(2)]
+    backends = [bench.private_backend(torch.device("cpu")) for _ in range(2)]
     try:
         assert all(
             rate > 1e6 for rate in multi_gpu_links.rates(backends[:1], 0.01) + multi_gpu_links.rates(backends, 0.01)

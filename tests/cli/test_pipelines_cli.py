@@ -21,7 +21,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.cli.pipelines import save
+from weightstream.cli.pipelines import save_media
 
 pipelines = pytest.importorskip("pipelines")
 pytest.importorskip("accelerate")
@@ -152,7 +152,7 @@ def test_a_video_is_written(video: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".bmp"])
 def test_several_images_are_numbered(suffix: str, tmp_path: Path) -> None:
     images = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    written = save(SimpleNamespace(images=images), tmp_path / f"x{suffix}")
+    written = save_media(SimpleNamespace(images=images), tmp_path / f"x{suffix}")
     assert [path.name for path in written] == [f"x-1{suffix}", f"x-2{suffix}"]
     for path, colour in zip(written, ((255, 0, 0), (0, 0, 255)), strict=True):
         with Image.open(path) as made:
@@ -162,7 +162,7 @@ def test_several_images_are_numbered(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
 def test_several_videos_are_numbered(suffix: str, tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
-    written = save(SimpleNamespace(frames=[frames, frames[:2]]), tmp_path / f"x{suffix}")
+    written = save_media(SimpleNamespace(frames=[frames, frames[:2]]), tmp_path / f"x{suffix}")
     assert [path.name for path in written] == [f"x-1{suffix}", f"x-2{suffix}"]
     for path, num_frames in zip(written, (3, 2), strict=True):
         with Image.open(path) as made:

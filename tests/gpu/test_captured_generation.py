@@ -13,7 +13,7 @@ from generating import MODELS, STATIC, build, options
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.hf.generation import Decoding, generate  # noqa: E402
+from weightstream.adapters.hf.generation import DecodeReport, generate  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -29,8 +29,8 @@ def prompt(length: int = 5, rows: int = 1) -> torch.Tensor:
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(length)).cuda()
 
 
-def captured(model: Any, ids: torch.Tensor, **more: Any) -> tuple[Any, Decoding]:
-    found: list[Decoding] = []
+def captured(model: Any, ids: torch.Tensor, **more: Any) -> tuple[Any, DecodeReport]:
+    found: list[DecodeReport] = []
     return generate(model, ids, on_decoding=found.append, **options(**more)), found[0]
 
 
@@ -61,7 +61,7 @@ def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) ->
         assert torch.equal(got.sequences, want.sequences)
         assert torch.equal(torch.stack(got.logits), torch.stack(want.logits))
         learned = offloaded and not call  # in the step behind the first prompt
-        assert decoding == Decoding(replays=(21 if name in WINDOWED else 22) - learned), (shape, decoding)
+        assert decoding == DecodeReport(replays=(21 if name in WINDOWED else 22) - learned), (shape, decoding)
     if offloaded:
         stats = model.weightstream.stats()
         assert stats.filled_nbytes > 0
@@ -85,13 +85,15 @@ def test_a_text_that_ends_early(sampled: bool, offloaded: bool) -> None:
         options["eos_token_id"] = int(plain.generate(prompt(), **options, **STATIC)[0, 4 + at])
         torch.manual_seed(at)
         want, then = plain.generate(prompt(), **options, **STATIC), torch.rand(4, device="cuda")
-        found: list[Decoding] = []
+        found: list[DecodeReport] = []
         torch.manual_seed(at)
         got, now = generate(model, prompt(), on_decoding=found.append, **options), torch.rand(4, device="cuda")
         assert torch.equal(got, want)
         assert torch.equal(now, then)
         steps, learned = got.shape[1] - 5 - 1, offloaded and at == 3
-        assert found == [Decoding(replays=steps - learned if steps > 1 + learned else 0)]  # one more than plain steps
+        assert found == [
+            DecodeReport(replays=steps - learned if steps > 1 + learned else 0)
+        ]  # one more than plain steps
     if offloaded:
         assert model.weightstream.stats().unplanned_fills == 0
         model.weightstream.remove()
@@ -111,7 +113,7 @@ def test_padding_and_stopping_criteria() -> None:
     model.weightstream.remove()
     assert torch.equal(got, want)
     assert got.shape[1] == 15
-    assert decoding == Decoding(replays=15 - 6 - 1 - 1 - 1)
+    assert decoding == DecodeReport(replays=15 - 6 - 1 - 1 - 1)
 
 
 class Reading(transformers.LlamaForCausalLM):
@@ -176,7 +178,7 @@ def test_a_forward_that_cannot_be_captured_runs_eager(cls: Any, reason: str, off
     want = other.generate(prompt(), **options(), **STATIC)
     got, decoding = captured(other, prompt())
     assert torch.equal(got, want)
-    assert decoding == Decoding(replays=22)
+    assert decoding == DecodeReport(replays=22)
     reserved = []
     for _ in range(5):  # memory that another stream used comes back only while no capture is thought to be under way
         torch.empty(64 << 20, device="cuda").record_stream(torch.cuda.Stream())
@@ -231,7 +233,7 @@ def test_long_generation_captured_and_eager_with_flat_memory() -> None:
     assert torch.equal(eager, want)
     assert torch.equal(got, want)
     assert len(set(want[0].tolist())) > 100
-    assert decoding == Decoding(replays=LONG - 2)
+    assert decoding == DecodeReport(replays=LONG - 2)
     grown = max(memory.allocated[2:]) - memory.allocated[2]
     assert grown <= 64 * LONG  # the tokens themselves, and masks of as many
 

@@ -77,10 +77,10 @@ def test_without_pinned_memory_copies_are_staged(where: str, monkeypatch: pytest
 
 def test_a_refused_registration_is_an_error_of_ours_and_leaves_no_trace() -> None:
     memory = torch.empty(1 << 20, dtype=torch.uint8)
-    cuda.register(memory)
+    cuda.pin_in_place(memory)
     try:
         with pytest.raises(weightstream.StoreError, match=r"refused to pin 1048576 bytes.*memlock"):
-            cuda.register(memory)
+            cuda.pin_in_place(memory)
         assert torch.ones(3, device="cuda").sum().item() == 3
     finally:
         cuda.unregister(memory)

@@ -81,7 +81,7 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
     assert not caplog.records
-    assert found.machine == machine.processor()
+    assert found.machine == machine.cpu_name()
     bounds = {
         "link_bytes_per_s": (1e8, 1e12),
         "device_bytes_per_s": (1e8, 1e12),
@@ -229,11 +229,11 @@ def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:
     seconds = {"norms": 200 * 2e-6, "products": 50 * 5e-6, "read": 3 * 2e-6 + 300e6 / 1e12}
     seconds |= {name: kernels.TURNS * copies[name] for name in copies}
     seconds |= {f"{name} multiplied": kernels.TURNS * (copies[name] + products[name]) for name in copies}
-    found = kernels.parts(seconds, 300_000_000, 3)
+    found = kernels.kernel_fields(seconds, 300_000_000, 3)
     want = {"op_s": 2e-6, "product_s": 5e-6, "device_bytes_per_s": 1e12}
     assert found == pytest.approx(want | {"gather_share": 0.5, "stack_s": 10e-6, "stack_share": 0.25})
-    on_cpu = {name: s for name, s in seconds.items() if name in kernels.works(backend, [torch.ones(4, 4)])}
-    assert kernels.parts(on_cpu, 300_000_000, 3) == pytest.approx({"op_s": 2e-6, "device_bytes_per_s": 1e12})
+    on_cpu = {name: s for name, s in seconds.items() if name in kernels.kernel_works(backend, [torch.ones(4, 4)])}
+    assert kernels.kernel_fields(on_cpu, 300_000_000, 3) == pytest.approx({"op_s": 2e-6, "device_bytes_per_s": 1e12})
 
 
 def test_decoding_takes_time_beside_its_bytes() -> None:
@@ -270,7 +270,7 @@ def test_a_slow_host_or_noise_makes_no_rate_endless(all_s: float, part_s: float)
 
 
 def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    works = kernels.works(backend, [torch.ones(4, 4)])
+    works = kernels.kernel_works(backend, [torch.ones(4, 4)])
     assert {name: num_kernels(work) for name, work in works.items()} == {
         "norms": kernels.NUM_NORMS * kernels.NUM_IN_NORM,
         "products": kernels.NUM_PRODUCTS,
@@ -279,7 +279,7 @@ def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, mon
     monkeypatch.setattr(kernels, "FEW", (2, 3, 4))
     monkeypatch.setattr(kernels, "MANY", (1, 6, 4))
     weight, other = torch.arange(96.0).view(16, 6), torch.zeros(16, 6)
-    picking = dict(kernels.picking(weight, other))
+    picking = dict(kernels.picked_products(weight, other))
     num = {name: num_kernels(work) for name, work in picking.items()}
     assert num == {name: kernels.TURNS * (1 + ("multiplied" in name)) for name in picking}
     for name, (num_picked, rows) in {"few": (2, 3), "many": (1, 6)}.items():
@@ -556,16 +556,16 @@ def test_kernels_are_prepared_where_they_will_be_needed(
     if is_kept:
         profile.save(GPU, MEASURED)
     dtypes = ["float16"] if uses_codes else []
-    profile.prepare(CPU, dtypes)
+    profile.prepare_decoding(CPU, dtypes)
     assert not trials
-    profile.prepare(GPU, dtypes)
+    profile.prepare_decoding(GPU, dtypes)
     assert bool(trials) is uses_codes
 
 
 def test_kernels_that_are_there_are_not_talked_of(
     trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    profile.prepare(GPU, ["bfloat16"])
+    profile.prepare_decoding(GPU, ["bfloat16"])
     trials[0].set_result(None)
     with caplog.at_level(logging.INFO, "weightstream"):
         assert profile.can_decode(GPU, ["bfloat16"])
@@ -581,7 +581,7 @@ def test_kernels_that_take_a_while_are_said_once(
     monkeypatch.setattr(progress, "_NOTICED_S", 0.01)
     profile.save(GPU, MEASURED)
     with caplog.at_level(logging.INFO, "weightstream"):
-        profile.prepare(GPU, ["bfloat16"])
+        profile.prepare_decoding(GPU, ["bfloat16"])
         ends = threading.Timer(0.2, trials[0].set_result, ["no"])
         ends.start()
         assert [profile.can_decode(GPU, ["bfloat16"]) for _ in range(3)] == [False] * 3
@@ -597,13 +597,13 @@ def test_a_first_use_is_said_at_once(device: str, capsys: pytest.CaptureFixture[
     """Where the log shows no INFO, stderr does, also where it is no terminal."""
     profile._first_use.cache_clear()
     for _ in range(2):
-        profile.prepare(torch.device(device), ())
+        profile.prepare_decoding(torch.device(device), ())
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"weightstream: {device} is used for the first time: it is measured" in said
     profile.save(torch.device(device), MEASURED)
     profile._first_use.cache_clear()
-    profile.prepare(torch.device(device), ())
+    profile.prepare_decoding(torch.device(device), ())
     assert not capsys.readouterr().err
 
 

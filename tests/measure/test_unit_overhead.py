@@ -17,22 +17,22 @@ US = 1e-6
 def test_differences_tell_the_parts() -> None:
     num = unit_overhead.NUM_UNITS
     seconds = {"few": num * 55 * US, "many": num * 95 * US, "coded": num * 37 * US, "launches": num * 12 * US}
-    found = {name: s / unit_overhead._BETWEEN for name, s in unit_overhead.parts(seconds).items()}
+    found = {name: s / unit_overhead._BETWEEN for name, s in unit_overhead.overhead_fields(seconds).items()}
     wanted = {"overhead_s": 50 * US, "show_s": 5 * US, "fill_s": 30 * US, "decoding_launch_s": 12 * US}
     assert found == pytest.approx(wanted)
-    without = unit_overhead.parts({name: seconds[name] for name in ("few", "many")})
-    assert without == pytest.approx(unit_overhead.parts(seconds) | {"fill_s": 0.0, "decoding_launch_s": 0.0})
+    without = unit_overhead.overhead_fields({name: seconds[name] for name in ("few", "many")})
+    assert without == pytest.approx(unit_overhead.overhead_fields(seconds) | {"fill_s": 0.0, "decoding_launch_s": 0.0})
 
 
 def test_noise_gives_no_negative_costs() -> None:
-    found = unit_overhead.parts({"few": 2.0, "many": 1.0, "coded": 3.0, "launches": 9.0})
+    found = unit_overhead.overhead_fields({"few": 2.0, "many": 1.0, "coded": 3.0, "launches": 9.0})
     assert all(s >= 0 for s in found.values())
     assert found["fill_s"] <= found["overhead_s"]
 
 
 def test_it_is_measured_in_inference_mode_too() -> None:
     backend = CpuBackend()
-    with torch.inference_mode(), unit_overhead.works(backend, "bfloat16") as works:
+    with torch.inference_mode(), unit_overhead.overhead_works(backend, "bfloat16") as works:
         for work in works.values():
             work()
             work()
@@ -43,7 +43,7 @@ def test_it_is_measured_in_inference_mode_too() -> None:
 @pytest.mark.parametrize("coded", [None, "bfloat16", "float16", "float8_e4m3fn"])
 def test_every_unit_of_a_step_is_filled_and_opened(coded: str | None) -> None:
     backend = CpuBackend()
-    with unit_overhead.works(backend, coded) as works:
+    with unit_overhead.overhead_works(backend, coded) as works:
         for work in works.values():
             work()
         assert works.keys() == {"few", "many"} | ({"coded", "launches"} if coded else set())

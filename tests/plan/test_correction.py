@@ -20,7 +20,7 @@ import weightstream
 from models import TEXT
 from weightstream.inputs import planner_inputs
 from weightstream.plan import correction, cost
-from weightstream.plan.correction import Times, corrected, unit_s
+from weightstream.plan.correction import Times, corrected, corrected_unit_s
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
@@ -127,7 +127,7 @@ def test_seconds_are_told_apart_by_the_estimates_and_sum_up() -> None:
     times = times_of(plan, true)
     estimate = planner.profile(plan.manifest)
     estimates = [max(estimate.times_s(u, unit, shown=plan.num_shown[u])) for u, unit in enumerate(plan.manifest.units)]
-    found = unit_s(plan, estimates, times)
+    found = corrected_unit_s(plan, estimates, times)
     assert found.keys() == {unit.name for unit in plan.manifest.units}
     assert sum(found.values()) == pytest.approx(sum(times.computes.values()))
     first = next(unit for unit in plan.manifest.order if plan.streams(unit))
@@ -144,7 +144,7 @@ def test_where_nothing_streams_the_step_is_split() -> None:
     assert not plan.step_nbytes
     times = Times(step_s=0.5, host_s=0.5, computes={}, copies={})
     assert corrected(planner, plan, times).step_s == pytest.approx(0.5)
-    assert sum(unit_s(plan, [0.0] * len(plan.manifest.units), times).values()) == pytest.approx(0.5)
+    assert sum(corrected_unit_s(plan, [0.0] * len(plan.manifest.units), times).values()) == pytest.approx(0.5)
 
 
 def test_a_unit_at_two_positions_counts_at_both() -> None:

@@ -220,7 +220,7 @@ def test_a_cache_costs_what_it_fetches() -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)
     profile = planner.profile(MIXTURE)
     (cached, *_) = ways(planner.budget or 0)
-    found = expert_cache.profiled(MIXTURE, cached, profile, Workload())
+    found = expert_cache.profile_with_cache(MIXTURE, cached, profile, Workload())
     missed = expert_cache._missed(NUM_ROWS, NUM_PICKED, cached.num_slots, Workload())
     for index, (unit, before, after) in enumerate(zip(MIXTURE.units, profile.unit_s, found.unit_s, strict=True)):
         more = missed * ROW_NBYTES / (0.92 * H200.link_bytes_per_s) + 7.5e-6 if unit.picks else 0.0

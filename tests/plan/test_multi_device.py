@@ -16,10 +16,10 @@ from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan import multi_device as lanes
 from weightstream.plan.manifest import Manifest, Profile
-from weightstream.plan.multi_device import HOP_S, Lane, chosen, fastest, predicted, step_s, walk, whose
+from weightstream.plan.multi_device import HOP_S, Lane, chosen, fastest_deal, predicted_lanes, step_s, walk, whose
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.problem import Prospect
-from weightstream.plan.search import place
+from weightstream.plan.search import place_within
 from weightstream.settings.config import OffloadConfig
 
 BUSY = replace(LINK_BOUND, overhead_s=0.01)
@@ -29,7 +29,7 @@ def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0, 
     """A device of so many blocks of four grains each."""
     manifest = model(*[(GRAIN, GRAIN, GRAIN, GRAIN)] * num_blocks)
     units = tuple(replace(unit, name=f"blocks.{first + i}") for i, unit in enumerate(manifest.units))
-    plan = place(replace(manifest, units=units), budget=budget, profile=profile)
+    plan = place_within(replace(manifest, units=units), budget=budget, profile=profile)
     return Lane(plan=plan, simulated=plan, profile=profile, hop_s=hop_s)
 
 
@@ -92,13 +92,13 @@ def dealt(owners: Sequence[int], budgets: Sequence[int], profile: Profile) -> di
 
 
 def taken_s(deal: dict[str, Prospect]) -> float:
-    return predicted({name: lane for name, (_, lane) in chosen(deal, PLACES).items()}, PLACES).step_s
+    return predicted_lanes({name: lane for name, (_, lane) in chosen(deal, PLACES).items()}, PLACES).step_s
 
 
 def test_neighbours_are_together_where_compute_is_the_limit_and_that_is_faster() -> None:
     budgets, profile = [23 * GRAIN, 27 * GRAIN], replace(LINK_BOUND, overhead_s=0.2)
     in_turn, apart = (dealt(o, budgets, profile) for o in whose([4 * GRAIN] * 12, budgets, [1.0, 1.0]))
-    best, planned = fastest([in_turn, apart], PLACES)
+    best, planned = fastest_deal([in_turn, apart], PLACES)
     assert best == 1
     assert any(lane.plan.step_nbytes for _, lane in planned.values())
     assert taken_s(in_turn) > 1.4 * taken_s(apart)
@@ -112,7 +112,7 @@ def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None
         yield dealt(whose([4 * GRAIN] * 12, budgets, [1.0, 1.0])[0], budgets, BUSY)
         raise AssertionError("the other deal is asked for")
 
-    assert fastest(deals(), PLACES)[0] == 0
+    assert fastest_deal(deals(), PLACES)[0] == 0
 
 
 @pytest.mark.stress
@@ -121,8 +121,8 @@ def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None
 def test_no_deal_is_left_out_that_is_faster(num: int, budgets: list[int], compute_s: float) -> None:
     budgets, profile = [budget * GRAIN for budget in budgets[:num]], replace(LINK_BOUND, overhead_s=compute_s)
     deals = [dealt(owners, budgets, profile) for owners in whose([4 * GRAIN] * 12, budgets, [1.0] * num)]
-    best, planned = fastest(deals, PLACES)
-    found_s = predicted({name: lane for name, (_, lane) in planned.items()}, PLACES).step_s
+    best, planned = fastest_deal(deals, PLACES)
+    found_s = predicted_lanes({name: lane for name, (_, lane) in planned.items()}, PLACES).step_s
     assert found_s == taken_s(deals[best])
     assert found_s <= min(map(taken_s, deals)) / 0.99
 
@@ -136,7 +136,7 @@ def test_what_moves_between_devices_takes_time() -> None:
 
 def test_the_parts_of_a_block_move_its_tensors_once() -> None:
     parts = [replace(unit, layer=index // 2) for index, unit in enumerate(model(*[(GRAIN,)] * 4).units)]
-    plan = place(Manifest(units=tuple(parts), order=(0, 1, 2, 3)), budget=8 * GRAIN, profile=BUSY)
+    plan = place_within(Manifest(units=tuple(parts), order=(0, 1, 2, 3)), budget=8 * GRAIN, profile=BUSY)
     lanes = [lane(1, 8 * GRAIN), Lane(plan=plan, simulated=plan, profile=BUSY, hop_s=0.25)]
     assert step_s(lanes, [0, 1, 1, 1, 1]) == pytest.approx(5 * 0.01 + 4 * 0.25)
 
@@ -155,11 +155,11 @@ def test_a_lane_decodes_while_others_compute() -> None:
     profile = replace(
         LINK_BOUND, decode_bfloat16_bytes_per_s=GRAIN, link_bytes_per_s=1e30, unit_s=(8.0, 8.0), device_bytes_per_s=1e30
     )
-    plan = place(coded, budget=40 * GRAIN, profile=profile)
+    plan = place_within(coded, budget=40 * GRAIN, profile=profile)
     both = Lane(plan=plan, simulated=plan, profile=profile)
     assert step_s([both], [0, 0]) == pytest.approx(16.0)
     single = model((4 * GRAIN,))
-    one = place(single.coded(dict.fromkeys(single.aliases, 2 * GRAIN)), budget=40 * GRAIN, profile=profile)
+    one = place_within(single.coded(dict.fromkeys(single.aliases, 2 * GRAIN)), budget=40 * GRAIN, profile=profile)
     halves = [Lane(plan=one, simulated=one, profile=replace(profile, unit_s=(8.0,)), hop_s=0.0)] * 2
     assert step_s(halves, [0, 1]) == pytest.approx(8.0)
 
@@ -173,7 +173,7 @@ def test_the_order_of_a_step() -> None:
 
 def test_the_plan_of_all() -> None:
     found = {"cuda:0": lane(2, 4 * GRAIN), "cuda:1": lane(2, 8 * GRAIN, first=2)}
-    plan = predicted(found, {f"blocks.{k}": k for k in range(4)})
+    plan = predicted_lanes(found, {f"blocks.{k}": k for k in range(4)})
     assert plan.step_s == step_s(list(found.values()), [0, 0, 1, 1])
     assert plan.step_nbytes == found["cuda:0"].plan.step_nbytes + found["cuda:1"].plan.step_nbytes
     assert plan.decoded_nbytes == 16 * GRAIN
@@ -193,7 +193,7 @@ def launched(host_s: float, more_s: float, host_share: float = 0.25) -> Profile:
 def test_a_step_in_a_graph_does_not_wait_for_the_host(more_s: float, graph_s: float) -> None:
     profile = launched(0.5, more_s)
     found = {f"cuda:{k}": lane(3, 40 * GRAIN, profile, first=3 * k) for k in range(2)}
-    plan = predicted(found, {f"blocks.{k}": k for k in range(6)})
+    plan = predicted_lanes(found, {f"blocks.{k}": k for k in range(6)})
     assert plan.step_s == pytest.approx(6 * 0.5), "the host sets the pace"
     assert plan.graph_s == pytest.approx(graph_s)
     assert plan.numbers()["graph_s"] == plan.graph_s

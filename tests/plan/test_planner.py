@@ -22,7 +22,7 @@ from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSp
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.problem import Prospect
-from weightstream.plan.search import place, place_layers
+from weightstream.plan.search import place_layers, place_within
 from weightstream.plan.units import human
 from weightstream.settings.config import ConfigWarning, OffloadConfig
 
@@ -327,8 +327,10 @@ def test_a_head_in_place_is_a_matter_of_time() -> None:
         plan = plan_of(WIDE, device_budget=budget, grains=("block",))
         manifest, planner = decoder("block", **WIDE), prospect(WIDE, grains=("block",)).planners[0]
         profile = planner.profile(manifest)
-        streams = place(manifest.without(frozenset({TABLE})), budget=budget, profile=planner.profile(manifest)).step_s
-        bare = place(manifest.without(frozenset({TABLE, HEAD})), budget=budget, profile=profile)
+        streams = place_within(
+            manifest.without(frozenset({TABLE})), budget=budget, profile=planner.profile(manifest)
+        ).step_s
+        bare = place_within(manifest.without(frozenset({TABLE, HEAD})), budget=budget, profile=profile)
         reads = bare.step_s + manifest.aliases[HEAD] / 0.9 / H200.link_bytes_per_s
         assert plan.step_s == pytest.approx(min(streams, reads))
         assert (HEAD in plan.mapped) == (reads < streams)
@@ -524,7 +526,7 @@ def test_no_choice_that_is_left_out_is_better(compute_s: float) -> None:
             if manifest.nbytes <= budget:
                 continue
             try:
-                plan = place(manifest, budget=budget, profile=profile)
+                plan = place_within(manifest, budget=budget, profile=profile)
             except PlanError:
                 continue
             step_s, nbytes = unpruned(manifest, budget, profile)

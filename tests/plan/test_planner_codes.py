@@ -40,7 +40,7 @@ from weightstream.plan.manifest import Manifest, decode_rate
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
 from weightstream.plan.problem import Prospect
-from weightstream.plan.search import place
+from weightstream.plan.search import place_within
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
 SHARE = 0.7
@@ -387,7 +387,7 @@ def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
         buffer = buffer_nbytes(manifest)
         for budget in list(budgets(plain))[::3]:
             try:
-                plan = place(manifest, budget=budget, profile=profile)
+                plan = place_within(manifest, budget=budget, profile=profile)
             except PlanError:
                 assert budget < manifest.nbytes + buffer
                 continue
@@ -409,7 +409,7 @@ def test_room_that_is_left_goes_to_plain_weights(uneven: bool) -> None:
         least = manifest.nbytes + buffer_nbytes(manifest)
         seconds = []
         for budget in range(least, plain.nbytes + buffer_nbytes(manifest) + 512, 512):
-            first = place(manifest, budget=budget, profile=profile)
+            first = place_within(manifest, budget=budget, profile=profile)
             plan = cost.predicted(decoding_less(first, profile), profile)
             assert_sound(plan)
             assert plan.offloaded_nbytes == 0

@@ -23,7 +23,7 @@ from weightstream.plan import cost, search
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.search import candidates, map_to_host, place, place_homes, place_host_bytes, place_layers
+from weightstream.plan.search import candidates, map_to_host, place_homes, place_host_bytes, place_layers, place_within
 from weightstream.plan.units import human
 from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 
@@ -118,7 +118,7 @@ def placed(manifest: Manifest, profile: Profile) -> Iterator[Plan]:
     """The plans of every budget that has one, smallest budget first."""
     for budget in budgets(manifest):
         try:
-            yield place(manifest, budget=budget, profile=profile)
+            yield place_within(manifest, budget=budget, profile=profile)
         except PlanError:
             continue
 
@@ -167,9 +167,9 @@ def test_a_budget_is_refused_only_if_no_choice_fits() -> None:
         for budget in range(0, manifest.nbytes + GRAIN, GRAIN // 2):
             if budget < least:
                 with pytest.raises(PlanError):
-                    place(manifest, budget=budget)
+                    place_within(manifest, budget=budget)
             else:
-                assert place(manifest, budget=budget).device_nbytes <= budget
+                assert place_within(manifest, budget=budget).device_nbytes <= budget
 
 
 def test_odd_sizes_are_refused_at_most_one_grain_per_resident_too_early() -> None:
@@ -179,7 +179,7 @@ def test_odd_sizes_are_refused_at_most_one_grain_per_resident_too_early() -> Non
         least = smallest_budget(manifest)
         for budget in range(0, manifest.nbytes, 64):
             try:
-                plan = place(manifest, budget=budget)
+                plan = place_within(manifest, budget=budget)
             except PlanError:
                 assert budget < least + GRAIN * len(manifest.aliases)
                 continue
@@ -213,7 +213,7 @@ def test_streamed_bytes_of_a_decoder_rise_by_less_than_a_block(shape: tuple[int,
     block = max(unit.nbytes for unit in manifest.units if unit.layer is not None)
     budgets = [manifest.nbytes * i // 100 for i in range(30, 101)]
     for profile, slack in [(LINK_BOUND, 0), (replace(Profile(), overhead_s=0.0), block)]:
-        plans = [place(manifest, budget=budget, profile=profile) for budget in budgets]
+        plans = [place_within(manifest, budget=budget, profile=profile) for budget in budgets]
         assert most_regained(plans) <= slack
         assert plans[0].step_nbytes > 0.65 * manifest.nbytes > plans[-1].step_nbytes == 0
 
@@ -267,23 +267,23 @@ def test_a_partial_column_is_spread_over_the_depth() -> None:
 def test_small_tensors_stay() -> None:
     """A norm of exactly a 256th of the largest unit stays; a larger one is worth a copy."""
     block = 256 * 512
-    plan = place(model(*[(block - 512, 512)] * 4), budget=block + 4 * 512, profile=LINK_BOUND)
+    plan = place_within(model(*[(block - 512, 512)] * 4), budget=block + 4 * 512, profile=LINK_BOUND)
     assert plan.resident == {f"blocks.{i}.1" for i in range(4)}
-    larger = place(model(*[(block, 1024)] * 4), budget=block + 1024, profile=LINK_BOUND)
+    larger = place_within(model(*[(block, 1024)] * 4), budget=block + 1024, profile=LINK_BOUND)
     assert larger.resident == frozenset()
 
 
 def test_a_unit_that_is_small_as_a_whole_stays() -> None:
     """A final norm: small against the largest unit, not against its own."""
     norm = UnitSpec(name="norm", tensors=(tensor("norm.weight", 512),))
-    plan = place(model((1 << 18,), (1 << 18,), outer=[norm]), budget=(1 << 18) + 512, profile=LINK_BOUND)
+    plan = place_within(model((1 << 18,), (1 << 18,), outer=[norm]), budget=(1 << 18) + 512, profile=LINK_BOUND)
     assert plan.resident == {"norm.weight"}
 
 
 def test_a_block_of_many_equal_tensors_can_stream() -> None:
     """128 experts of three matrices: each is below 1/256 of the block, together they are the block."""
     manifest = model(*[(3 << 20,) * 384] * 4)
-    plan = place(manifest, budget=2 * manifest.units[0].nbytes)
+    plan = place_within(manifest, budget=2 * manifest.units[0].nbytes)
     assert plan.step_nbytes >= manifest.nbytes // 2
 
 
@@ -306,7 +306,7 @@ def test_tied_weights_are_counted_once() -> None:
     for plan in placed(manifest, LINK_BOUND):
         assert plan.resident_nbytes == sum(manifest.aliases[a] for a in plan.resident)
         assert plan.host_nbytes == manifest.nbytes - plan.resident_nbytes
-    everything = place(manifest, budget=manifest.nbytes)
+    everything = place_within(manifest, budget=manifest.nbytes)
     assert everything.device_nbytes == manifest.nbytes
     assert everything.step_nbytes == 0
 
@@ -314,7 +314,7 @@ def test_tied_weights_are_counted_once() -> None:
 @pytest.mark.parametrize("manifest", [SMALL_MODELS[0], tied_model(), model((700,), (1, 3)), Manifest(units=())])
 def test_what_fits_does_not_stream(manifest: Manifest) -> None:
     for budget in (manifest.nbytes, manifest.nbytes + 1, 1 << 60, None):
-        plan = place(manifest, budget=budget)
+        plan = place_within(manifest, budget=budget)
         assert plan.resident == manifest.aliases.keys()
         assert plan.ring_nbytes == plan.step_nbytes == plan.host_nbytes == 0
         assert plan.first == ()
@@ -328,7 +328,7 @@ def test_a_refusal_prints_arithmetic_that_adds_up() -> None:
     for manifest in SMALL_MODELS:
         for budget in range(0, smallest_budget(manifest), GRAIN):
             with pytest.raises(PlanError) as error:
-                place(manifest, budget=budget)
+                place_within(manifest, budget=budget)
             text = str(error.value)
             kept = sum(manifest.aliases[a] for a in kept_anyway(manifest))
             total = [int(n) for n in re.findall(r"\((\d+) bytes\)", text)]
@@ -340,19 +340,19 @@ def test_a_refusal_prints_arithmetic_that_adds_up() -> None:
 
 def test_a_refusal_names_the_largest_unit() -> None:
     with pytest.raises(PlanError, match=r"the largest unit, blocks\.1\. "):
-        place(model((512,), (2048,), (1024,)), budget=1024)
+        place_within(model((512,), (2048,), (1024,)), budget=1024)
     with pytest.raises(PlanError, match=r"the largest unit, \(root\)\. "):
-        place(model((512,), (512,), outer=[root(4096, enclosing=False)]), budget=1024)
+        place_within(model((512,), (512,), outer=[root(4096, enclosing=False)]), budget=1024)
 
 
 def test_the_budget_of_a_refusal_is_enough() -> None:
     manifest = decoder(32, 4096, 14336, 1024, 128256)
     with pytest.raises(PlanError) as error:
-        place(manifest, budget=100 << 20)
+        place_within(manifest, budget=100 << 20)
     enough = int(re.findall(r"\((\d+) bytes\)", str(error.value))[1])
-    prove(place(manifest, budget=enough))
+    prove(place_within(manifest, budget=enough))
     with pytest.raises(PlanError):
-        place(manifest, budget=enough - GRAIN)
+        place_within(manifest, budget=enough - GRAIN)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_two_slots_hide_the_smaller_of_compute_and_copies_and_one_slot_hides_not
 def test_the_host_runs_ahead_of_the_device() -> None:
     """Units that the device is busy with hide those that the host is, and a step takes at least all launches."""
     manifest = model((GRAIN,), (GRAIN,))
-    plan = place(manifest, budget=None)
+    plan = place_within(manifest, budget=None)
     fast = Profile(overhead_s=0.0)
     for unit_s, host_s, step_s in (
         ((8.0, 1.0), (1.0, 5.0), 9.0),
@@ -565,8 +565,8 @@ def test_where_the_host_is_the_limit_the_device_is_not_forgotten() -> None:
     """Rings of any depth are as fast by prediction, and a host that is quicker than told would wait for the least."""
     manifest = model(*[(GRAIN,) * 4] * 8)
     copies = Profile(copy_latency_s=0.0, link_bytes_per_s=GRAIN, overhead_s=0.5, unit_s=(2.0,) * 8, host_s=(9.0,) * 8)
-    chosen = place(manifest, budget=16 * GRAIN, profile=copies)
-    careless = place(manifest, budget=16 * GRAIN, profile=replace(copies, host_share=1.0))
+    chosen = place_within(manifest, budget=16 * GRAIN, profile=copies)
+    careless = place_within(manifest, budget=16 * GRAIN, profile=replace(copies, host_share=1.0))
     assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "what is told is what is predicted"
     assert careless.ring_nbytes < chosen.ring_nbytes
     on_device = [cost.simulated_s(plan, copies)[0] for plan in (chosen, careless)]
@@ -603,7 +603,7 @@ def test_a_huge_model_is_planned_in_a_second(skeleton: Callable[[], Manifest], n
     assert manifest.nbytes >= num_billion * 2e9
     budget = int(manifest.nbytes * share)
     started = time.process_time()
-    plan = place(manifest, budget=budget)
+    plan = place_within(manifest, budget=budget)
     prove(plan)
     assert time.process_time() - started < 1.0
     assert plan.device_nbytes <= budget
@@ -706,7 +706,7 @@ def test_equal_blocks_read_about_the_same_share_from_disk(sizes: tuple[int, ...]
 
 def test_a_decoder_on_disk_is_read_evenly_and_takes_what_the_disk_takes() -> None:
     manifest = decoder(32, 4096, 14336, 1024, 128256)
-    plan = place(manifest, budget=manifest.nbytes // 5)
+    plan = place_within(manifest, budget=manifest.nbytes // 5)
     profile = Profile(disk_bytes_per_s=2e9)
     placed = place_homes(
         plan, host_budget=manifest.nbytes // 4, movable=frozenset(manifest.aliases), remedy=REMEDY, profile=profile
@@ -745,7 +745,7 @@ def test_a_unit_that_no_position_names_may_be_the_largest() -> None:
         units=tuple(unit_of(i, n * GRAIN) for i, n in enumerate([10] * 6 + [26])), order=tuple(range(6))
     )
     for budget in range(26, 80):
-        plan = place(manifest, budget=budget * GRAIN)
+        plan = place_within(manifest, budget=budget * GRAIN)
         assert plan.device_nbytes <= budget * GRAIN
         prove(plan)
 
@@ -757,7 +757,7 @@ def test_uneven_units_use_the_ring_by_its_ends() -> None:
     manifest = Manifest(units=tuple(unit_of(i, n * GRAIN) for i, n in enumerate(sizes)), order=tuple(range(24)))
     profile = replace(LINK_BOUND, overhead_s=0.9)  # of work per unit, and a second per grain that is copied
     ring = 13 * GRAIN
-    found = place(manifest, budget=ring, profile=profile)
+    found = place_within(manifest, budget=ring, profile=profile)
     assert (found.by_ends, found.ring_nbytes) == (True, ring)
     in_order = cost.simulated_s(Plan.build(manifest, found.resident, ring), profile)[1]
     assert found.step_s < in_order - 2
@@ -774,12 +774,12 @@ def test_streams_keep_step_with_blocks_that_compute_unevenly(monkeypatch: pytest
     blocks = model(*[[GRAIN] * 4 for _ in range(80)])
     profile = replace(LINK_BOUND, unit_s=(2.0,) * 40 + (4.0,) * 40)
     budget = 80 * GRAIN + 8 * GRAIN  # a quarter stays, beside a ring of two blocks
-    plan = place(blocks, budget=budget, profile=profile)
+    plan = place_within(blocks, budget=budget, profile=profile)
     assert plan.device_nbytes <= budget
     prove(plan)
     assert plan.step_s == pytest.approx(plan.compute_s) == 240
     monkeypatch.setattr(choices, "_in_step", lambda *_: iter(()))
-    assert place(blocks, budget=budget, profile=profile).step_s > 1.1 * plan.step_s
+    assert place_within(blocks, budget=budget, profile=profile).step_s > 1.1 * plan.step_s
 
 
 def test_a_share_has_the_plan_that_it_was_cut_for() -> None:
@@ -787,8 +787,8 @@ def test_a_share_has_the_plan_that_it_was_cut_for() -> None:
     blocks = model(*[[2 * GRAIN, 5 * GRAIN, 5 * GRAIN, 2 * GRAIN]] * 20, *[[3 * GRAIN, 4 * GRAIN, GRAIN]] * 20)
     profile = replace(LINK_BOUND, unit_s=(6.6,) * 20 + (11.0,) * 20)
     budget = 152 * GRAIN
-    alone = place(blocks, budget=budget, profile=profile)
-    share = choices.Share(choices.nbytes_of(blocks, alone.resident), alone.ring_nbytes)
+    alone = place_within(blocks, budget=budget, profile=profile)
+    share = choices.Share(choices.aligned_nbytes(blocks, alone.resident), alone.ring_nbytes)
     shared = search.search(search.candidates(blocks, budget, profile, share))
     assert shared is not None
     assert shared.ring_nbytes <= share.ring_nbytes

@@ -106,7 +106,7 @@ def test_threads_that_read_settle_there() -> None:
 def test_a_thread_stays_where_its_process_may_run() -> None:
     found = []
     elsewhere = Node(0, frozenset({max(os.sched_getaffinity(0)) + 1}))
-    thread = threading.Thread(target=numa.settled(lambda: found.append(told()), elsewhere))
+    thread = threading.Thread(target=numa.on_node(lambda: found.append(told()), elsewhere))
     thread.start()
     thread.join()
     assert found == [((PREFERRED, 1), os.sched_getaffinity(0))]

@@ -172,7 +172,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
     """Captured generation: its prompt and the first tokens run eager, the others from a graph."""
     import expert_rig
     import generating
-    from weightstream.adapters.hf.generation import Recorder, decode
+    from weightstream.adapters.hf.generation import Recorder, decode_with
 
     captures_on_the_cpu(monkeypatch)
     model, ids = generating.build(generating.MODELS["llama"]()), expert_rig.prompt().to(device)
@@ -181,7 +181,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
 
     def generate() -> int:
         recorder = Recorder(new=lambda: new_graph(device), record=streamer.capture, replay=streamer.replay)
-        found, decoding = decode(model, ids, generating.options(6), recorder)
+        found, decoding = decode_with(model, ids, generating.options(6), recorder)
         assert torch.equal(found, plain.generate(ids, **generating.options(6)))
         return decoding.replays  # none after an error that may be the model's: it goes on without a graph
 

@@ -35,12 +35,12 @@ import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
 from weightstream.adapters.hf import deferred_stop, generation
-from weightstream.adapters.hf.generation import Decoding
+from weightstream.adapters.hf.generation import DecodeReport
 from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
 from weightstream.api.offload import _offload
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder
 from weightstream.runtime.devices.opening import backend_of
-from weightstream.settings.arguments import settled
+from weightstream.settings.arguments import resolve_config
 from weightstream.store.lazy import LazyMemory
 from weightstream.store.limits import available_nbytes
 from weightstream.store.mapping import FileMapping
@@ -184,10 +184,10 @@ def tokens(model: Any) -> torch.Tensor:
     return model.generate(ids, cache_implementation="static", disable_compile=True, **OPTIONS)
 
 
-def decoded(model: Any, **more: Any) -> tuple[torch.Tensor, Decoding]:
+def decoded(model: Any, **more: Any) -> tuple[torch.Tensor, DecodeReport]:
     """These from graphs, and how their steps ran."""
     recorder = FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model)
-    return generation.decode(model, torch.arange(1, 9, device=WHERE).view(1, 8), OPTIONS | more, recorder)
+    return generation.decode_with(model, torch.arange(1, 9, device=WHERE).view(1, 8), OPTIONS | more, recorder)
 
 
 @check
@@ -197,7 +197,7 @@ def steps_from_graphs() -> None:
     want = tokens(model)
     found, decoding = decoded(model)
     assert torch.equal(found, want)
-    assert decoding == Decoding(replays=10), decoding
+    assert decoding == DecodeReport(replays=10), decoding
 
     def strange(leaf: Any) -> Any:
         told.append(leaf)
@@ -238,7 +238,7 @@ def a_text_that_ends_early() -> None:
     assert replays == [num - 1, num - 2], replays
     with events():  # one rank returns its cache, which cannot be cut
         _, decoding = decoded(model, **ends, return_dict_in_generate=RANK == 0)
-    assert decoding == Decoding(replays=num - 2), decoding
+    assert decoding == DecodeReport(replays=num - 2), decoding
 
 
 @check  # slow: settings, updates
@@ -250,7 +250,7 @@ def a_capture_that_one_rank_refuses() -> None:
         with patch.object(generation.Decoder, "_capture", lambda *_: "of this test" if RANK == 1 else None):
             found, decoding = decoded(model)
         assert torch.equal(found, want)
-        assert decoding == Decoding(reason="on rank 1: of this test"), decoding
+        assert decoding == DecodeReport(reason="on rank 1: of this test"), decoding
 
 
 @check  # slow: settings, updates
@@ -493,7 +493,7 @@ def names_that_are_mapped() -> None:
 def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
     """A model whose second rank has such a backend, what it gives without it, and its streamer."""
     model = plain("llama")
-    want, config = steps(model), settled(None, device_budget=local_nbytes(model) // 2, codec="none")
+    want, config = steps(model), resolve_config(None, device_budget=local_nbytes(model) // 2, codec="none")
     backend = backend_of(WHERE, config)
     backend = wrap(backend) if RANK == 1 else backend
     with torch.no_grad():

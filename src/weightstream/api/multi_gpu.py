@@ -26,7 +26,7 @@ from weightstream.codec.device import on
 from weightstream.errors import OffloadError
 from weightstream.inputs import planner_inputs
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder, assembled
-from weightstream.inputs.device_split import DeviceSplit, shared_out
+from weightstream.inputs.device_split import DeviceSplit, split_over_devices
 from weightstream.measure import multi_gpu_links
 from weightstream.plan import multi_device
 from weightstream.plan.multi_device import StripedPlan
@@ -98,7 +98,7 @@ class Stripes:
         self._undo.add(forward_patch.refuse_moves(self.model))
         names = {id(module): name for name, module in self.model.named_modules()}
         map_of = {"": self.devices[0]} | {names[id(block)]: self.devices[index] for block, index in lane_of.items()}
-        self._undo.add(device_map.attach(self.model, self.devices[0], devices=map_of))
+        self._undo.add(device_map.attach_device_map(self.model, self.devices[0], devices=map_of))
         setattr(self.model, forward_patch.ATTRIBUTE, self)
         self._undo.add(self.model.__dict__.pop, forward_patch.ATTRIBUTE, None)
 
@@ -166,7 +166,7 @@ class Stripes:
     @property
     def plan(self) -> StripedPlan:
         """The plans in force, and what a step is predicted to take."""
-        return multi_device.predicted({name: part.lane for name, part in self.parts.items()}, self.places)
+        return multi_device.predicted_lanes({name: part.lane for name, part in self.parts.items()}, self.places)
 
     @property
     def learned(self) -> bool:
@@ -315,7 +315,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             stripes.on_removal(given.folder.close)
         rates = _rates(backends)
         machines = (planner_inputs.machine_of(backend, config, progress=given.progress) for backend in backends)
-        deals = shared_out(model, list(map(multi_gpu_links.at_most, machines, rates)), config)
+        deals = split_over_devices(model, list(map(multi_gpu_links.at_most, machines, rates)), config)
         for module in deals[0].around:
             stripes.keep(module)
         with ExitStack() as assembling:
@@ -337,7 +337,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
                     yield _dealt_anew(shares, stripes, config, given.example, first)
 
             assemblies = assemble(deals[0])
-            best, planned = multi_device.fastest(known(), stripes.places)  # before one moves
+            best, planned = multi_device.fastest_deal(known(), stripes.places)  # before one moves
             if best:
                 for assembly in assemblies.values():
                     assembly.close()
@@ -353,7 +353,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
 def _rates(backends: Sequence[Backend]) -> Sequence[float]:
     """Bytes per second that each link has at most while all of them copy."""
     devices = tuple(backend.device for backend in backends)
-    found = () if devices[0].type == "cpu" else multi_gpu_links.together(devices)
+    found = () if devices[0].type == "cpu" else multi_gpu_links.rates_together(devices)
     return found or [math.inf] * len(devices)
 
 
@@ -392,11 +392,11 @@ def _assembled(
         yield assembly
 
 
-def sketched(
+def sketch_striped(
     model: nn.Module, checkpoint: Checkpoint | None, machines: Sequence[Machine], config: OffloadConfig
 ) -> StripedPlan:
     """The plans that `stripe` would make for a model on meta, on these machines' devices. Raises as that."""
-    deals = shared_out(model, machines, config)
+    deals = split_over_devices(model, machines, config)
 
     def known(shares: DeviceSplit) -> dict[str, Prospect]:
         found = {}
@@ -406,8 +406,8 @@ def sketched(
             found[f"cuda:{lane}"] = sketch.prospect
         return found
 
-    _, planned = multi_device.fastest(map(known, deals), places := _places(model))
-    return multi_device.predicted({name: lane for name, (_, lane) in planned.items()}, places)
+    _, planned = multi_device.fastest_deal(map(known, deals), places := _places(model))
+    return multi_device.predicted_lanes({name: lane for name, (_, lane) in planned.items()}, places)
 
 
 def _places(model: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.hf.ranks import join, ranks_of, together
+from weightstream.adapters.hf.ranks import join, ranks_of, ranks_together
 from weightstream.adapters.modules.partition import Grain
 from weightstream.api.multi_gpu import Stripes, stripe
 from weightstream.errors import ConfigError, UnsupportedError
@@ -21,11 +21,11 @@ from weightstream.inputs.builder import CallerFacts, assembled, rooted
 from weightstream.measure.progress import lasting
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.devices.opening import opened
+from weightstream.runtime.devices.opening import opened_backend
 from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
-from weightstream.settings.arguments import dtype_given, of_model, settled
+from weightstream.settings.arguments import dtype_given, of_model, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 
@@ -66,13 +66,13 @@ def offload(
         >>> streamer.plan.host_nbytes > 0
         True
     """
-    config = settled(config, device_budget=device_budget, **settings)
+    config = resolve_config(config, device_budget=device_budget, **settings)
     if not isinstance(model, nn.Module):
         from weightstream.api.pipelines import offload_pipeline
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
     given = CallerFacts(example=_example(model, example_inputs), ranks=ranks_of(model))
-    with together(given.ranks), _opened(device, config) as backends:
+    with ranks_together(given.ranks), _opened(device, config) as backends:
         return _placed(model, backends, config, given)
 
 
@@ -82,7 +82,7 @@ def _opened(
 ) -> Iterator[list[Backend]]:
     """The backends of all devices that a model is to be on."""
     if not config.stripes:
-        with opened(config.device_for(device), config, loads=loads) as backend:
+        with opened_backend(config.device_for(device), config, loads=loads) as backend:
             yield [backend]
         return
     kind = torch.device(device or ("cuda" if cuda.available() else "cpu"))
@@ -92,7 +92,7 @@ def _opened(
         )
     with ExitStack() as stack:
         names = [kind.type if kind.type == "cpu" else f"{kind.type}:{index}" for index in config.stripes]
-        found = [stack.enter_context(opened(name, config, loads=loads)) for name in reversed(names)]
+        found = [stack.enter_context(opened_backend(name, config, loads=loads)) for name in reversed(names)]
         yield found[::-1]  # so the first device is the current one
 
 
@@ -155,10 +155,10 @@ def from_pretrained(
     settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = of_model(config)
-    config = settled(config, **settings)
+    config = resolve_config(config, **settings)
     ranks = join(hf_sharded.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
-    with together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
+    with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
         kernels = planner_inputs.Kernels(backend, config, progress)
         with preloading(backend.device, generates=True):
@@ -227,7 +227,7 @@ def offload_layers(
     root = rooted(layers)
     kept = _shared_or_buffers(list(layers.values()), root)
     hosted = planner_inputs.Hosted(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
-    with opened(device, config) as backend, torch.no_grad():
+    with opened_backend(device, config) as backend, torch.no_grad():
         return _offload(root, backend, config, CallerFacts(hosted=hosted))
 
 

@@ -37,7 +37,7 @@ from weightstream.inputs.pipeline_planning import (
     plan_of_call,
     plan_of_shares,
     rehearsed,
-    shared_out,
+    share_budget,
     told,
 )
 from weightstream.inputs.planner_inputs import Kernels
@@ -45,7 +45,7 @@ from weightstream.plan.candidates import Share
 from weightstream.plan.pipeline import PipelinePlan
 from weightstream.plan.units import human
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.devices.opening import opened
+from weightstream.runtime.devices.opening import opened_backend
 from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.ring.shared_memory import SharedMemory
 from weightstream.runtime.ring.timeline import Kind
@@ -56,7 +56,7 @@ from weightstream.runtime.tensors.leaves import leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import restored
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import shared_between
-from weightstream.settings.arguments import dtype_given, settled
+from weightstream.settings.arguments import dtype_given, resolve_config
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.ending import finalize
 from weightstream.store.folder import OffloadFolder
@@ -95,10 +95,10 @@ def offload_pipeline(
         PlanError: the budget cannot work; the message holds the arithmetic.
         ConfigError, OffloadError: as for `offload`.
     """
-    config = settled(config, device_budget=device_budget, **settings)
+    config = resolve_config(config, device_budget=device_budget, **settings)
     _refuse(pipe)
     check_given(config, example_inputs)
-    with opened(config.device_for(device), config) as backend, torch.no_grad():
+    with opened_backend(config.device_for(device), config) as backend, torch.no_grad():
         _offloaded(pipe, backend, config, example_inputs or {})
     return pipe
 
@@ -147,9 +147,9 @@ def pipeline_from_pretrained(
             f"pipeline_from_pretrained needs diffusers: pip install 'weightstream[diffusers]' ({error})"
         ) from error
     settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
-    config = settled(config, **settings)
+    config = resolve_config(config, **settings)
     check_given(config, example_inputs)
-    with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
+    with opened_backend(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         dtype = dtype_given(dtype, torch_dtype)
         kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=False):
@@ -235,7 +235,7 @@ def _shares(
         known = known_of(parts, calls)
         budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
         try:
-            return budget, *shared_out(parts, known, calls, budget)
+            return budget, *share_budget(parts, known, calls, budget)
         except PlanError:
             if not kept:
                 raise
@@ -339,7 +339,7 @@ class PipelineStreamer:
         self._parts: dict[str, _Part] = {}
         self._past: dict[str, Stats] = {}  # of streamers that came before, in other dtypes
         self._beyond = Beyond(lambda: self.stats().held_nbytes["device"], lambda: budget)
-        self._detach = pipeline.attach(pipe, self, backend.device)
+        self._detach = pipeline.attach_pipeline(pipe, self, backend.device)
 
     @property
     def components(self) -> dict[str, Streamer]:

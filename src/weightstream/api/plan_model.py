@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightstream.adapters.hf import ranks
-from weightstream.api.multi_gpu import sketched
+from weightstream.api.multi_gpu import sketch_striped
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs import planner_inputs
 from weightstream.measure.profile import read_profile
@@ -24,7 +24,7 @@ from weightstream.plan.planner import Machine
 from weightstream.plan.problem import Prospect
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
-from weightstream.settings.arguments import dtype_given, of_model, settled
+from weightstream.settings.arguments import dtype_given, of_model, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def plan_model(
     """
     config, model_config = of_model(config)
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
-    config, dtype = settled(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
+    config, dtype = resolve_config(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
     if is_pipeline(path_or_repo_id):
         if sharded:
             raise ConfigError(f"{path_or_repo_id} is a pipeline of diffusers: leave out {', '.join(sharded)}")
@@ -136,7 +136,7 @@ def plan_stripes(
     model, checkpoint = described(path_or_repo_id, **options)
     alone = config.within(next(iter(config.stripes.values())))
     machine = _machine(alone, device, profile, planner_inputs.dtypes_of(model))
-    return sketched(model, checkpoint, [machine] * len(config.stripes), config)
+    return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 
 def prospect(

@@ -82,20 +82,20 @@ def bench(
         write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
     if is_pipeline(model):
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
-        planned, found = pipelines.bench(model, loading, call, variant=variant, seconds=seconds, as_json=as_json)
+        planned, found = pipelines.bench_pipeline(model, loading, call, variant=variant, seconds=seconds, as_json=as_json)
         plan = None
     else:
-        pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
+        pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
         plan, found = _compared(model, loading, seconds, progress=sys.stderr.isatty() and not as_json)
     row = environment() | {"model": model} | found
     if out is not None:
         write("--out", out, json.dumps(row) + "\n", append=True)
     if plot is not None:
-        draw("a call" if plan is None else str(plan.workload), row, plot)
+        draw_bench("a call" if plan is None else str(plan.workload), row, plot)
     if as_json:
         typer.echo(json.dumps(row))
     elif plan is not None:
-        show(plan, row)
+        show_bench(plan, row)
     else:
         pipelines.show_bench(planned, row, print_systems)
     raise typer.Exit(1 if row["equal"] is False else 0)
@@ -124,7 +124,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["weightstream", *sys.argv[1:]]),
-        "processor": machine.processor(),
+        "processor": machine.cpu_name(),
         "cores": os.cpu_count(),
         "driver": nvml.driver_version(),
         "python": platform.python_version(),
@@ -135,7 +135,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def show(plan: AnyPlan, row: dict[str, Any]) -> None:
+def show_bench(plan: AnyPlan, row: dict[str, Any]) -> None:
     print_labelled({"model": f"{row['model']} on {_machine(row)}", "step": str(plan.workload), "plan": row["plan"]})
     print_systems(row["systems"])
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
@@ -183,7 +183,7 @@ def _verdict(row: dict[str, Any]) -> str:
     return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"
 
 
-def draw(what: str, row: dict[str, Any], path: Path) -> None:
+def draw_bench(what: str, row: dict[str, Any], path: Path) -> None:
     """A bar for each system, from p20 to p80 a line across its end, and a mark at what was predicted."""
     systems, predicted = row["systems"][::-1], 1e3 * (row["predicted_s"] or 0.0)
     names = [system["name"] for system in systems]

@@ -46,7 +46,7 @@ def call_of(
     return {name: value for name, value in named.items() if value is not None}
 
 
-def refuse(model: str, **options: Any) -> None:
+def refuse_options(model: str, **options: Any) -> None:
     """Raises `ConfigError` where options were given that go with the other kind of models."""
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
         from weightstream.api.plan_model import is_pipeline
@@ -67,7 +67,7 @@ def plan(
     profile: Path | None,
     sweep: bool,
     plot: Path | None,
-    save: Path | None,
+    save_media: Path | None,
     as_json: bool,
 ) -> None:
     """What `weightstream plan` does for a pipeline."""
@@ -82,8 +82,8 @@ def plan(
         others = ((budget, sketch.plan_at(budget)) for budget in budgets)
         plans = [(budget, found) for budget, found in others if found is not None]
         plans = sorted([*plans, (sketch.budget, planned)], key=lambda item: item[0])
-    if save is not None:
-        write("--save", save, json.dumps(planned.numbers(), indent=1) + "\n")
+    if save_media is not None:
+        write("--save", save_media, json.dumps(planned.numbers(), indent=1) + "\n")
     if plot is not None:
         _draw(model, plans, plot)
     if as_json:
@@ -240,7 +240,7 @@ def place_of(out: Path | None, takes: Collection[str]) -> Path:
     return out
 
 
-def save(output: Any, out: Path) -> list[Path]:
+def save_media(output: Any, out: Path) -> list[Path]:
     """Writes the images of PIL, or the videos, of a call; where there are several, their number goes into the name."""
     from diffusers.utils import export_to_gif, export_to_video
 
@@ -256,7 +256,7 @@ def save(output: Any, out: Path) -> list[Path]:
     return paths
 
 
-def run(
+def run_pipeline(
     model: str,
     loading: dict[str, Any],
     call: dict[str, Any],
@@ -275,7 +275,7 @@ def run(
     session = PipelineSession(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
     session.seed = seed
     output, taken_s = session.run(output_type="pil")
-    written = save(output, out)
+    written = save_media(output, out)
     stats = session.pipe.weightstream.stats()
     identical = None
     if verify:
@@ -323,7 +323,7 @@ def _seconds(seconds: float) -> str:
 # -- a comparison ------------------------------------------------------------------------------------------------------
 
 
-def bench(
+def bench_pipeline(
     model: str, loading: dict[str, Any], call: dict[str, Any], *, variant: str | None, seconds: float, as_json: bool
 ) -> tuple[PipelinePlan | None, dict[str, Any]]:
     """Times calls of a pipeline offloaded, beside the link alone and the plain pipeline on the device."""

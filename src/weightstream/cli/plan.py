@@ -85,7 +85,7 @@ def plan(
         about |= {"variant": variant, "profile": profile}
         pipelines.plan(model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json)
         return
-    pipelines.refuse(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
+    pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
     if loading["config"].stripes and not tp:
         _on_several(model, loading, profile, about, as_json=as_json)
     else:
@@ -117,7 +117,7 @@ def _on_one(
     if save is not None:
         write("--save", save, planned.to_json())
     if plot is not None:
-        draw(model, planned, plans, plot)
+        draw_plan(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
         typer.echo(json.dumps({"model": model, **shards, **facts(ahead, planned), **swept}))
@@ -127,7 +127,7 @@ def _on_one(
         assumed = rate(ahead.planners[0].machine.profile.ranks_bytes_per_s / 1e9)
         about = f"one of {shards['tp_size']} processes, which plan alike, and are taken to add up {assumed} GB/s"
         model, whole = f"a shard of {model}", {"ranks": about, **whole}
-    show(model, planned, whole | advice(ahead, planned))
+    show_plan(model, planned, whole | advice(ahead, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
 
@@ -178,12 +178,12 @@ def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
     return sorted((planned, *others), key=_budget)
 
 
-def show(model: str, planned: Plan, notes: dict[str, str]) -> None:
+def show_plan(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
     num, dtype = parameters(planned)
     told = [f"{_count(num)} parameters"] if "float" in dtype else []  # else several are in one number
     size = ", ".join([*told, human(planned.manifest.decoded_nbytes), dtype])
-    print_labelled({"model": f"{model} ({size})", "machine": _machine(planned), "memory": memory(planned)})
+    print_labelled({"model": f"{model} ({size})", "machine": _machine(planned), "memory": memory_line(planned)})
     print_table(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
@@ -269,7 +269,7 @@ def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     }
 
 
-def draw(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
+def draw_plan(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
     """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
     unit, nbytes_of_one = scale(max(map(_budget, plans)))
     budgets = [_budget(plan) / nbytes_of_one for plan in plans]
@@ -330,7 +330,7 @@ def _span(names: list[str]) -> str:
     return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}{to}{end}", names[0])
 
 
-def memory(plan: Plan) -> str:
+def memory_line(plan: Plan) -> str:
     """The device's memory that the plan speaks of, by what it is for."""
     names = ("resident", "ring", "buffer", "slots", "cache", "activations", "spare")
     sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.slots_nbytes]

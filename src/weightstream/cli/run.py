@@ -40,7 +40,7 @@ from weightstream.runtime.trace import Trace, total
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.hf.generation import Decoding
+    from weightstream.adapters.hf.generation import DecodeReport
     from weightstream.runtime.streamer.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
@@ -76,12 +76,12 @@ def run(
     from weightstream.api.plan_model import is_pipeline
 
     if is_pipeline(model):
-        pipelines.refuse(model, chat=chat, max_new_tokens=max_new_tokens)
+        pipelines.refuse_options(model, chat=chat, max_new_tokens=max_new_tokens)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
         how: dict[str, Any] = {"variant": variant, "out": out, "seed": seed or 0, "verify": verify}
-        raise typer.Exit(1 if pipelines.run(model, loading, call, **how, as_json=as_json) is False else 0)
+        raise typer.Exit(1 if pipelines.run_pipeline(model, loading, call, **how, as_json=as_json) is False else 0)
     given = {"height": height, "width": width, "steps": steps, "frames": frames, "variant": variant}
-    pipelines.refuse(model, out=out, seed=seed, **given)
+    pipelines.refuse_options(model, out=out, seed=seed, **given)
     max_new_tokens = max_new_tokens or 64
     from weightstream.measure.comparison import first_difference
 
@@ -120,7 +120,7 @@ class Tokens:
     def __init__(self, text: Any) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
-        self.decoding: Decoding | None = None  # set at the end, as is the next
+        self.decoding: DecodeReport | None = None  # set at the end, as is the next
         self.is_cut = False  # more would have come
         self._text = text
 
@@ -135,7 +135,7 @@ class Tokens:
         if self._text:
             self._text.end()
 
-    def set_decoding(self, decoding: Decoding) -> None:
+    def set_decoding(self, decoding: DecodeReport) -> None:
         self.decoding = decoding
 
     @property

@@ -105,7 +105,7 @@ def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
             return torch.equal(triton_codec.histograms(data.to(device), dtype).cpu(), counts)
 
         with _STARTING_TRITON:  # trials of several dtypes may begin at once
-            on_device(triton_codec.prepare)
+            on_device(triton_codec.warm_triton)
         whole = data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes]
         # what takes longest begins first
         works = [partial(decodes, data)] if is_ragged else [partial(decodes, whole), encodes, are_counts]

@@ -66,7 +66,7 @@ def write(rest: torch.Tensor, starts: torch.Tensor, escapes: torch.Tensor) -> No
     escapes[(at[left.tiles] + 7) // 8 + left.ranks] = (_BYTE - flat[left.places] & 255).to(torch.uint8)
 
 
-def read(there: torch.Tensor, starts: torch.Tensor, escapes: torch.Tensor) -> torch.Tensor:
+def read_rests(there: torch.Tensor, starts: torch.Tensor, escapes: torch.Tensor) -> torch.Tensor:
     """The rests of the weights of tiles that are `there`, modulo 256, and 0 of all others.
 
     A start that is outside counts as the nearest that is not, and bits that are outside count as 0.

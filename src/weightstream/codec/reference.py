@@ -97,7 +97,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 
     symbols = _in_order(unpacked(words[:, element.raw_bits :], layout.dtype, bits), layout.dtype)
     exponents, found = symbols + bases[:, None], symbols == 2**bits - 1
     if element.is_dense:
-        exponents += digits.read(found, starts, rests) - 3 * found.to(torch.int32)
+        exponents += digits.read_rests(found, starts, rests) - 3 * found.to(torch.int32)
     else:
         totals = found.sum(1, dtype=torch.int32)
         begins = torch.minimum(starts, layout.num_escapes - totals).clamp(min=0)

@@ -52,7 +52,7 @@ def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -
     return layout, coded
 
 
-def prepare() -> None:
+def warm_triton() -> None:
     """Make what Triton makes for all kernels, before threads would, each for itself."""
     triton.runtime.driver.active.get_current_device()
 

@@ -21,7 +21,7 @@ from weightstream.adapters.tracing.footprint import Footprint
 from weightstream.errors import ConfigError
 from weightstream.inputs import planner_inputs
 from weightstream.measure import multi_gpu_links
-from weightstream.measure.profile import doubt, prepare
+from weightstream.measure.profile import doubt, prepare_decoding
 from weightstream.measure.progress import lasting
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
@@ -126,7 +126,7 @@ class OffloadBuilder:
         self._backend, self._config, self._given, self._closing = backend, config, given, closing
         self._by_alias = by_alias
         expected = planner_inputs.dtypes_to_code(by_alias, backend, config, among=given.ranks is not None)
-        prepare(backend.device, expected, given.progress)
+        prepare_decoding(backend.device, expected, given.progress)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.add(global_state.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
@@ -221,7 +221,7 @@ class OffloadBuilder:
         streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took
-        self._closing.add(device_map.attach(self.model, self._backend.device, self.recast))
+        self._closing.add(device_map.attach_device_map(self.model, self._backend.device, self.recast))
         self._closing.add(streamer.place_added, None)  # to where the weights are again
         _report(streamer.plan, self._config)
         if self.prospect.whole and streamer.plan.offloaded_nbytes:

@@ -53,7 +53,7 @@ class DeviceSplit(NamedTuple):
         return [lane for lane, nbytes in enumerate(self.nbytes) if nbytes]
 
 
-def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> list[DeviceSplit]:
+def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> list[DeviceSplit]:
     """What each device is given of a model, in each deal of its blocks that is worth a try."""
     if config.backend != "none":
         raise ConfigError(f"the {config.backend} settings are for one GPU: several have a device_budget each")
@@ -63,7 +63,7 @@ def shared_out(model: nn.Module, machines: Sequence[Machine], config: OffloadCon
     known = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]
     budgets = [int(_FREE * m.free_nbytes) if n is None else n for n, m in zip(known, machines, strict=True)]
     rates = [machine.profile.link_bytes_per_s for machine in machines]
-    nbytes, first = [_nbytes(block) for block in blocks], sharing(model, blocks)
+    nbytes, first = [_nbytes(block) for block in blocks], blocks_sharing_memory(model, blocks)
     deals = multi_device.whose(nbytes, budgets, rates, max(0, _nbytes(model) - sum(nbytes)))
     units = find_units(model, "block", blocks)
     around = [unit.module for unit in units if unit.scope is not Scope.TREE]
@@ -84,7 +84,7 @@ def _nbytes(module: nn.Module) -> int:
     return sum({id(leaf.tensor): leaf.tensor.nbytes for leaf in leaves_of(module)}.values())
 
 
-def sharing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
+def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
     """For each block the first that shares memory with it, which it is to be with; None: with what is in no block."""
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}

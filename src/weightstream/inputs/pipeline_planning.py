@@ -132,7 +132,7 @@ def _nbytes(prospect: Prospect) -> int:
     return prospect.grains[0].nbytes
 
 
-def shared_out(
+def share_budget(
     parts: Components,
     known: Mapping[str, tuple[Component, Prospect]],
     calls: Sequence[ComponentCall],
@@ -256,7 +256,7 @@ class PipelineSketch:
     def plan(self, budget: int | None = None) -> PipelinePlan:
         """The plan of the call; raises `PlanError` where components have no room."""
         budget = self.budget if budget is None else budget
-        found, nbytes = shared_out(self._parts, self._known, self._calls, budget)
+        found, nbytes = share_budget(self._parts, self._known, self._calls, budget)
         return plan_of_shares(self._calls, self._parts, found, nbytes, self._notes)
 
     def plan_at(self, budget: int) -> PipelinePlan | None:
@@ -281,10 +281,10 @@ def sketch_of_files(
 
     Raises `CheckpointError`, `ConfigError`, `OffloadError`, `UnsupportedError`.
     """
-    from weightstream.adapters.diffusers.load import sketched
+    from weightstream.adapters.diffusers.load import sketch_components
 
     check_given(config, call)
-    pipe, checkpoints = sketched(path_or_repo_id, dtype=dtype, variant=variant)
+    pipe, checkpoints = sketch_components(path_or_repo_id, dtype=dtype, variant=variant)
     calls, notes = told(pipe, call)
     modules = pipeline.modules_of(pipe)
     machine = machine_of(frozenset().union(*map(planner_inputs.dtypes_of, modules.values())))

@@ -25,7 +25,7 @@ from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
 from weightstream.measure.profile import can_decode as decodes
-from weightstream.measure.profile import prepare, profile_for, with_decoding
+from weightstream.measure.profile import prepare_decoding, profile_for, with_decoding
 from weightstream.plan.coding import Sizes
 from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload, decode_rate
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
@@ -78,7 +78,9 @@ def can_decode(backend: Backend, config: OffloadConfig, dtypes: Collection[str],
     return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
 
 
-def decoding(machine: Machine, backend: Backend, dtypes: Collection[str], progress: bool | None = None) -> Machine:
+def with_decode_rates(
+    machine: Machine, backend: Backend, dtypes: Collection[str], progress: bool | None = None
+) -> Machine:
     """A machine that decodes these dtypes, at the rates of its backend."""
     found = with_decoding(backend, machine.profile, dtypes, progress=progress)
     rates = {name: getattr(found, name) for name in (*map(decode_rate, dtypes), "decoding_s")}
@@ -89,7 +91,7 @@ def machine_decoding(backend: Backend, config: OffloadConfig, dtypes: Collection
     """The machine, and whether and how fast it decodes these dtypes. Kernels compile while it is measured."""
     dtypes = dtypes if config.uses_codes else ()
     found = machine_of(backend, config, dtypes=dtypes)
-    return decoding(found, backend, dtypes) if dtypes and can_decode(backend, config, dtypes) else found
+    return with_decode_rates(found, backend, dtypes) if dtypes and can_decode(backend, config, dtypes) else found
 
 
 class Kernels:
@@ -98,12 +100,12 @@ class Kernels:
     def __init__(self, backend: Backend, config: OffloadConfig, progress: bool | None) -> None:
         self._backend, self._config, self._progress = backend, config, progress
         self._expected: set[str] = set()  # dtypes
-        prepare(backend.device, (), progress)
+        prepare_decoding(backend.device, (), progress)
 
     def expect(self, dtype: torch.dtype, nbytes: int) -> None:
         """A model of so many bytes is about to be loaded in this dtype."""
         self._expected |= dtypes_to_load(dtype, nbytes, self._backend, self._config)
-        prepare(self._backend.device, self._expected, self._progress)
+        prepare_decoding(self._backend.device, self._expected, self._progress)
 
     def are_missing(self, dtypes: Collection[str]) -> bool:
         """Whether compressed weights of these dtypes cannot be decoded as they are needed."""
@@ -289,7 +291,7 @@ def with_facts(
         for memory in memories:
             memory.check()
         codes = sizes_of(_groups(homes), homes.layouts, homes.in_parts, weights.by_row)
-        machine, weights = decoding(machine, backend, dtypes, progress), replace(weights, codes=codes)
+        machine, weights = with_decode_rates(machine, backend, dtypes, progress), replace(weights, codes=codes)
     if machine.disk_bytes_per_s is None and planner.may_use_disk(plain):
         machine = replace(machine, disk_bytes_per_s=bench.rate_of_files(homes.files))
     planners = (replace(planner, machine=machine, weights=weights) for planner in prospect.planners)
@@ -323,7 +325,7 @@ def tried(found: Footprint, prospect: Prospect, backend: Backend) -> Footprint:
     """The same with what its operators took in a trial; on a CPU a step takes as long as one, and tells more."""
     if backend.device.type == "cpu":
         return found
-    return found.tried(op_timing.measured(found.launches, prospect.planners[0].machine.profile, backend))
+    return found.tried(op_timing.time_ops(found.launches, prospect.planners[0].machine.profile, backend))
 
 
 def with_work(

@@ -84,7 +84,7 @@ _CPU = _Sizes(4096, 16, (4, 512, 64), (256,))
 _GPU = _Sizes(14336, 8192, (32, 8192, 128), (14336, 4096))
 
 
-def backend_of(device: torch.device) -> Backend:
+def private_backend(device: torch.device) -> Backend:
     """A backend of one's own, which disturbs no other on the device; to be closed."""
     return cpu.CpuBackend() if device.type == "cpu" else cuda.CudaBackend(device)
 
@@ -96,10 +96,10 @@ def measure(
 
     Calls `advance` once a round. The rates of decoding all but these `dtypes` are `NOT_MEASURED`.
     """
-    with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
+    with closing(private_backend(backend.device)) as own, left_as_found(own.device), torch.no_grad():
         numbers, complete = _Bench(own, dtypes).measure(advance)
     if own.device.type == "cpu":
-        numbers |= {"machine": machine.processor(), "device_nbytes": psutil.virtual_memory().total}
+        numbers |= {"machine": machine.cpu_name(), "device_nbytes": psutil.virtual_memory().total}
     else:
         found = cuda.facts(own.device)
         numbers |= {"machine": found.name, "device_nbytes": found.total_nbytes}
@@ -108,7 +108,7 @@ def measure(
 
 def measure_decoding(backend: Backend, advance: Callable[[], object], dtypes: Collection[str]) -> dict[str, Any]:
     """What a profile says of decoding these dtypes, where it can be measured."""
-    with closing(backend_of(backend.device)) as own, left_as_found(own.device), torch.no_grad():
+    with closing(private_backend(backend.device)) as own, left_as_found(own.device), torch.no_grad():
         bench = _Bench(own, dtypes)
         return bench.measure_parts((bench.decoding, *bench.on_gpu), advance)[0]
 
@@ -266,9 +266,9 @@ class _Bench:
 
     def kernels(self) -> _Measuring:
         """Reading weights for one row, and what kernels take at least."""
-        works = kernels.works(self._backend, self._weights)
+        works = kernels.kernel_works(self._backend, self._weights)
         best = yield {name: (work, _SAMPLE_S) for name, work in works.items()}
-        yield kernels.parts(best, sum(weight.nbytes for weight in self._weights), len(self._weights))
+        yield kernels.kernel_fields(best, sum(weight.nbytes for weight in self._weights), len(self._weights))
 
     def modules(self) -> _Measuring:
         """What the host takes to launch a kernel from a model's code."""
@@ -290,9 +290,9 @@ class _Bench:
 
     def opening(self) -> _Measuring:
         """What the host takes to open and close units; the device waits for it."""
-        with opening.works(self._backend, next(iter(self._decoded), None)) as works:
+        with opening.overhead_works(self._backend, next(iter(self._decoded), None)) as works:
             best = yield {name: (work, _SAMPLE_S) for name, work in works.items()}
-        yield opening.parts(best)
+        yield opening.overhead_fields(best)
 
     def link(self) -> _Measuring:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""
@@ -302,7 +302,7 @@ class _Bench:
             pairs = zip(bulk.dst.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True)
             pieces = [partial(backend.copy, [replace(bulk, dst=dst, src=src)]) for dst, src in pairs]
             works: dict[str, _Work] = {"pieces": partial(_run_all, pieces), "rounds": partial(self._rounds, pieces[:8])}
-            works |= {"reads": partial(kernels.read, self._weights)} if self._on_gpu else {}
+            works |= {"reads": partial(kernels.read_products, self._weights)} if self._on_gpu else {}
             best = yield {"bulk": (partial(backend.copy, [bulk]), 4 * _SAMPLE_S)} | {
                 name: (work, _SAMPLE_S) for name, work in works.items()
             }
@@ -334,7 +334,7 @@ class _Bench:
         drained, filled = self._backend.event(), self._backend.event()
         for copy in copies:
             if self._on_gpu:  # hides what the host takes to queue the copies
-                kernels.read(self._weights)
+                kernels.read_products(self._weights)
             self._backend.record(Side.COMPUTE, drained)
             self._backend.wait(Side.COPY, drained)
             copy()
@@ -381,7 +381,7 @@ def _run_all(works: Sequence[_Work]) -> None:
 @contextmanager
 def host_memory(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
     """Memory that copies start from: pinned for a GPU, at its node, or, where that is refused, not."""
-    pin = partial(cuda.register, device=device)
+    pin = partial(cuda.pin_in_place, device=device)
     arena = Arena(pin, cuda.unregister, cuda.node(device)) if device.type == "cuda" else Arena()
     with closing(arena):
         memory = arena.take(nbytes).fill_(1)

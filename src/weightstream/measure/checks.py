@@ -24,7 +24,7 @@ from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import machine, multi_gpu_links, nvml
-from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
+from weightstream.measure.bench import copies_s, disk_bytes_per_s, host_memory, private_backend
 from weightstream.measure.profile import QUIET, profile_for
 from weightstream.plan.manifest import Profile
 from weightstream.plan.units import human, milliseconds, per_second
@@ -107,7 +107,7 @@ def examine(device: str | None, folder: Path, *, anew: bool) -> tuple[list[tuple
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
     is_on_gpu = wanted != "cpu" and cuda.available()
-    with closing(backend_of(torch.device(wanted if is_on_gpu else "cpu"))) as backend:
+    with closing(private_backend(torch.device(wanted if is_on_gpu else "cpu"))) as backend:
         backend.profile = profile_for(backend, ELEMENTS.keys(), anew=anew)
         gpus = [backend.device] * is_on_gpu
         if is_on_gpu and wanted == "cuda":
@@ -201,7 +201,7 @@ def pinning(system: CheckedSystem) -> Iterator[Finding]:
 
 def links_at_once(system: CheckedSystem) -> Iterator[Finding]:
     with ExitStack() as stack:
-        backends = [stack.enter_context(closing(backend_of(device))) for device in system.gpus]
+        backends = [stack.enter_context(closing(private_backend(device))) for device in system.gpus]
         alone = [multi_gpu_links.rates([backend], _LINKS_S)[0] for backend in backends]
         together = multi_gpu_links.rates(backends, _LINKS_S)
     share = sum(together) / sum(alone)
@@ -226,7 +226,7 @@ def numa_nodes(system: CheckedSystem) -> Iterator[Finding]:
 
 def processor(system: CheckedSystem) -> Iterator[Finding]:
     total, free, num_cores = psutil.virtual_memory().total, available_nbytes(), len(system.cores)
-    yield Finding("processor", f"{machine.processor()}, {num_cores} cores usable", value=num_cores)
+    yield Finding("processor", f"{machine.cpu_name()}, {num_cores} cores usable", value=num_cores)
     yield Finding("memory", f"{human(free)} of {human(total)} available to this process", value=free)
 
 

@@ -48,7 +48,7 @@ def compare(
         raise UnsupportedError(f"{type(model).__name__} takes more than token ids: bench times language models")
     steps = partial(steps_of, model, workload, device)
     try:
-        with closing(bench.backend_of(device)) as backend:  # the streamer's ends with the streamer
+        with closing(bench.private_backend(device)) as backend:  # the streamer's ends with the streamer
             on_phase("offloaded")
             step, begun = steps(), streamer.stats()
             offloaded, ours = _timed("offloaded", step, backend, seconds)
@@ -109,7 +109,7 @@ def timed_calls(
 
 def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: torch.device) -> ComparedSystem | None:
     """The link alone with all that calls of these plans move, each so often, in plain form; None: nothing."""
-    with closing(bench.backend_of(device)) as backend:
+    with closing(bench.private_backend(device)) as backend:
         floors = [(num, _floor(plan, (), backend, seconds / len(plans))[0]) for num, plan in plans]
     found = [(num, floor) for num, floor in floors if floor is not None]
     if not found:
@@ -148,7 +148,7 @@ def _floor_of(
         return _floor(plan, read, backend, seconds)
     found: list[tuple[ComparedSystem | None, float]] = []
     for name, part in plan.plans.items():
-        with closing(bench.backend_of(torch.device(name))) as own:
+        with closing(bench.private_backend(torch.device(name))) as own:
             found.append(_floor(part, () if found else read, own, seconds / len(plan.plans)))
     floors = [floor for floor, _ in found if floor is not None]
     return max(floors, key=itemgetter("p50_s"), default=None), sum(rate for _, rate in found)

@@ -24,7 +24,7 @@ TURNS = 2  # so that nothing is left in the caches of what is copied
 _Work = Callable[[], object]
 
 
-def works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]:
+def kernel_works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]:
     """What is to be timed: kernels of norms, as these are most of a model's small ones; products of a row with matrices
     that are small, or these weights; and on a GPU with such that are picked out of a stack before."""
     row, small = (torch.ones(n, _WIDTH, device=backend.device, dtype=torch.bfloat16) for n in (1, _OUT_WIDTH))
@@ -38,13 +38,15 @@ def works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]
         for _ in range(NUM_PRODUCTS):
             F.linear(row, small)
 
-    found: dict[str, _Work] = {"norms": norms, "products": products, "read": partial(read, weights)}
+    found: dict[str, _Work] = {"norms": norms, "products": products, "read": partial(read_products, weights)}
     if backend.device.type == "cuda":
-        found = {name: _replayed(backend, work) for name, work in (*found.items(), *picking(weights[0], weights[-1]))}
+        found = {
+            name: _replayed(backend, work) for name, work in (*found.items(), *picked_products(weights[0], weights[-1]))
+        }
     return found
 
 
-def read(weights: Sequence[torch.Tensor]) -> None:
+def read_products(weights: Sequence[torch.Tensor]) -> None:
     """Products of a row with each of these."""
     for weight in weights:
         F.linear(weights[0][:1], weight)
@@ -57,7 +59,7 @@ def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale * y.to(x.dtype)
 
 
-def picking(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[str, _Work]]:
+def picked_products(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[str, _Work]]:
     """Copies out of one weight, as a stack, over another, and such with products of what was copied right behind, which
     lies in caches then as it does in a model. What is copied is not: each time it is something else."""
     flat, copies = weight.view(-1), other.view(-1)
@@ -78,7 +80,7 @@ def _run(works: Sequence[_Work], behind: _Work = lambda: None) -> None:
         behind()
 
 
-def parts(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dict[str, float]:
+def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dict[str, float]:
     """Fields of a profile, from the seconds of each of `works`.
 
     Of a CPU's products none is so small that its least time would matter.

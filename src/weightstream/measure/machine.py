@@ -38,7 +38,7 @@ def machine_id(root: Path = _ROOT) -> str:
     return text_of(root / "etc/machine-id") or platform.node()
 
 
-def processor(root: Path = _ROOT) -> str:
+def cpu_name(root: Path = _ROOT) -> str:
     """The processor's name."""
     match = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()

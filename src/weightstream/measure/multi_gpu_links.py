@@ -16,7 +16,7 @@ from threading import Barrier
 import torch
 
 from weightstream.errors import StoreError
-from weightstream.measure.bench import HostMemory, backend_of, copies_s, host_memory, left_as_found, rounds_s
+from weightstream.measure.bench import HostMemory, copies_s, host_memory, left_as_found, private_backend, rounds_s
 from weightstream.plan.planner import Machine
 from weightstream.runtime.devices.backend import Backend
 
@@ -30,13 +30,13 @@ _SUMMED_NBYTES, _SUMS = 64 << 20, 8  # as of a long prompt
 
 
 @cache
-def together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
+def rates_together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
     """`rates` of these devices, measured once per process; none where they cannot be."""
     try:
         with ExitStack() as stack:
             for device in devices:
                 stack.enter_context(left_as_found(device))
-            return tuple(rates([stack.enter_context(closing(backend_of(device))) for device in devices], _SHORT_S))
+            return tuple(rates([stack.enter_context(closing(private_backend(device))) for device in devices], _SHORT_S))
     except (RuntimeError, StoreError) as error:
         logger.warning("links cannot be measured at once, and are taken to be as fast as alone: %s", error)
         return ()
@@ -53,7 +53,7 @@ def beside(device: torch.device, meet: Callable[[], object]) -> float:
         meet()
 
     try:
-        with left_as_found(device), closing(backend_of(device)) as backend:
+        with left_as_found(device), closing(private_backend(device)) as backend:
             return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, _SHORT_S, ready))
     except (RuntimeError, StoreError) as error:
         if is_here:  # then the others heard nothing of it yet

@@ -86,7 +86,7 @@ def with_decoding(
         return replace(found, **assumed)
 
 
-def prepare(device: torch.device, dtypes: Collection[str], progress: bool | None = None) -> None:
+def prepare_decoding(device: torch.device, dtypes: Collection[str], progress: bool | None = None) -> None:
     """Start to compile what decodes weights of these dtypes, in threads.
 
     Says when a device is used for the first time, which takes seconds.
@@ -204,7 +204,7 @@ def save(device: torch.device, profile: Profile) -> None:
 
 def _path(device: torch.device) -> Path:
     """The name tells all that a measurement depends on."""
-    key = [_FORMAT, machine.machine_id(), machine.processor(), os.cpu_count(), torch.__version__]
+    key = [_FORMAT, machine.machine_id(), machine.cpu_name(), os.cpu_count(), torch.__version__]
     if device.type == "cpu":
         key += ["cpu", torch.get_num_threads()]
     else:

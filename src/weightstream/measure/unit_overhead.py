@@ -70,14 +70,14 @@ def _bound(backend: Backend, num_tensors: int, coded: str | None) -> tuple[Bindi
     if coded is not None:
         nbytes = Layout(dtype=coded, count=_COUNT, num_escapes=0).nbytes
         plan = Plan.build(units.coded(dict.fromkeys(units.aliases, nbytes)), frozenset(units.aliases), 0)
-    pin = partial(cuda.register, device=backend.device)
+    pin = partial(cuda.pin_in_place, device=backend.device)
     homes = Homes(by_alias, backend, arena=None if backend.device.type == "cpu" else Arena(pin, cuda.unregister))
     homes.settle(plan)
     return Binding(plan, buffers(plan, backend), homes, backend, Counters(), Timeline(backend)), homes
 
 
 @contextmanager
-def works(backend: Backend, coded: str | None = None) -> Iterator[dict[str, Callable[[], object]]]:
+def overhead_works(backend: Backend, coded: str | None = None) -> Iterator[dict[str, Callable[[], object]]]:
     """What is to be timed. Without a dtype that is decoded, `coded` and `launches` are left out."""
     with ExitStack() as stack:
         found = {name: stack.enter_context(steps(backend, num)) for name, num in (("few", FEW), ("many", MANY))}
@@ -90,7 +90,7 @@ def works(backend: Backend, coded: str | None = None) -> Iterator[dict[str, Call
         yield found
 
 
-def parts(seconds: Mapping[str, float]) -> dict[str, float]:
+def overhead_fields(seconds: Mapping[str, float]) -> dict[str, float]:
     """Fields of a profile, from the seconds of each of `works`."""
     unit_s = {name: _BETWEEN * step_s / NUM_UNITS for name, step_s in seconds.items()}
     launch_s = unit_s.get("launches", 0.0)

@@ -115,7 +115,7 @@ def _neighbours_nbytes(manifest: Manifest, residents: frozenset[str]) -> int:
 def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], room: _Room) -> Iterator[Choice]:
     """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
     everything = frozenset(manifest.aliases)
-    nbytes = nbytes_of(manifest, everything)
+    nbytes = aligned_nbytes(manifest, everything)
     for column in columns:
         sizes = [aligned(manifest.aliases[alias]) for alias in column]
         least, most = min(sizes), max(sizes)
@@ -134,7 +134,7 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
     A ring evens out no more than it holds, and units of one kind may follow each other for long.
     """
     largest = max(streamed_nbytes(manifest, forced), default=0)
-    held = nbytes_of(manifest, forced)
+    held = aligned_nbytes(manifest, forced)
     steps, seen = list[tuple[float, list[tuple[str, int]]]](), set(forced)
     for index in manifest.order:
         new = [(alias, aligned(n)) for alias, n in manifest.units[index].aliases().items() if alias not in seen]
@@ -150,7 +150,7 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
         for _ in range(_RATES):
             rate = (low + high) / 2
             found = forced | _kept_in_step(steps, rate, ring)
-            if nbytes_of(manifest, found) <= kept:
+            if aligned_nbytes(manifest, found) <= kept:
                 residents, high = found, rate
             else:
                 low = rate
@@ -182,7 +182,7 @@ def _column_states(
 ) -> Iterator[tuple[int, int]]:
     """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
     sizes = streamed_nbytes(manifest, forced)
-    held = nbytes_of(manifest, forced)
+    held = aligned_nbytes(manifest, forced)
     yield held, max(sizes, default=0)
     for column in columns:
         for alias in column:
@@ -246,5 +246,5 @@ def _evenly(column: Sequence[str], num: int) -> list[str]:
     return [column[(2 * i + 1) * len(column) // (2 * num)] for i in range(num)]
 
 
-def nbytes_of(manifest: Manifest, aliases: Iterable[str]) -> int:
+def aligned_nbytes(manifest: Manifest, aliases: Iterable[str]) -> int:
     return sum(aligned(manifest.aliases[alias]) for alias in aliases)

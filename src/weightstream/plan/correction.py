@@ -47,7 +47,7 @@ def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     profile = _quicker(profile, min(1.0, times.host_s / host_s) if host_s else 0.0)
     machine = replace(planner.machine, profile=profile, disk_bytes_per_s=None)
     decodes = {unit.name: told.decode_s(u, unit) for u, unit in enumerate(plan.manifest.units)}
-    seconds = {name: max(0.0, s - decodes[name]) for name, s in unit_s(plan, estimates, times).items()}
+    seconds = {name: max(0.0, s - decodes[name]) for name, s in corrected_unit_s(plan, estimates, times).items()}
     found = replace(planner, machine=machine, unit_s=seconds).priced(plan)
     if times.step_s > _UNTOLD * found.step_s:  # others on the device, slower handovers
         return _as_a_whole(found, times)
@@ -74,7 +74,7 @@ def _rates(times: Times, latency_s: float) -> list[float]:
     return [nbytes / seconds for nbytes, seconds in found if seconds > 0]
 
 
-def unit_s(plan: Plan, estimates: Sequence[float], times: Times) -> dict[str, float]:
+def corrected_unit_s(plan: Plan, estimates: Sequence[float], times: Times) -> dict[str, float]:
     """Seconds of every unit of the order by name, which sum up to what was measured; none where nothing tells."""
     units, order = plan.manifest.units, plan.manifest.order
     found: dict[str, list[float]] = defaultdict(list)

@@ -135,7 +135,7 @@ def _per_slot(stacks: Iterable[TensorSpec], sizes: Mapping[str, int], coded: Col
     return total
 
 
-def profiled(
+def profile_with_cache(
     manifest: Manifest,
     cached: Cached | None,
     profile: Profile,
@@ -169,7 +169,7 @@ def device_s(profile: Profile) -> float:
     return sum(profile.unit_s) + sum(profile.captured_s)
 
 
-def predicted(
+def predicted_cache(
     plan: Plan,
     manifest: Manifest,
     cached: Cached,
@@ -252,7 +252,7 @@ def _best_ahead(
     numbers = range(min(MAX_PREFETCHED_ROWS, cached.num_slots) + 1)
     return min(
         numbers,
-        key=lambda num: device_s(profiled(manifest, cached._replace(ahead=num), profile, workload, counts)),
+        key=lambda num: device_s(profile_with_cache(manifest, cached._replace(ahead=num), profile, workload, counts)),
     )
 
 

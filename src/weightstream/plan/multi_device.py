@@ -269,7 +269,7 @@ class StripedPlan:
         return {**whole, "step_nbytes": self.step_nbytes, "devices": devices}
 
 
-def predicted(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
+def predicted_lanes(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
     """The plans with the seconds of a step; `places` as for `walk`."""
     plans = {name: lane.plan for name, lane in lanes.items()}
     step_s, graph_s = _times_s(lanes, places)
@@ -302,7 +302,7 @@ def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> Plan
     return best
 
 
-def fastest(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, int]) -> tuple[int, Planned]:
+def fastest_deal(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, int]) -> tuple[int, Planned]:
     """The deal with which the step of all is fastest, and what `chosen` gives for it.
 
     The first is that in turn. Those after it, of neighbours together, are asked for, and planned, only where they can

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightstream.errors import PlanError
-from weightstream.plan.candidates import Share, nbytes_of
+from weightstream.plan.candidates import Share, aligned_nbytes
 from weightstream.plan.plan import Plan
 from weightstream.plan.problem import Prospect
 from weightstream.plan.schedule import aligned
@@ -42,7 +42,7 @@ def shares(prospects: Mapping[str, Prospect], times: Mapping[str, int], budget: 
     left = budget - total - ring
     for name in order:
         plan = prospects[name].sharing(Share(least[name] + left, ring)).plan()[1]
-        kept = max(least[name], min(least[name] + left, nbytes_of(plan.manifest, plan.resident)))
+        kept = max(least[name], min(least[name] + left, aligned_nbytes(plan.manifest, plan.resident)))
         found[name] = Share(kept, ring), plan
         left -= kept - least[name]
     share, plan = found[order[0]]
@@ -52,7 +52,7 @@ def shares(prospects: Mapping[str, Prospect], times: Mapping[str, int], budget: 
 
 def _least_kept(prospect: Prospect) -> int:
     """Bytes that stay whatever the budget, in the grain in which these are least."""
-    return min(nbytes_of(grain, always_resident(grain)) for grain in prospect.grains)
+    return min(aligned_nbytes(grain, always_resident(grain)) for grain in prospect.grains)
 
 
 def _ring_of(prospect: Prospect, share: Share, most: int) -> int:

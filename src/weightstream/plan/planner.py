@@ -147,7 +147,7 @@ class Planner:
         """The plans of one way."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         as_coded = manifest.coded({**way.codes, **way.aside.codes})  # once: there are hundreds of candidates
-        profile = expert_cache.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
+        profile = expert_cache.profile_with_cache(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
         placing = replace(self, config=self.config.within(beside)) if way.cached else self
 
@@ -241,7 +241,7 @@ class Planner:
         found = expert_cache.ways(manifest, sizes, profile, budget, *known)
         return min(
             found,
-            key=lambda c: expert_cache.device_s(expert_cache.profiled(manifest, c, profile, *known)),
+            key=lambda c: expert_cache.device_s(expert_cache.profile_with_cache(manifest, c, profile, *known)),
             default=None,
         )
 
@@ -257,14 +257,14 @@ class Planner:
             budget=self.budget,
             cached=frozenset(cached.sizes),
             slots_nbytes=cached.slots_nbytes,
-            **expert_cache.predicted(plan, whole, cached, profile, self.demand.workload, self.counts),
+            **expert_cache.predicted_cache(plan, whole, cached, profile, self.demand.workload, self.counts),
             decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
         )
 
     def _bound_s(self, manifest: Manifest, way: PlacementOption, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        profile = expert_cache.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
+        profile = expert_cache.profile_with_cache(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
         kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
@@ -353,7 +353,7 @@ class Planner:
         """A plan without what kernels read from host memory and what is cached, and the seconds of its units."""
         manifest, aside = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
         facts = expert_cache.of_plan(plan), self.profile(manifest), self.demand.workload, self.counts
-        profile = expert_cache.profiled(manifest, *facts).decoding(aside)
+        profile = expert_cache.profile_with_cache(manifest, *facts).decoding(aside)
         return replace(plan, manifest=aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0), profile
 
     def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
@@ -372,7 +372,7 @@ class Planner:
         if config.backend == "uva":
             zero_copy = not self.machine.on_cpu and self.machine.maps_host_memory
             return search.place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
-        return search.place(manifest, budget=self._whole_nbytes(manifest), profile=profile)
+        return search.place_within(manifest, budget=self._whole_nbytes(manifest), profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""

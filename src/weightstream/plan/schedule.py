@@ -76,7 +76,7 @@ def neighbours_nbytes(order: Sequence[int], unit_nbytes: Sequence[int]) -> int:
     return max([*pairs, *map(aligned, unit_nbytes)], default=0)
 
 
-def sharing(extents: Sequence[RingExtent]) -> list[tuple[int, ...]]:
+def units_sharing_bytes(extents: Sequence[RingExtent]) -> list[tuple[int, ...]]:
     """For each unit: the others that share bytes with it."""
     found: list[list[int]] = [[] for _ in extents]
     by_offset = sorted((u for u, extent in enumerate(extents) if extent.nbytes), key=lambda u: extents[u].offset)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
-from weightstream.plan.candidates import Choice, Share, choices, columns_of, fitting, nbytes_of, plain_nbytes
+from weightstream.plan.candidates import Choice, Share, aligned_nbytes, choices, columns_of, fitting, plain_nbytes
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
 from weightstream.plan.units import human
@@ -72,7 +72,7 @@ def search(candidates: Iterable[Candidate]) -> Plan | None:
     return best
 
 
-def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED) -> Plan:
+def place_within(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED) -> Plan:
     """The fastest plan, by prediction, whose residents and ring fit `budget` bytes; None: everything stays.
 
     Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
@@ -182,7 +182,7 @@ def place_host_bytes(
             streamed.add(tensor.alias)
             taken += tensor.nbytes
     if zero_copy:
-        plan = place(manifest.without(streamed), budget=None, profile=profile)
+        plan = place_within(manifest.without(streamed), budget=None, profile=profile)
         return map_to_host(plan, manifest, taken, profile)
     return _with_slots(manifest, streamed, 2, profile)
 
@@ -260,7 +260,7 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
     sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    held, buffer = nbytes_of(manifest, forced), buffer_nbytes(manifest)
+    held, buffer = aligned_nbytes(manifest, forced), buffer_nbytes(manifest)
     needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
     codec = ", or codec='auto' or 'none'" if buffer else ""
     return (

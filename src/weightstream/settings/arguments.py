@@ -32,7 +32,7 @@ def dtype_given(dtype: Any, torch_dtype: Any) -> Any:
     return dtype or torch_dtype or "auto"
 
 
-def settled(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
+def resolve_config(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
     """The settings with these laid over them; a `device_budget` of several devices is their `max_memory`.
 
     Raises `ConfigError`, also where `config` is a model's.

@@ -17,7 +17,7 @@ _SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
 _MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
 
-def nbytes_of(budget: int | str | None, total_nbytes: int) -> int | None:
+def budget_nbytes(budget: int | str | None, total_nbytes: int) -> int | None:
     """The bytes of a budget in a memory of `total_nbytes`."""
     if not isinstance(budget, str):
         return budget

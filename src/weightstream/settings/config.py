@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, TypeAda
 from pydantic_core import ErrorDetails
 
 from weightstream.errors import ConfigError
-from weightstream.settings.budgets import checked, checked_map, nbytes_of
+from weightstream.settings.budgets import budget_nbytes, checked, checked_map
 
 
 class ConfigWarning(UserWarning):
@@ -215,14 +215,14 @@ class OffloadConfig(_Settings):
         `on_cpu`: the device is the host. A `max_memory` of "cpu" alone then bounds what both budgets bound together.
         """
         budget = self._of_map[1] if self._of_map else self.device_budget
-        return nbytes_of(dict(self.max_memory).get("cpu") if on_cpu and budget is None else budget, total_nbytes)
+        return budget_nbytes(dict(self.max_memory).get("cpu") if on_cpu and budget is None else budget, total_nbytes)
 
     def host_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
         """Bytes of a host with `total_nbytes` of memory that weights may take beside the device's; None: no bound."""
         budget = dict(self.max_memory).get("cpu")
         if on_cpu and budget is not None and self.device_budget is None and self._of_map is None:
             return 0
-        return nbytes_of(self.host_budget if budget is None else budget, total_nbytes)
+        return budget_nbytes(self.host_budget if budget is None else budget, total_nbytes)
 
     @property
     def stripes(self) -> dict[int, int | str | None]:

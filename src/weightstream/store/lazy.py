@@ -15,7 +15,7 @@ import torch
 from weightstream.codec import coding
 from weightstream.codec.format import Layout
 from weightstream.store.file_slice import FileSlice
-from weightstream.store.mapping import Memory, give_back, is_touched, reserve
+from weightstream.store.mapping import Memory, is_touched, reserve, zero_pages
 
 Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
 
@@ -80,7 +80,7 @@ class LazyMemory(Memory):
         """Gives the memory back, with whatever was written to it; the bytes are made again when they are read again."""
         with self._lock:
             self.is_filled = False
-            give_back(self._buffer, self.path)
+            zero_pages(self._buffer, self.path)
 
 
 class DecodedMemory(LazyMemory):

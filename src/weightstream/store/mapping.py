@@ -77,7 +77,7 @@ def is_touched(buffer: Any) -> bool:
     return bool(_LIBC.mincore(ctypes.addressof(buffer), nbytes, found.ctypes.data)) or bool((found & 1).any())
 
 
-def give_back(buffer: Any, path: Path) -> None:
+def zero_pages(buffer: Any, path: Path) -> None:
     """Make zeros of reserved memory again, which take none."""
     _map(-1, ctypes.sizeof(buffer), path, _ANONYMOUS | _MAP_FIXED, at=ctypes.addressof(buffer))
 
@@ -143,7 +143,7 @@ class FileMapping(Memory):
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        with opened(self.path) as descriptor:
+        with opened_file(self.path) as descriptor:
             self.identity = _identity(os.fstat(descriptor))
             self.nbytes = self.identity[0]
             address = _map(descriptor, self.nbytes, self.path, mmap.MAP_PRIVATE) if self.nbytes else 0
@@ -201,7 +201,7 @@ class FileMapping(Memory):
         """Maps bytes [begin, end), in whole pages, shared and read-only; raises `StoreError` if the file changed."""
         self.check_range(begin, end)
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        with opened(self.path) as descriptor:
+        with opened_file(self.path) as descriptor:
             self.compare(os.fstat(descriptor))
             buffer = _buffer(_map(descriptor, end - start, self.path, mmap.MAP_SHARED, start), end - start)
         return Window(self, start, torch.frombuffer(buffer, dtype=torch.uint8))
@@ -237,7 +237,7 @@ def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
     """Returns ranges of bytes, relative to `address`, that hold every written page; None where nobody can tell."""
     first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        with opened(Path("/proc/self/pagemap")) as descriptor:
+        with opened_file(Path("/proc/self/pagemap")) as descriptor:
             try:
                 found = _scan(descriptor, first, end)
             except OSError:  # an older kernel
@@ -273,7 +273,7 @@ def _read_entries(descriptor: int, start: int, end: int) -> list[tuple[int, int]
 
 
 @contextmanager
-def opened(path: Path, flags: int = 0) -> Iterator[int]:
+def opened_file(path: Path, flags: int = 0) -> Iterator[int]:
     """A descriptor of the regular file at `path`; raises `StoreError` where that cannot be."""
     try:  # O_NONBLOCK: opening a FIFO would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)

@@ -66,7 +66,7 @@ class Node:
         return _PREFERRED, mask, _MOST
 
 
-def settled(job: Callable[[], None], node: Node | None) -> Callable[[], None]:
+def on_node(job: Callable[[], None], node: Node | None) -> Callable[[], None]:
     """What a thread is to run, at the node if there is one."""
 
     def run() -> None:

@@ -23,7 +23,7 @@ from weightstream.store import malloc
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping, Window
-from weightstream.store.numa import Node, settled
+from weightstream.store.numa import Node, on_node
 
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
@@ -109,7 +109,7 @@ class PageCache:
         arena = self._arena if ahead is not None else None
         job = partial(_bring_in, pages, arena, ahead, self._show, self._closed, on_refusal)
         # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
-        self._thread = threading.Thread(target=settled(job, self._node), name="weightstream-pages", daemon=False)
+        self._thread = threading.Thread(target=on_node(job, self._node), name="weightstream-pages", daemon=False)
         self._thread.start()
         of_range = {asked: each for each in self._pages for asked in each.ranges}
         return [of_range[asked] for asked in ranges]
@@ -153,7 +153,7 @@ class _Ahead:
                 break
         with suppress(RuntimeError):  # the system has no more of them
             for _ in range(min(_AHEAD, len(self._found))):
-                thread = threading.Thread(target=settled(self._run, self._node), name="weightstream-pages")
+                thread = threading.Thread(target=on_node(self._run, self._node), name="weightstream-pages")
                 thread.start()
                 self._threads.append(thread)
         if not self._threads:

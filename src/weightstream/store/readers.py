@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from weightstream.errors import InvariantError, StoreError
-from weightstream.store.mapping import FileMapping, opened
+from weightstream.store.mapping import FileMapping, opened_file
 
 _ALIGNMENT = 4096  # no disk in use has larger logical blocks
 
@@ -57,7 +57,7 @@ class DirectFile:
         """Reads until `end` is reached or no more comes; returns how far. After a short read it goes on aligned."""
         direct, reached, before = os.O_DIRECT if self.is_direct else 0, start, -1
         try:
-            with opened(self.path, direct) as descriptor:
+            with opened_file(self.path, direct) as descriptor:
                 self._mapping.compare(os.fstat(descriptor))
                 while before < reached < end:
                     offset = reached // _ALIGNMENT * _ALIGNMENT
@@ -88,7 +88,7 @@ class CachedFile(NamedTuple):
         path, numpy = self.mapping.path, cast(Any, memory.numpy())
         self.mapping.check_range(begin, end)
         view, reached, num = memoryview(numpy)[: end - begin], begin, 1
-        with opened(path) as descriptor:
+        with opened_file(path) as descriptor:
             self.mapping.compare(os.fstat(descriptor))
             while num and reached < end:
                 num = _request(path, descriptor, view[reached - begin :], reached)

@@ -22,7 +22,7 @@ import torch
 
 from weightstream.errors import InvariantError, StoreError
 from weightstream.store.ending import finalize
-from weightstream.store.numa import Node, settled
+from weightstream.store.numa import Node, on_node
 
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
 _Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end
@@ -196,7 +196,7 @@ class Staging:
             if self._desk.is_closed:
                 raise InvariantError(f"bytes [{begin}, {end}) are asked of a staging ring that was closed")
             while len(self._threads) < self._num_threads:
-                run = settled(self._desk.run, self._node)
+                run = on_node(self._desk.run, self._node)
                 thread = threading.Thread(target=run, name="weightstream-read", daemon=True)
                 thread.start()
                 finalize(thread, _end, self._desk, weakref.ref(thread))  # it lives as long as it runs

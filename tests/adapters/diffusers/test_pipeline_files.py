@@ -146,7 +146,7 @@ def test_modules_that_stay_in_float32(saved: Callable[[str], Path]) -> None:
     wanted = {name: param.dtype for name, param in theirs.named_parameters()}
     assert {name: param.dtype for name, param in ours.named_parameters()} == wanted
     assert set(wanted.values()) == {torch.float32, torch.bfloat16}
-    sketch, _ = pipeline_files.sketched(saved("wan"), dtype="bfloat16")
+    sketch, _ = pipeline_files.sketch_components(saved("wan"), dtype="bfloat16")
     assert {name: param.dtype for name, param in sketch.transformer.named_parameters()} == wanted
 
 
@@ -192,7 +192,7 @@ def test_variants(saved: Callable[[str], Path], tmp_path: Path) -> None:
     packed = pipeline_files.load_pipeline(tmp_path.parent / "packed-bf16", progress=False).pipe
     assert torch.equal(packed.transformer.proj_out.weight, pipe.transformer.proj_out.weight)
     assert not list((tmp_path.parent / "packed-bf16").rglob("*bf16*"))
-    for load in (pipeline_files.load_pipeline, pipeline_files.sketched):
+    for load in (pipeline_files.load_pipeline, pipeline_files.sketch_components):
         with pytest.raises(weightstream.CheckpointError, match=r"no component has files of the variant 'fp16'"):
             load(saved("flux"), variant="fp16")
     plan = weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB", variant="bf16")
@@ -396,7 +396,7 @@ def test_the_plan_of_configs_has_one_dtype(tmp_path: Path) -> None:
         del facts["dtype"]
         path.write_text(json.dumps(facts | {"torch_dtype": "float16"}))
     assert list((tmp_path / "flux").glob("transformer/*.index.json"))
-    sketch, checkpoints = pipeline_files.sketched(tmp_path / "flux")
+    sketch, checkpoints = pipeline_files.sketch_components(tmp_path / "flux")
     found = {f"{name}.{key}": p.dtype for name, part in parts(sketch).items() for key, p in part.named_parameters()}
     assert {dtype for key, dtype in found.items() if ".wo." not in key} == {torch.float16}  # T5 keeps these in float32
     assert set(checkpoints.values()) == {None}
@@ -417,7 +417,7 @@ def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
     pipe = loaded(tmp_path)
     assert {p.dtype for part in parts(pipe).values() for p in part.parameters()} == {torch.float32}
     assert torch.equal(pipelines.image(pipe, "sdxl"), want)
-    sketch, _ = pipeline_files.sketched(tmp_path)
+    sketch, _ = pipeline_files.sketch_components(tmp_path)
     assert {p.dtype for part in parts(sketch).values() for p in part.parameters()} == {torch.float32}
 
 

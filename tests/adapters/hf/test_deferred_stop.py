@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.generation import utils  # noqa: E402
 
 from weightstream.adapters.hf import deferred_stop, generation  # noqa: E402
-from weightstream.adapters.hf.generation import decode  # noqa: E402
+from weightstream.adapters.hf.generation import decode_with  # noqa: E402
 
 MANY = 24
 
@@ -81,7 +81,7 @@ def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> Non
     options = ending(model, at, **how)
     want, drawn_then = drawn(lambda: model.generate(prompt(), **options, **STATIC))
     cuda = FakeCuda()
-    (got, decoding), drawn_now = drawn(lambda: decode(model, prompt(), options, cuda.recorder))
+    (got, decoding), drawn_now = drawn(lambda: decode_with(model, prompt(), options, cuda.recorder))
     assert got.shape[1] <= 5 + at < 5 + MANY
     assert torch.equal(got, want)
     assert torch.equal(drawn_now, drawn_then)
@@ -95,7 +95,7 @@ def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> Non
 def test_texts_that_end_at_different_tokens(model: Any) -> None:
     options = ending(model, 6, rows=3, **SAMPLED)
     want, drawn_then = drawn(lambda: model.generate(prompt(3), **options, **STATIC))
-    (got, _), drawn_now = drawn(lambda: decode(model, prompt(3), options, FakeCuda().recorder))
+    (got, _), drawn_now = drawn(lambda: decode_with(model, prompt(3), options, FakeCuda().recorder))
     assert torch.equal(got, want)
     assert torch.equal(drawn_now, drawn_then)
 
@@ -104,7 +104,7 @@ def test_texts_that_end_at_different_tokens(model: Any) -> None:
 def test_a_text_as_long_as_it_may_be_takes_no_step_more(model: Any) -> None:
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **SAMPLED}
     want, drawn_then = drawn(lambda: model.generate(prompt(), **options, **STATIC))
-    (got, decoding), drawn_now = drawn(lambda: decode(model, prompt(), options, FakeCuda().recorder))
+    (got, decoding), drawn_now = drawn(lambda: decode_with(model, prompt(), options, FakeCuda().recorder))
     assert torch.equal(got, want)
     assert torch.equal(drawn_now, drawn_then)
     assert decoding.replays == 6 - 1 - 1
@@ -149,7 +149,7 @@ def test_code_of_the_caller_sees_each_token_at_once_and_none_too_many(llama: Any
     for more in calls:
         lengths.clear()
         cuda = FakeCuda()
-        got, _ = decode(llama, prompt(), options | more, cuda.recorder)
+        got, _ = decode_with(llama, prompt(), options | more, cuda.recorder)
         assert torch.equal(got, want)
         assert cuda.replays == got.shape[1] - 5 - 1 - 1, more
         assert lengths == ([] if "streamer" in more else list(range(5, got.shape[1]))), more
@@ -168,7 +168,9 @@ def test_steps_that_run_eager_are_none_too_many(name: str) -> None:
     want, drawn_then = drawn(lambda: model.generate(prompt(), **options, **STATIC))
     plain, refused = len(seen), "aten.tanh" if name == "gemma2" else "aten.silu"
     seen.clear()
-    (got, decoding), drawn_now = drawn(lambda: decode(model, prompt(), options, FakeCuda(refused=refused).recorder))
+    (got, decoding), drawn_now = drawn(
+        lambda: decode_with(model, prompt(), options, FakeCuda(refused=refused).recorder)
+    )
     assert torch.equal(got, want)
     assert torch.equal(drawn_now, drawn_then)
     assert "capture failed" in (decoding.reason or "")
@@ -186,7 +188,7 @@ def test_what_others_seed_meanwhile_stays(llama: Any, how: dict[str, Any], monke
     else:
         recorder = cuda.recorder
         monkeypatch.setattr(Event, "synchronize", lambda self: torch.manual_seed(77))
-    decode(llama, prompt(), options, recorder)
+    decode_with(llama, prompt(), options, recorder)
     found = torch.rand(4)
     torch.manual_seed(77)
     assert torch.equal(found, torch.rand(4))
@@ -195,7 +197,7 @@ def test_what_others_seed_meanwhile_stays(llama: Any, how: dict[str, Any], monke
 def test_a_cache_that_is_returned_has_no_token_too_many(llama: Any) -> None:
     options = ending(llama, 10, **GREEDY) | {"return_dict_in_generate": True, "output_logits": True}
     want = llama.generate(prompt(), **options, **STATIC)
-    got, decoding = decode(llama, prompt(), options, FakeCuda().recorder)
+    got, decoding = decode_with(llama, prompt(), options, FakeCuda().recorder)
     assert torch.equal(got.sequences, want.sequences)
     assert torch.equal(torch.stack(got.logits), torch.stack(want.logits))
     assert decoding.replays == len(got.logits) - 1 - 1
@@ -215,7 +217,7 @@ def test_of_long_steps_none_is_spent(is_long: bool, monkeypatch: pytest.MonkeyPa
     wanted = deferred_stop.a_step_late
     monkeypatch.setattr(deferred_stop, "a_step_late", lambda *a, **kw: (lates.append(True), wanted(*a, **kw))[1])
     model.generate(prompt(), max_new_tokens=2)  # teaches the order
-    got, _ = decode(model, prompt(), options, FakeCuda(refused="aten.silu").recorder)  # its graphs open no unit
+    got, _ = decode_with(model, prompt(), options, FakeCuda(refused="aten.silu").recorder)  # its graphs open no unit
     assert torch.equal(got, want)
     assert lates == [True] * (not is_long)
     streamer.remove()
@@ -235,7 +237,7 @@ def test_ranks_spend_a_step_where_all_of_them_do(llama: Any, monkeypatch: pytest
     monkeypatch.setattr(generation, "ranks_of", lambda model: Ranks())
     options = ending(llama, 10, **GREEDY)
     want = llama.generate(prompt(), **options, **STATIC)
-    got, decoding = decode(llama, prompt(), options, FakeCuda().recorder)
+    got, decoding = decode_with(llama, prompt(), options, FakeCuda().recorder)
     assert torch.equal(got, want)
     assert asked[0] is True
     assert decoding.replays == got.shape[1] - 5 - 1 - 1

@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
 from weightstream.adapters.hf import generation, static_cache  # noqa: E402
-from weightstream.adapters.hf.generation import Decoding, Recorder, decode, generate  # noqa: E402
+from weightstream.adapters.hf.generation import DecodeReport, Recorder, decode_with, generate  # noqa: E402
 from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
@@ -68,9 +68,9 @@ def prompt(length: int = 5, rows: int = 1) -> torch.Tensor:
 
 def captured(
     model: Any, ids: torch.Tensor, cuda: FakeCuda | None = None, **more: Any
-) -> tuple[Any, Decoding, FakeCuda]:
+) -> tuple[Any, DecodeReport, FakeCuda]:
     cuda = cuda or FakeCuda()
-    result, decoding = decode(model, ids, options(**more), cuda.recorder)
+    result, decoding = decode_with(model, ids, options(**more), cuda.recorder)
     return result, decoding, cuda
 
 
@@ -87,7 +87,7 @@ def test_tokens_equal_those_of_a_static_cache(model: Any) -> None:
         assert len(set(got[0].tolist())) > 8
         # a window that fills up makes a second graph; the first step of each runs eager
         assert len(cuda.graphs) == (2 if is_sliding(model) else 1)
-        assert decoding == Decoding(replays=23 - len(cuda.graphs))
+        assert decoding == DecodeReport(replays=23 - len(cuda.graphs))
         assert cuda.replays == decoding.replays
 
 
@@ -160,7 +160,7 @@ def test_a_generation_config_is_kept_and_not_changed(llama: Any) -> None:
     config = transformers.GenerationConfig(max_new_tokens=9, min_new_tokens=9, repetition_penalty=1.7, pad_token_id=0)
     want = llama.generate(prompt(), generation_config=config)
     cuda = FakeCuda()
-    got, decoding = decode(llama, prompt(), {"generation_config": config}, cuda.recorder)
+    got, decoding = decode_with(llama, prompt(), {"generation_config": config}, cuda.recorder)
     assert got.shape == want.shape
     assert decoding.replays == 7
     assert config.cache_implementation is None
@@ -168,7 +168,7 @@ def test_a_generation_config_is_kept_and_not_changed(llama: Any) -> None:
 
 def test_ids_may_come_by_name(llama: Any) -> None:
     want = llama.generate(prompt(), **options(), **STATIC)
-    got, decoding = decode(llama, None, options(input_ids=prompt()), FakeCuda().recorder)
+    got, decoding = decode_with(llama, None, options(input_ids=prompt()), FakeCuda().recorder)
     assert torch.equal(got, want)
     assert decoding.replays == 22
 
@@ -204,7 +204,7 @@ def test_forward_is_put_back(fails: bool) -> None:
 
 
 def test_without_cuda_it_is_generate_itself(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
-    found: list[Decoding] = []
+    found: list[DecodeReport] = []
     want = llama.generate(prompt(), **options())
     with caplog.at_level(logging.WARNING, "weightstream"):
         assert torch.equal(generate(llama, prompt(), **options()), want)
@@ -213,7 +213,7 @@ def test_without_cuda_it_is_generate_itself(llama: Any, caplog: pytest.LogCaptur
         ]
         assert torch.equal(generate(llama, prompt(), on_decoding=found.append, **options()), want)
     assert len(caplog.records) == 1
-    assert found == [Decoding(reason="graphs are captured on CUDA, and the model is on cpu")]
+    assert found == [DecodeReport(reason="graphs are captured on CUDA, and the model is on cpu")]
 
 
 def test_an_offloaded_model_without_cuda() -> None:
@@ -246,7 +246,7 @@ def test_another_cache_or_loop_is_left_alone(llama: Any, more: dict[str, Any], r
 def test_a_cache_of_the_callers_is_used(llama: Any) -> None:
     cache = transformers.DynamicCache(config=llama.config)
     _, decoding, _ = captured(llama, prompt(), **{CACHE: cache})
-    assert decoding == Decoding(reason=f"{CACHE} was given")
+    assert decoding == DecodeReport(reason=f"{CACHE} was given")
     assert cache.get_seq_length() == 5 + 23
 
 
@@ -266,7 +266,7 @@ def test_too_short_to_capture(llama: Any) -> None:
         _, decoding, cuda = captured(llama, prompt(), num=num)
         assert str(decoding) == "eager (too few steps to capture one)"
         assert not cuda.graphs
-    assert captured(llama, prompt(), num=3)[1] == Decoding(replays=1)
+    assert captured(llama, prompt(), num=3)[1] == DecodeReport(replays=1)
 
 
 class Reading(transformers.LlamaForCausalLM):
@@ -289,7 +289,7 @@ def test_a_forward_that_reads_values_is_not_captured() -> None:
     model.calls = 0
     got, decoding, cuda = captured(model, prompt())
     assert torch.equal(got, want)
-    assert decoding == Decoding(reason="the model waits for the device in aten._local_scalar_dense.default")
+    assert decoding == DecodeReport(reason="the model waits for the device in aten._local_scalar_dense.default")
     assert not cuda.graphs
     assert model.calls == 24  # none twice
 
@@ -301,7 +301,7 @@ def test_a_capture_that_fails_is_done_again_eager(name: str) -> None:
     got, decoding, cuda = captured(model, prompt(), FakeCuda(refused="aten.tanh" if name == "gemma2" else "aten.silu"))
     assert torch.equal(got, want)
     message = "the capture failed: RuntimeError: operation not permitted when stream is capturing"
-    assert decoding == Decoding(reason=message)
+    assert decoding == DecodeReport(reason=message)
     assert len(cuda.graphs) == 1  # and no later step tries again
     assert cuda.replays == 0
 
@@ -330,7 +330,7 @@ def test_a_forward_that_asks_a_window_for_its_length_is_not_captured() -> None:
     want = model.generate(prompt(), **options(), **STATIC)
     got, decoding, _ = captured(model, prompt())
     assert torch.equal(got, want)
-    assert decoding == Decoding(reason="the model computes with the length of a sliding window in Python")
+    assert decoding == DecodeReport(reason="the model computes with the length of a sliding window in Python")
 
 
 def test_a_cache_that_counts_in_python_is_not_captured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +359,8 @@ def test_another_generate_inside_runs_as_it_is(llama: Any) -> None:
     want = llama.generate(prompt(), **options(), **STATIC)
     got, decoding, _ = captured(llama, prompt(), stopping_criteria=transformers.StoppingCriteriaList([again]))
     assert torch.equal(got, want)
-    assert decoding == Decoding(replays=22)
-    assert inner[0][1] == Decoding(reason="generate() is running with this model already")
+    assert decoding == DecodeReport(replays=22)
+    assert inner[0][1] == DecodeReport(reason="generate() is running with this model already")
     assert torch.equal(inner[0][0], llama.generate(prompt(4), **options(6)))
 
 
@@ -401,7 +401,7 @@ def test_an_offloaded_model_that_cannot_enter_a_step_runs_eager_with_the_reason(
         streamer.why_not_fixed = lambda: "of this test"
         got, decoding, cuda = captured(llama, prompt())
         assert torch.equal(got, want)
-        assert decoding == Decoding(reason="the weights cannot have fixed addresses now: of this test")
+        assert decoding == DecodeReport(reason="the weights cannot have fixed addresses now: of this test")
         assert not cuda.graphs
 
 
@@ -499,7 +499,7 @@ def test_over_several_devices_one_graph_holds_the_step_of_all(name: str, num: in
         recorder = Recorder(new=Graph, record=stripes.capture, replay=stripes.replay)
         for length in (5, 3):
             want = reference.generate(prompt(length), **options(), **STATIC)
-            got, decoding = decode(model, prompt(length), options(), recorder)
+            got, decoding = decode_with(model, prompt(length), options(), recorder)
             assert torch.equal(got, want)
             assert decoding.replays > 8
             assert decoding.reason is None
@@ -652,7 +652,7 @@ def test_a_capture_that_fails_tells_what_failed_first_and_keeps_nothing(llama: A
 
     gc.disable()
     try:
-        _, decoding = decode(llama, prompt(), options(), cuda.recorder._replace(new=new, record=record))
+        _, decoding = decode_with(llama, prompt(), options(), cuda.recorder._replace(new=new, record=record))
         assert decoding.reason == "the capture failed: RuntimeError: operation not permitted when stream is capturing"
         assert [ref() for ref in refs] == [None]
     finally:
@@ -669,7 +669,7 @@ def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
         recorder = Recorder(new=Graph, record=streamer.capture, replay=streamer.replay)
         watched: list[int] = []
         for length in (5, 3, 5):
-            got, decoding = decode(model, prompt(length), options(), recorder)
+            got, decoding = decode_with(model, prompt(length), options(), recorder)
             assert torch.equal(got, reference.generate(prompt(length), **options(), **STATIC))
             assert decoding.replays > 8
             if not watched:

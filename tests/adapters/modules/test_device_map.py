@@ -65,7 +65,7 @@ def test_does_not_say_offloaded(model: Any) -> None:
 
 def test_a_gpu_is_a_number() -> None:
     model = MODELS["llama"]().module
-    detach = device_map.attach(model, torch.device("cuda", 3))
+    detach = device_map.attach_device_map(model, torch.device("cuda", 3))
     assert model.hf_device_map == {"": 3}
     assert model.device == torch.device("cuda", 3)
     detach()
@@ -135,7 +135,7 @@ def test_a_diffusers_pipeline_finds_where_to_compute() -> None:
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (32,)}
     unet = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, **blocks)
     pipe, plain = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()), type(unet)
-    detach = device_map.attach(unet, torch.device("cuda", 1))
+    detach = device_map.attach_device_map(unet, torch.device("cuda", 1))
     assert unet.hf_device_map == {"": 1}
     assert pipe._execution_device == torch.device("cuda", 1)
     detach()

@@ -253,7 +253,7 @@ def test_a_captured_step_runs_what_a_static_cache_does(
         caching = {models.cache_name(model): cache, "logits_to_keep": 1}
         with torch.no_grad():
             model(input_ids=ids, **caching)
-            with private.decoding(model, 1), Names() as real:
+            with private.decode_step(model, 1), Names() as real:
                 model(input_ids=ids[:, :1], **caching)
         counted = Counter(names[id(op)] for _, _, op in step.ops)
         assert {n: counted[n] for n in CACHING} == {n: real.nums[n] for n in CACHING}

@@ -19,7 +19,7 @@ SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device
 
 
 def seconds_of(found: Footprint) -> dict[Any, float]:
-    return {launch: t.device_s for launch, t in op_timing.measured(found.launches, SLOW, CpuBackend()).items()}
+    return {launch: t.device_s for launch, t in op_timing.time_ops(found.launches, SLOW, CpuBackend()).items()}
 
 
 class Mixed(nn.Module):
@@ -107,7 +107,7 @@ def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatc
 def test_what_is_over_before_it_is_launched_is_not_tried() -> None:
     found = follow(nn.Linear(4, 4), (torch.ones(1, 4),))
     for op_s in (CPU_PROFILE.op_s, 1e-3):  # that kernels take long at least is no reason
-        assert op_timing.measured(found.launches, replace(CPU_PROFILE, op_s=op_s), CpuBackend()) == {}
+        assert op_timing.time_ops(found.launches, replace(CPU_PROFILE, op_s=op_s), CpuBackend()) == {}
 
 
 def test_a_trial_comes_close_to_the_call() -> None:
@@ -116,7 +116,7 @@ def test_a_trial_comes_close_to_the_call() -> None:
     x = torch.randn(256, 1024)
     found = follow(model, (x,))
     predicted = sum(
-        op.seconds(SLOW) for _, _, op in found.tried(op_timing.measured(found.launches, SLOW, CpuBackend())).ops
+        op.seconds(SLOW) for _, _, op in found.tried(op_timing.time_ops(found.launches, SLOW, CpuBackend())).ops
     )
     backend = CpuBackend()
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import nn
 
 import weightstream
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
-from weightstream.runtime.devices.opening import opened
+from weightstream.runtime.devices.opening import opened_backend
 from weightstream.settings.config import OffloadConfig
 
 CONFIG = OffloadConfig().resolved()
@@ -31,9 +31,9 @@ def _enabled() -> Iterator[None]:
 
 
 def test_nobody_looks_for_garbage_meanwhile() -> None:
-    with opened("cpu", CONFIG) as backend:
+    with opened_backend("cpu", CONFIG) as backend:
         assert not gc.isenabled()
-        with opened("cpu", CONFIG) as other:
+        with opened_backend("cpu", CONFIG) as other:
             other.close()
         assert not gc.isenabled()
         backend.close()
@@ -42,30 +42,30 @@ def test_nobody_looks_for_garbage_meanwhile() -> None:
 
 def test_who_has_disabled_collection_finds_it_disabled() -> None:
     gc.disable()
-    with opened("cpu", CONFIG) as backend:
+    with opened_backend("cpu", CONFIG) as backend:
         backend.close()
     assert not gc.isenabled()
 
 
 def test_an_error_enables_it_again() -> None:
-    with pytest.raises(ZeroDivisionError), opened("cpu", CONFIG):
+    with pytest.raises(ZeroDivisionError), opened_backend("cpu", CONFIG):
         _ = 1 / 0
     assert gc.isenabled()
     for device, error in (("nonsense", ConfigError), ("meta", UnsupportedError)):
-        with pytest.raises(error), opened(device, CONFIG):
+        with pytest.raises(error), opened_backend(device, CONFIG):
             pass
         assert gc.isenabled()
 
 
 def test_a_name_that_is_none_is_answered_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"^device 'gpu': give cuda, cuda:1 or cpu$"), opened("gpu", CONFIG):
+    with pytest.raises(ConfigError, match=r"^device 'gpu': give cuda, cuda:1 or cpu$"), opened_backend("gpu", CONFIG):
         pass
 
 
 def test_what_was_frozen_stays_frozen() -> None:
     gc.freeze()
     num = gc.get_freeze_count()
-    with opened("cpu", CONFIG) as backend:
+    with opened_backend("cpu", CONFIG) as backend:
         backend.close()
     assert abs(gc.get_freeze_count() - num) < num / 2
 
@@ -80,6 +80,6 @@ def test_a_model_that_is_nobodys_goes_before_the_next_is_loaded(budget: str) -> 
             weightstream.offload(model, device="cpu", device_budget=budget)
         left.append(weakref.ref(model))
         del model
-    with opened("cpu", CONFIG, loads=True) as backend:
+    with opened_backend("cpu", CONFIG, loads=True) as backend:
         assert [reference() for reference in left] == [None] * 3
         backend.close()

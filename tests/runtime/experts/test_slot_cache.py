@@ -412,7 +412,7 @@ def test_rows_are_put_where_they_are_in_the_stack(kernels: bool, nbytes: int) ->
         wanted[1 + row] = slots[slot, :nbytes].view(torch.int32)
     if kernels:
         grid, rows = (5, -(-nbytes // 65536)), target.flatten(1).view(torch.uint8)
-        slot_kernels.put[grid](slots, stride, rows, nbytes, found, places, CHUNK=65536)
+        slot_kernels.copy_row_chunk[grid](slots, stride, rows, nbytes, found, places, CHUNK=65536)
     else:
         put_rows(slots, target, None, found, places=places)
     assert torch.equal(whole, wanted)

@@ -24,7 +24,7 @@ from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Refusal
 from weightstream.plan.problem import Prospect
-from weightstream.plan.search import Candidate, map_to_host, place, place_host_bytes, place_layers
+from weightstream.plan.search import Candidate, map_to_host, place_host_bytes, place_layers, place_within
 from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
 from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 
@@ -93,7 +93,7 @@ def test_a_pattern_without_a_match_is_told(caplog: pytest.LogCaptureFixture) -> 
 def mapped_plan() -> tuple[Manifest, Plan]:
     manifest = manifest_of((4096, 512), (4096, 512), (4096, 512))
     named = frozenset({next(iter(manifest.units[1].aliases()))})
-    return manifest, map_to_host(place(manifest.without(named), budget=5120), manifest, 4096)
+    return manifest, map_to_host(place_within(manifest.without(named), budget=5120), manifest, 4096)
 
 
 def test_a_plan_with_mapped_weights_adds_up_and_says_so() -> None:
@@ -103,7 +103,7 @@ def test_a_plan_with_mapped_weights_adds_up_and_says_so() -> None:
     assert plan.host_nbytes + plan.resident_nbytes == manifest.nbytes
     assert Plan.from_json(plan.to_json()) == plan
     assert "zero-copy" in str(plan)
-    assert "zero-copy" not in str(place(manifest, budget=8192))
+    assert "zero-copy" not in str(place_within(manifest, budget=8192))
     reordered = plan.reordered((2, 1, 0))
     assert reordered.mapped == plan.mapped
     prove(reordered)
@@ -124,7 +124,7 @@ def test_wrong_mapped_weights_are_proved_wrong(wrong: str) -> None:
 
 def test_a_step_reads_what_is_mapped_over_the_link() -> None:
     manifest, plan = mapped_plan()
-    without = place(manifest.without(plan.mapped), budget=5120)
+    without = place_within(manifest.without(plan.mapped), budget=5120)
     assert plan.step_s == without.step_s + 4096 / Profile().link_bytes_per_s
 
 
@@ -233,7 +233,7 @@ def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
                 if step_s is None:
                     refusals.append((1, PlanError("does not fit")))
                     return
-                plan = replace(place(manifest, budget=STREAMED * 2), step_s=step_s)
+                plan = replace(place_within(manifest, budget=STREAMED * 2), step_s=step_s)
                 yield Candidate(0.0, lambda: plan)
 
             return SimpleNamespace(candidates=candidates, priced=lambda plan: plan)

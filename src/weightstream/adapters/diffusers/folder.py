@@ -132,7 +132,7 @@ def _kind(library: str, name: str) -> Any:
     return found if isinstance(found, type) and issubclass(found, models) else None
 
 
-def weights_of(folder: Path, variant: str | None) -> Path | None:
+def weights_file(folder: Path, variant: str | None) -> Path | None:
     """The safetensors file of a component, or the index of several; without those of the variant, the plain ones.
 
     Raises `CheckpointError` for a link to elsewhere.
@@ -153,7 +153,7 @@ def weights_of(folder: Path, variant: str | None) -> Path | None:
 
 def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
     """Raises `CheckpointError` where no component has files of the variant: a typo would load the plain ones."""
-    found = [weights_of(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
+    found = [weights_file(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
     if any(found) and not any(f".{variant}." in file.name for file in found if file is not None):
         raise CheckpointError(f"{folder}: no component has files of the variant {variant!r}")
 
@@ -170,14 +170,14 @@ def _names_in(folder: Path) -> list[str]:
 
 def required(folder: Path, variant: str | None) -> Path:
     """The same; raises `CheckpointError` where there is none."""
-    if (found := weights_of(folder, variant)) is not None:
+    if (found := weights_file(folder, variant)) is not None:
         return found
     others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
     remedy = f"; it has {', '.join(others[:6])}: pass variant=, or save it as safetensors" if others else ""
     raise CheckpointError(f"{folder}: no {_STEMS[0]}.safetensors and no model.safetensors{remedy}")
 
 
-def dtype_of(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.dtype:
+def load_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.dtype:
     """That to load in: "auto" is that of most floats in the file which a model computes in."""
     if dtype == "auto":
         nbytes: Counter[str] = Counter()
@@ -196,7 +196,7 @@ def common_dtype(files: Mapping[Path, Path | None]) -> torch.dtype:
     told: Counter[torch.dtype] = Counter()
     for folder, file in files.items():
         if file is not None and file.suffix == ".safetensors":
-            told[dtype_of("auto", Checkpoint.open(file))] += 1
+            told[load_dtype("auto", Checkpoint.open(file))] += 1
         elif file is None and (path := folder / "config.json").is_file():
             facts = json.loads(path.read_bytes())
             name = str(facts.get("dtype") or facts.get("torch_dtype") or "")

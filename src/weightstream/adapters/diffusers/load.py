@@ -27,8 +27,8 @@ from weightstream.adapters.diffusers.folder import (
     check_keywords,
     check_variant,
     common_dtype,
-    dtype_of,
     folder_of,
+    load_dtype,
     required,
     skeleton_of,
     specs_of,
@@ -122,7 +122,7 @@ def load_pipeline(
         if path.is_file():
             if path.suffix == ".safetensors":
                 checkpoint = Checkpoint.open(path)
-                expect(dtype_of(dtype, checkpoint), checkpoint.plain_nbytes)
+                expect(load_dtype(dtype, checkpoint), checkpoint.plain_nbytes)
             return _single_file(path, base, options, hub | kwargs)
         if base is not None:
             raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
@@ -131,12 +131,12 @@ def load_pipeline(
         check_variant(folder, specs := specs_of(folder), variant)
         files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
         read = [file for file in files.values() if file is not None and file.suffix in (".safetensors", ".json")]
-        common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
+        common = common_dtype(files) if dtype == "auto" else load_dtype(dtype, None)
         expect(common, sum(Checkpoint.open(file).plain_nbytes for file in read))
         return _assembled(folder, specs, options, kwargs)
 
 
-def sketched(
+def sketch_components(
     path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", variant: str | None = None
 ) -> tuple[Any, dict[str, Checkpoint | None]]:
     """The pipeline that `load_pipeline` would load, with shapes in place of weights, and the checkpoints of its
@@ -155,7 +155,7 @@ def sketched(
         specs = specs_of(folder)
         check_variant(folder, specs, variant)
         files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
-        common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
+        common = common_dtype(files) if dtype == "auto" else load_dtype(dtype, None)
         for name, kind in specs.items():
             inside, file = folder / name, files[folder / name]
             if is_quantised(inside):
@@ -167,7 +167,7 @@ def sketched(
                 checkpoints[name] = None
                 continue
             checkpoints[name] = None if file is None else Checkpoint.open(file)
-            wanted = common if file is None else dtype_of(dtype, checkpoints[name])
+            wanted = common if file is None else load_dtype(dtype, checkpoints[name])
             if issubclass(kind, transformers.PreTrainedModel):
                 given[name], checkpoints[name] = skeleton(file or inside, dtype=wanted, model_class=kind)
             else:
@@ -219,7 +219,7 @@ def _component(kind: Any, place: Path, options: _Options, described: Path | None
     if issubclass(kind, transformers.PreTrainedModel) and place.is_dir():
         file, dtype = required(place, options.variant), options.dtype
         if dtype == "auto" and not is_quantised(place):
-            dtype = dtype_of(dtype, Checkpoint.open(file))  # transformers would go by its config
+            dtype = load_dtype(dtype, Checkpoint.open(file))  # transformers would go by its config
         return load_pretrained(
             file,
             model_class=kind,
@@ -278,7 +278,7 @@ class _Load:
         self._folder = OffloadFolder(options.offload_folder) if options.may_write else None
         self._homing = Homing(file.parent, self._memories, self._folder)
         # what is plain in a GGUF file is in float32 to lose nothing; who computes with it has it in this
-        self._dtype = dtype_of(options.dtype, None if file.suffix == ".gguf" else self.checkpoint)
+        self._dtype = load_dtype(options.dtype, None if file.suffix == ".gguf" else self.checkpoint)
         coded = [entry.layout for entry in self.checkpoint.entries.values() if entry.layout is not None]
         is_cast = any(getattr(torch, layout.dtype) is not self._dtype for layout in coded)
         self._decodes = bool(coded) and (is_cast or kind is None or options.decode({layout.dtype for layout in coded}))

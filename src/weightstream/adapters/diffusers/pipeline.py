@@ -75,7 +75,7 @@ def entries_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if _ENTRY.fullmatch(name)))
 
 
-def attach(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
+def attach_pipeline(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
     """Make `owner` the pipeline's `weightstream`, and have it say what it refuses; returns what undoes it."""
     kind = type(pipe)
 
@@ -126,7 +126,7 @@ def attach(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
         **{name: adopting(getattr(kind, name)) for name in ("fuse_lora", "unfuse_lora") if hasattr(kind, name)},
         **{name: resizing(getattr(kind, name)) for name in _RESIZES if hasattr(kind, name)},
     }
-    undo = device_map.place(pipe, members)
+    undo = device_map.subclass_instance(pipe, members)
     pipe.__dict__["weightstream"] = owner
 
     def detach() -> None:

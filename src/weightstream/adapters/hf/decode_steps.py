@@ -85,7 +85,7 @@ class DecodeSteps:
     def __call__(self) -> torch.Tensor:
         """The last token's logits, of shape (batch, words)."""
         ids = torch.cat([self._before, next(self._turns)], 1)
-        with private.decoding(self._model, ids.shape[1]):
+        with private.decode_step(self._model, ids.shape[1]):
             logits: torch.Tensor = self._forward(ids).logits[:, -1]
         for layer, prompt in zip(self._layers(), self._prompt, strict=True):
             layer.update(prompt)  # a cache grows into new tensors, so those of the prompt are as they were

@@ -47,7 +47,7 @@ _WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoding:
+class DecodeReport:
     """How the steps after the prompt ran: `replays` of them from a graph; `reason`: why others did not."""
 
     replays: int = 0
@@ -68,7 +68,7 @@ class Recorder(NamedTuple):
 
 
 def generate(
-    model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, **kwargs: Any
+    model: Any, inputs: Any = None, *, on_decoding: Callable[[DecodeReport], None] | None = None, **kwargs: Any
 ) -> Any:
     """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
 
@@ -90,7 +90,7 @@ def generate(
     Raises:
         What `model.generate` raises.
     """
-    result, decoding = decode(model, inputs, kwargs, _recorder(model))
+    result, decoding = decode_with(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -99,14 +99,16 @@ def generate(
 
 
 @restored
-def decode(model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None) -> tuple[Any, Decoding]:
+def decode_with(
+    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None
+) -> tuple[Any, DecodeReport]:
     """`generate` with this recorder; None: there are no graphs on the model's device."""
     device: torch.device = model.device  # an offloaded model tells its streamer's
     given = () if inputs is None else (inputs,)  # a model may have another name for it, and get it by that
     ranks, otherwise = ranks_of(model), f"graphs are captured on CUDA, and the model is on {device}"
     reason = common(ranks, _unsuited(model, options, ranks) if recorder else otherwise)
     if recorder is None or reason is not None:
-        return model.generate(*given, **options), Decoding(reason=reason)
+        return model.generate(*given, **options), DecodeReport(reason=reason)
     if (config := options.get("generation_config")) is None:
         options = {**options, **_STATIC}
     else:  # transformers wants all settings in it, or none
@@ -244,10 +246,10 @@ class Decoder:
         self.reason: str | None = None
         self.is_replaying = False  # the last step was
 
-    def decoding(self) -> Decoding:
+    def decoding(self) -> DecodeReport:
         if self.reason is None and not self._replays and self._num_steps > 2:
             self.reason = "no two steps in a row were alike"
-        return Decoding(replays=self._replays, reason=self.reason)
+        return DecodeReport(replays=self._replays, reason=self.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.is_replaying = False

@@ -262,7 +262,7 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
             unread.clear()
 
     undone = (
-        forward_patch.put(module, "_save_to_state_dict", MethodType(save, module)),
+        forward_patch.set_attribute(module, "_save_to_state_dict", MethodType(save, module)),
         forward_patch.copied_as(module, "_parameters", copied),
         forward_patch.wrap_forward(module, run),
     )

@@ -567,7 +567,7 @@ def tie(model: Any) -> None:
     model.tie_weights(recompute_mapping=False)
 
 
-def decoding(model: Any, num_tokens: int) -> AbstractContextManager[None]:
+def decode_step(model: Any, num_tokens: int) -> AbstractContextManager[None]:
     """What `generate` runs a step of so many new tokens in: experts compute one token by another function."""
     enter = getattr(model, "_optimize_model_for_decode", nullcontext) if num_tokens == 1 else nullcontext
     found: AbstractContextManager[None] = enter()

@@ -146,7 +146,7 @@ def untold() -> Iterator[None]:
         raise
 
 
-def together(ranks: Ranks | None) -> AbstractContextManager[None]:
+def ranks_together(ranks: Ranks | None) -> AbstractContextManager[None]:
     """As `Ranks.together`; nothing for one process."""
     return nullcontext() if ranks is None else ranks.together()
 

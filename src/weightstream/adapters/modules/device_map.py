@@ -45,7 +45,7 @@ class Placement:
 Recast = Callable[[Callable[[], object]], None]  # runs what casts a model, while that does not stream
 
 
-def attach(
+def attach_device_map(
     model: nn.Module,
     device: torch.device,
     recast: Recast | None = None,
@@ -62,11 +62,11 @@ def attach(
             members = _members(type(module), device, recast if module is model else None)
             if devices is not None and module is model:
                 members["hf_device_map"] = {name: _told(where) for name, where in devices.items()}
-            undo.add(place(module, members))
+            undo.add(subclass_instance(module, members))
     return undo
 
 
-def place(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:
+def subclass_instance(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:
     """Give an instance a class of its own with these members; returns what undoes it.
 
     A class that was assigned to the instance meanwhile stays, and where it was derived from ours that is plain again.

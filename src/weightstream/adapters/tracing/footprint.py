@@ -198,12 +198,12 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
         for cache in caches.values():
             shorten(cache, past)
         static = [static_cache.static(model, c, workload.context, past) for c in caches.values()]
-        with private.decoding(model, workload.tokens):
+        with private.decode_step(model, workload.tokens):
             steps.append(forward(workload.tokens, **options, **caches))
             if workload.tokens == 1 and None not in static:
                 with suppress(Exception):  # of a step that cannot be followed nothing is known, nor can it be captured
                     steps[-1].captured = forward(1, **options, **dict(zip(caches, static, strict=True)))
-    steps[-1].cache_nbytes = sum(aligned(op_cost.nbytes_of(t)) for cache in caches.values() for t in cached(cache))
+    steps[-1].cache_nbytes = sum(aligned(op_cost.touched_nbytes(t)) for cache in caches.values() for t in cached(cache))
     return steps
 
 
@@ -234,7 +234,7 @@ def _followed(
 
     found, failed = None, ""
     try:
-        global_state.refuse(model, values)
+        global_state.refuse_side_effects(model, values)
         with global_state.without(storages, model), process_states.kept(device):
             found = copy_context().run(run)
     except UnsupportedError as error:
@@ -312,7 +312,7 @@ class _Forward(OperatorMode):
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         _, caller, _ = self.calls[self._call]
-        self.calls[self._call] = module, caller, sum(map(op_cost.nbytes_of, tensors_in(output)))
+        self.calls[self._call] = module, caller, sum(map(op_cost.touched_nbytes, tensors_in(output)))
         self._call = caller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -55,7 +55,7 @@ _HOLDERS = (  # classes of the standard library whose objects are looked into
 _HOOKS = frozenset(vars(nn.Module())) - {"_modules", "_buffers", "_parameters"}
 
 
-def refuse(model: nn.Module, values: Iterable[Any]) -> None:
+def refuse_side_effects(model: nn.Module, values: Iterable[Any]) -> None:
     """Raise `UnsupportedError` where others would be told of a forward of a copy, or it would run the model itself."""
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         raise UnsupportedError("hooks of all modules are in force, which would see it")
@@ -145,7 +145,7 @@ class Surroundings:
         while ahead and len(seen) < _MOST:
             value = ahead.pop()
             if issubclass(type(value), torch.Tensor):
-                if meta_copy.storage_of(value) in storages:
+                if meta_copy.meta_storage(value) in storages:
                     return True
             elif (kind := self._kind_of(value)) is not None and id(value) not in seen and id(value) not in self._noted:
                 seen[id(value)] = value

@@ -55,7 +55,7 @@ class Storages:
 
 
 @unseen
-def storage_of(tensor: torch.Tensor) -> int | None:
+def meta_storage(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor on meta, by `_cdata`; None of any other tensor."""
     if not tensor.is_meta or tensor.layout is not torch.strided:
         return None

@@ -75,7 +75,7 @@ class Launch:
         self.workspace_nbytes = self.alive_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
         if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
-            self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(nbytes_of, given)))
+            self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(touched_nbytes, given)))
             self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
 
     def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
@@ -131,7 +131,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def nbytes_of(tensor: torch.Tensor) -> int:
+def touched_nbytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor, those that several elements share once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * prod(size for size, step in shape if step or not size)
@@ -145,7 +145,7 @@ def sum_of(nbytes: int) -> Op:
 def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
     packet = func.overloadpacket
     rate: Rate = "half" if args and isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF else "single"
-    nbytes = nbytes_read + sum(map(nbytes_of, tensors_in(output)))
+    nbytes = nbytes_read + sum(map(touched_nbytes, tensors_in(output)))
     if packet is _ATTENTION:
         query, key, value = args[:3]
         causal = len(args) > 5 and args[5] and query.shape[-2] == key.shape[-2]
@@ -166,7 +166,7 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
     if packet is _aten.index and args[0].dim() == 3 and len(args[1]) == 1:
         return Op(nbytes=2 * (nbytes - nbytes_read), picked=output.shape[0] / args[0].shape[0])
     if packet in _BY_ROW:
-        others = nbytes_read - nbytes_of(args[0])
+        others = nbytes_read - touched_nbytes(args[0])
         return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)
     return Op(nbytes=nbytes, least=_LEAST.get(packet, 1.0))
 

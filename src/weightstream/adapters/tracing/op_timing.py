@@ -43,7 +43,7 @@ class Trial(NamedTuple):
     workspace_nbytes: int
 
 
-def measured(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
+def time_ops(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
     """Trials of the launches that matter; each comes with how often it is in the call.
 
     Those that cannot be run here, or for which memory is short, are left out.

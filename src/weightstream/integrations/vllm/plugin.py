@@ -32,7 +32,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.offloader import base as theirs
 
 import weightstream
-from weightstream.adapters.hf.ranks import Ranks, together, untold
+from weightstream.adapters.hf.ranks import Ranks, ranks_together, untold
 from weightstream.api import offloaders
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.integrations.vllm.experts import enter_by_forward
@@ -272,7 +272,7 @@ class VllmWorker:
         """Plan, and let the layers stream from now on. Raises as `weightstream.offload`, on all ranks if on one."""
         worker = self._worker
         runner, before = worker.model_runner, allocated(worker.device)
-        with together(_ranks()):
+        with ranks_together(_ranks()):
             room = self._stream()
             self._follow()
         if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows

@@ -108,7 +108,7 @@ def recording(graph: Any, device: torch.device | None = None, **options: Any) ->
             raise
 
 
-def register(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
+def pin_in_place(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
     """Pin host memory in place; raises `StoreError` when the system refuses. Any thread may call it."""
     with torch.cuda.device(device):
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
@@ -216,7 +216,7 @@ class CudaBackend:
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         with self._current():
-            if (pointer := driver.on_device(memory)) is None:
+            if (pointer := driver.device_address(memory)) is None:
                 return None
             view = torch.as_tensor(_Addresses(memory, pointer, memory.numel()), device=self.device)
         return view if view.data_ptr() == pointer else None

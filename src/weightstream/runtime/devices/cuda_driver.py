@@ -50,7 +50,7 @@ def copy(dst: torch.Tensor, src: torch.Tensor, stream: int) -> bool:
     return not _driver().cuMemcpy2DAsync_v2(ctypes.byref(rows), stream)
 
 
-def on_device(memory: torch.Tensor) -> int | None:
+def device_address(memory: torch.Tensor) -> int | None:
     """The address at which the device reads pinned host memory, if it can."""
     pointer = ctypes.c_uint64()
     code = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0)

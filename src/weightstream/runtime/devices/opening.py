@@ -24,7 +24,9 @@ _LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of models th
 
 
 @contextmanager
-def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False) -> Iterator[Backend]:
+def opened_backend(
+    device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False
+) -> Iterator[Backend]:
     """A backend, outside of inference mode; closed where the block fails.
 
     `loads`: a model is loaded inside. One that was let go of, which is a cycle with its streamer, makes room first.
@@ -80,7 +82,7 @@ def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageC
 
     def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
         with backend.pinning:
-            cuda.register(memory, backend.device, read_only=read_only)
+            cuda.pin_in_place(memory, backend.device, read_only=read_only)
 
     pins = partial(pin, read_only=True), cuda.unregister, node, backend.device_view
     pages = PageCache(*pins) if cuda_driver.pins_read_only(index) else None

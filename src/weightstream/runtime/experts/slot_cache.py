@@ -285,7 +285,9 @@ def put_rows(
 
     grid = len(found), -(-nbytes // _PUT)
     with on(slots.device):
-        slot_kernels.put[grid](slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS)
+        slot_kernels.copy_row_chunk[grid](
+            slots, slots.stride(0), rows, nbytes, found, places, CHUNK=_PUT, num_warps=_WARPS
+        )
 
 
 def _chunks(pieces: Sequence[RowPiece]) -> torch.Tensor:

@@ -188,7 +188,7 @@ def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr
 
 
 @triton.jit
-def put(slots, stride, target, nbytes, found, places, CHUNK: tl.constexpr):
+def copy_row_chunk(slots, stride, target, nbytes, found, places, CHUNK: tl.constexpr):
     """Copy a chunk of a row from its slot to its place in a stack of such rows; nothing where the slot is negative.
 
     Slots are `stride` bytes from each other, rows `nbytes`, both multiples of 8.

@@ -21,10 +21,10 @@ from typing import Protocol
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import Cursor, sharing
+from weightstream.plan.schedule import Cursor, units_sharing_bytes
 from weightstream.runtime.devices.backend import Backend, Copy, Event, Side
 from weightstream.runtime.ring.shared_memory import SharedMemory, Tenure
-from weightstream.runtime.ring.timeline import Timeline, profiled
+from weightstream.runtime.ring.timeline import Timeline, profiler_range
 
 
 class State(Enum):
@@ -127,7 +127,7 @@ class Engine:
         self._backend = backend
         self.copies: Copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
-        self.sharing = [frozenset(units) for units in sharing(plan.extents)]
+        self.sharing = [frozenset(units) for units in units_sharing_bytes(plan.extents)]
         self.live: set[int] = set()  # all whose bytes are in the ring or still read, and maybe more
         self._cursor = Cursor(plan.manifest.order, plan.after)
         self._tenure = Tenure()
@@ -314,7 +314,7 @@ class Engine:
                 self.live.discard(other)
         self.live.add(unit)
         timed = self.timeline.begins("fill", unit, planned=planned)
-        with profiled(self.plan.manifest.units[unit].name, "fill "):
+        with profiler_range(self.plan.manifest.units[unit].name, "fill "):
             self._backend.copy(copies)
         self.timeline.ends(timed)
         self._backend.record(Side.COPY, fence.filled)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from weightstream.codec.device import on
 from weightstream.runtime.streamer.forward_patch import Run
-from weightstream.runtime.tensors.pytree import attributes_of, items_of, put, tensors_in, with_tensors
+from weightstream.runtime.tensors.pytree import attributes_of, items_of, set_items, tensors_in, with_tensors
 from weightstream.runtime.weights.alias_groups import span
 
 _ALIGN = 16
@@ -113,7 +113,7 @@ class TransferredCall:
                 self._way.forget(source)
         memo = {id(made): original for original, made in self._containers}
         for original, made in self._containers:
-            put(original, {key: with_tensors(item, self._back, memo) for key, item in items_of(made).items()})
+            set_items(original, {key: with_tensors(item, self._back, memo) for key, item in items_of(made).items()})
             if attributes := attributes_of(made):
                 now = {key: with_tensors(item, self._back, memo) for key, item in attributes.items()}
                 vars(original).update(now)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.runtime.streamer import custom_ops
 from weightstream.runtime.tensors import guarded
-from weightstream.runtime.tensors.leaves import leaves, on_device
+from weightstream.runtime.tensors.leaves import leaves, moved_to
 from weightstream.runtime.tensors.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
@@ -403,7 +403,7 @@ class Saving(_StandsIn):
         parameters: dict[str, Any] = dict(copied._parameters)
         for key, tensor in copied._parameters.items():
             if is_traceable_wrapper_subclass(tensor):
-                parameters[key] = on_device(tensor, device)
+                parameters[key] = moved_to(tensor, device)
         copied._parameters = parameters
         saved: dict[str, Any] = {}
         copied._save_to_state_dict(saved, *args, **kwargs)
@@ -428,7 +428,7 @@ def enter_by(model: nn.Module, name: str, run: Run) -> Callable[[], None]:
     return Entry(model, name, run).attach()
 
 
-def put(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
+def set_attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
     """Make it an attribute of this instance, and not of its copies; returns what undoes that, where nobody has put
     another there since."""
     given = module.__dict__.get(name)
@@ -475,7 +475,7 @@ def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(self, functools.partial(function, self), args, kwargs)
 
-    return put(module, "forward", types.MethodType(forward, module))
+    return set_attribute(module, "forward", types.MethodType(forward, module))
 
 
 class RefuseApply(_StandsIn):

@@ -27,7 +27,7 @@ from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.graphs import CAPTURED
 from weightstream.runtime.ring.shared_memory import SharedMemory
 from weightstream.runtime.ring.state import StepState
-from weightstream.runtime.ring.timeline import Kind, kind_of, profiled
+from weightstream.runtime.ring.timeline import Kind, kind_of, profiler_range
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.attachment import Attachment
@@ -370,7 +370,7 @@ class Streamer:
         try:
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
-                with forward_patch.refuse_backward(name), profiled(name), _uncached():
+                with forward_patch.refuse_backward(name), profiler_range(name), _uncached():
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)

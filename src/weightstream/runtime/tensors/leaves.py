@@ -87,11 +87,11 @@ def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
     return kind.__tensor_unflatten__(inside, context, shell.size(), shell.stride())
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same tensor on a device: copied as bytes, so that a wrapper is not packed anew for it."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach().to(device)
-    inside = {name: on_device(inner, device) for name, inner in _inside(tensor)}
+    inside = {name: moved_to(inner, device) for name, inner in _inside(tensor)}
     return rewrapped(tensor, type(tensor), **inside)
 
 

@@ -62,13 +62,13 @@ def with_tensors(
     if isinstance(value, tuple):
         found = value._make(new.values()) if hasattr(value, "_make") else type(value)(new.values())
     else:
-        put(found := copy.copy(value), new)
+        set_items(found := copy.copy(value), new)
         copied(value, found)
     memo[id(value)] = found
     return found
 
 
-def put(value: Any, items: dict[Any, Any]) -> None:
+def set_items(value: Any, items: dict[Any, Any]) -> None:
     """Make these the items of a list, a dict or a dataclass, in this order."""
     if isinstance(value, list):
         value[:] = items.values()
