@@ -151,9 +151,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # As if measured in a year, on an idle machine: steps that others slow down are no reason to measure again.
         kept = {"measured_at": time.time() + 3e7, "load": 0.0}
-        profile.save(torch.device("cpu"), replace(CPU_PROFILE, **kept))
+        profile.save_profile(torch.device("cpu"), replace(CPU_PROFILE, **kept))
         if torch.cuda.is_available():  # beside other tests, or inside of one that delays copies, anything is measured
-            profile.save(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))
+            profile.save_profile(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))
         yield
 
 

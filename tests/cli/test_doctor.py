@@ -334,7 +334,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
     monkeypatch.setattr(nvml, "driver_version", lambda: None)
     monkeypatch.setattr(checks, "_FILE_NBYTES", 16 << 20)
-    profile.save(torch.device("cpu"), PROFILE)
+    profile.save_profile(torch.device("cpu"), PROFILE)
     return write(tmp_path / "disk")
 
 
@@ -396,7 +396,7 @@ def test_a_profile_is_saved_for_planning(disk: Path, tmp_path: Path) -> None:
 
 
 def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "load", lambda: 0.5)
+    monkeypatch.setattr(machine, "cpu_load", lambda: 0.5)
     again = replace(PROFILE, link_bytes_per_s=8e9)
     monkeypatch.setattr("weightstream.measure.bench.measure", lambda *_: (again, True))
     assert "7.0 GB/s" in run(disk).stdout

@@ -129,7 +129,7 @@ def test_it_is_measured_once(backend: CudaBackend, monkeypatch: pytest.MonkeyPat
         raise AssertionError("measured again")
 
     monkeypatch.setattr(bench, "measure", fail)
-    assert profile.profile_for(CudaBackend(DEVICE)) == first == profile.load(DEVICE)
+    assert profile.profile_for(CudaBackend(DEVICE)) == first == profile.load_profile(DEVICE)
 
 
 def test_the_backend_goes_on_where_it_was(backend: CudaBackend) -> None:

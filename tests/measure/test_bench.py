@@ -201,7 +201,7 @@ def test_what_it_is_at_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         said.append(text)
         yield lambda *, description="": said.append(description)
 
-    monkeypatch.setattr("weightstream.measure.progress.told", told)
+    monkeypatch.setattr("weightstream.measure.progress.reporting", told)
     run(folder)
     phases = ["timing: offloaded", "timing: raw link floor", "timing: resident"]
     assert said == ["loading libraries", "timing", *phases]

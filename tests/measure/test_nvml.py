@@ -64,7 +64,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def answers(address: str = ADDRESS) -> tuple[object, ...]:
-    return nvml.driver_version(), nvml.link_now(address), nvml.link_at_best(address), nvml.load(address)
+    return nvml.driver_version(), nvml.link_now(address), nvml.link_at_best(address), nvml.gpu_load(address)
 
 
 def test_the_rate_of_a_link_is_that_of_its_lanes_less_encoding() -> None:
@@ -90,7 +90,7 @@ def test_a_gpu_that_is_not_there(library: Library) -> None:
 def test_the_load_is_that_of_others(library: Library, pids: list[int], load: float) -> None:
     """No process is seen from many containers, this one neither."""
     library.pids = pids
-    assert nvml.load(ADDRESS) == load
+    assert nvml.gpu_load(ADDRESS) == load
 
 
 @pytest.mark.parametrize(

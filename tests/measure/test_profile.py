@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others use a quarter of the processor, at a time that stands still."""
-    monkeypatch.setattr(machine, "load", lambda: MEASURED.load)
+    monkeypatch.setattr(machine, "cpu_load", lambda: MEASURED.load)
     monkeypatch.setattr(profile.time, "time", lambda: MEASURED.measured_at)
 
 
@@ -291,12 +291,12 @@ def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, mon
 
 
 def test_it_is_measured_once(backend: CpuBackend, measured: list[Profile], cache: Path) -> None:
-    assert profile.load(CPU) is None
+    assert profile.load_profile(CPU) is None
     first = profile.profile_for(backend)
     assert profile.profile_for(backend) == first == measured[0]
     assert len(measured) == 1
     assert profile.profile_for(backend, anew=True) == measured[1] != first
-    assert profile.load(CPU) == measured[1]
+    assert profile.load_profile(CPU) == measured[1]
     assert len(list(cache.iterdir())) == 1
 
 
@@ -313,8 +313,8 @@ def test_what_was_measured_is_logged(
 def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
     monkeypatch.setattr(nvml, "driver_version", lambda: "580.95.05")
-    profile.save(GPU, MEASURED)
-    assert profile.load(GPU) == MEASURED
+    profile.save_profile(GPU, MEASURED)
+    assert profile.load_profile(GPU) == MEASURED
     match what:
         case "driver":
             monkeypatch.setattr(nvml, "driver_version", lambda: "590.1.0")
@@ -329,13 +329,13 @@ def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypat
         case _:
             other = {"device": "name"}.get(what, what)
             monkeypatch.setattr(cuda, "facts", lambda _: replace(FACTS, **{other: "another"}))
-    assert profile.load(GPU) is None
+    assert profile.load_profile(GPU) is None
 
 
 def test_other_threads_are_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile.save(CPU, MEASURED)
+    profile.save_profile(CPU, MEASURED)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
-    assert profile.load(CPU) is None
+    assert profile.load_profile(CPU) is None
 
 
 def broken(text: str, what: str) -> str:
@@ -362,7 +362,7 @@ def broken(text: str, what: str) -> str:
 def test_a_broken_file_is_said_once_and_written_again(
     what: str, backend: CpuBackend, measured: list[Profile], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    profile.save(CPU, MEASURED)
+    profile.save_profile(CPU, MEASURED)
     (path,) = cache.iterdir()
     path.write_text(broken(path.read_text(), what))
     assert profile.profile_for(backend) == measured[0]
@@ -386,15 +386,15 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 
 
 def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile.save(CPU, MEASURED)
+    profile.save_profile(CPU, MEASURED)
 
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
-        profile.save(CPU, replace(MEASURED, link_bytes_per_s=1e9))
-    assert profile.load(CPU) == MEASURED
+        profile.save_profile(CPU, replace(MEASURED, link_bytes_per_s=1e9))
+    assert profile.load_profile(CPU) == MEASURED
     assert len(list(cache.iterdir())) == 1
 
 
@@ -418,7 +418,7 @@ def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
     (record,) = caplog.records
     assert "none left" in record.getMessage()
     assert found.load == 0.25
-    assert profile.load(CPU) is None
+    assert profile.load_profile(CPU) is None
 
 
 def test_without_any_measurement_the_backend_says_what_to_assume(
@@ -468,15 +468,15 @@ def test_an_older_profile_does_not_say_when_it_was_measured() -> None:
 def test_a_profile_says_when_it_was_measured_and_what_others_did(
     backend: CpuBackend, measured: list[Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "load", lambda: 0.75)
+    monkeypatch.setattr(machine, "cpu_load", lambda: 0.75)
     assert profile.profile_for(backend) == replace(measured[0], load=0.75)
-    monkeypatch.setattr(machine, "load", lambda: 0.0)
+    monkeypatch.setattr(machine, "cpu_load", lambda: 0.0)
     assert profile.profile_for(backend).load == 0.75, "it is kept"
 
 
 def test_the_load_of_a_gpu_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
-    monkeypatch.setattr(nvml, "load", lambda address: 0.5 if address == FACTS.pci else -1.0)
+    monkeypatch.setattr(nvml, "gpu_load", lambda address: 0.5 if address == FACTS.pci else -1.0)
     assert profile._load(GPU) == 0.5
 
 
@@ -487,7 +487,7 @@ def test_the_load_of_a_processor_is_that_of_others(monkeypatch: pytest.MonkeyPat
     for name, values in clocks.items():
         monkeypatch.setattr(machine.time, name, partial(next, iter(values)))
     monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 75.0)
-    assert machine.load() == pytest.approx(0.5), "one of four cores was ours"
+    assert machine.cpu_load() == pytest.approx(0.5), "one of four cores was ours"
 
 
 @pytest.mark.parametrize("changed", [{"measured_at": 1.0, "load": 0.0}, {"load": 0.5}, {"load": -1.0}])
@@ -495,14 +495,14 @@ def test_a_doubted_profile_is_measured_again(
     changed: dict[str, float], backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = profile.profile_for(backend)
-    profile.save(CPU, replace(found, measured_at=time.time(), load=0.1))
+    profile.save_profile(CPU, replace(found, measured_at=time.time(), load=0.1))
     profile.doubt(CPU)
-    assert profile.load(CPU) is not None, "of a moment ago, on an idle machine"
-    profile.save(CPU, replace(found, **changed))
+    assert profile.load_profile(CPU) is not None, "of a moment ago, on an idle machine"
+    profile.save_profile(CPU, replace(found, **changed))
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.doubt(CPU)
     assert "measured again when that is next needed" in caplog.text
-    assert profile.load(CPU) is None
+    assert profile.load_profile(CPU) is None
     assert profile.profile_for(backend) == measured[1]
     assert len(measured) == 2
 
@@ -519,7 +519,7 @@ def test_a_doubt_never_raises(
     elif why == "no driver":
         monkeypatch.setattr(profile, "_path", fail)
     if why == "it cannot be removed":
-        profile.save(CPU, Profile())
+        profile.save_profile(CPU, Profile())
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.doubt(CPU)
     assert (why in caplog.text) is (why != "nothing is kept")
@@ -554,7 +554,7 @@ def test_kernels_are_prepared_where_they_will_be_needed(
     uses_codes: bool, is_kept: bool, trials: list[Future[str | None]]
 ) -> None:
     if is_kept:
-        profile.save(GPU, MEASURED)
+        profile.save_profile(GPU, MEASURED)
     dtypes = ["float16"] if uses_codes else []
     profile.prepare_decoding(CPU, dtypes)
     assert not trials
@@ -579,7 +579,7 @@ def test_kernels_that_take_a_while_are_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(progress, "_NOTICED_S", 0.01)
-    profile.save(GPU, MEASURED)
+    profile.save_profile(GPU, MEASURED)
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.prepare_decoding(GPU, ["bfloat16"])
         ends = threading.Timer(0.2, trials[0].set_result, ["no"])
@@ -601,7 +601,7 @@ def test_a_first_use_is_said_at_once(device: str, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"weightstream: {device} is used for the first time: it is measured" in said
-    profile.save(torch.device(device), MEASURED)
+    profile.save_profile(torch.device(device), MEASURED)
     profile._first_use.cache_clear()
     profile.prepare_decoding(torch.device(device), ())
     assert not capsys.readouterr().err
@@ -610,7 +610,7 @@ def test_a_first_use_is_said_at_once(device: str, capsys: pytest.CaptureFixture[
 def test_kernels_are_compiled_beside_what_is_made_ready(
     trials: list[Future[str | None]], measured: list[Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "load", lambda _: 0.5)
+    monkeypatch.setattr(nvml, "gpu_load", lambda _: 0.5)
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE, pinning=nullcontext())
     assert profile.profile_for(backend).load == 0.5
     assert not trials, "nothing is to be decoded"
@@ -633,7 +633,7 @@ def test_what_a_kept_profile_lacks_is_measured_for_the_dtypes_that_are_asked_for
     monkeypatch.setattr(bench, "measure_decoding", measure_decoding)
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
     lacks = replace(MEASURED, **dict.fromkeys((decode_rate("float16"), decode_rate("bfloat16")), bench.NOT_MEASURED))
-    profile.save(GPU, lacks)
+    profile.save_profile(GPU, lacks)
     assert profile.profile_for(backend) == lacks
     assert profile.profile_for(backend, ["float8_e4m3fn"]) == lacks
     assert not trials
@@ -641,7 +641,7 @@ def test_what_a_kept_profile_lacks_is_measured_for_the_dtypes_that_are_asked_for
     found = profile.profile_for(backend, ["float8_e4m3fn", "float16"])
     assert asked == [["float16"]]
     wanted = {"decode_float16_bytes_per_s": 5e9, "decoding_s": 1e-6, "decoding_launch_s": 2e-6}
-    assert found == replace(lacks, **wanted) == profile.load(GPU)
+    assert found == replace(lacks, **wanted) == profile.load_profile(GPU)
     assert profile.profile_for(backend, ["float16"]) == found
     assert len(asked) == 1
 
@@ -649,7 +649,7 @@ def test_what_a_kept_profile_lacks_is_measured_for_the_dtypes_that_are_asked_for
 def test_no_rate_is_measured_where_kernels_do_not_run(trials: list[Future[str | None]]) -> None:
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
     lacks = replace(MEASURED, decode_float16_bytes_per_s=bench.NOT_MEASURED)
-    profile.save(GPU, lacks)
+    profile.save_profile(GPU, lacks)
     threading.Timer(0.1, lambda: trials[0].set_result("no")).start()
     assert profile.profile_for(backend, ["float16"]) == lacks
 
@@ -685,7 +685,7 @@ def test_a_bar_is_for_terminals(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", stream := Terminal() if is_terminal else io.StringIO())
     threads = set(threading.enumerate())
-    with caplog.at_level(logging.INFO, "weightstream"), progress.told("measuring it", asked, total) as advance:
+    with caplog.at_level(logging.INFO, "weightstream"), progress.reporting("measuring it", asked, total) as advance:
         assert ("measuring it" in stream.getvalue()) is shown
         for _ in range(3):
             advance()
@@ -697,7 +697,7 @@ def test_a_bar_is_for_terminals(
 def test_an_error_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", stream := Terminal())
-    with pytest.raises(ZeroDivisionError), progress.told("measuring it"):
+    with pytest.raises(ZeroDivisionError), progress.reporting("measuring it"):
         raise ZeroDivisionError
     assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1, "the cursor is back"
 
@@ -731,7 +731,7 @@ def test_a_cpu_measures_no_decoding_that_no_plan_uses(
     monkeypatch.setattr(bench, "_SAMPLE_S", 1e-4)
     with weightstream.offload(linears(), device="cpu", device_budget="20KiB", **settings) as streamer:
         assert streamer.plan.budget
-    kept = profile.load(CPU)
+    kept = profile.load_profile(CPU)
     assert kept is not None
     assert kept.measured_at > 0
     assert {getattr(kept, rate) for rate in RATES} == {bench.NOT_MEASURED}
@@ -741,7 +741,7 @@ def test_a_cpu_measures_no_decoding_that_no_plan_uses(
 @pytest.mark.usefixtures("own_profile")
 def test_it_measures_decoding_when_it_is_first_asked_for(encoded: list[int]) -> None:
     """Of the dtypes that there are."""
-    profile.save(CPU, replace(MEASURED, **dict.fromkeys(RATES, bench.NOT_MEASURED)))
+    profile.save_profile(CPU, replace(MEASURED, **dict.fromkeys(RATES, bench.NOT_MEASURED)))
     for num, dtype in enumerate((torch.bfloat16, torch.float16), 1):
         for _ in range(2):
             with weightstream.offload(linears(dtype), device="cpu", device_budget="64KiB", codec="compressed"):
@@ -749,7 +749,7 @@ def test_it_measures_decoding_when_it_is_first_asked_for(encoded: list[int]) -> 
             assert encoded == [1] * num
     with weightstream.offload(linears(torch.float32), device="cpu", device_budget="64KiB", codec="compressed"):
         assert encoded == [1] * 2
-    kept = profile.load(CPU)
+    kept = profile.load_profile(CPU)
     assert kept is not None
     assert [getattr(kept, rate) for rate in RATES] == [5e6, 5e6, bench.NOT_MEASURED]
     assert kept.link_bytes_per_s == MEASURED.link_bytes_per_s

@@ -61,7 +61,7 @@ def test_a_phase_of_steps_is_said_again_once(
     """No thread looks at the clock meanwhile: the steps do."""
     now, threads, said = [100.0], set(threading.enumerate()), ""
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.told(TEXT) as advance:
+    with progress.reporting(TEXT) as advance:
         for second, lines in ((104.9, 1), (105.1, 2), (106.0, 2), (120.0, 2)):
             now[0] = second
             advance()
@@ -118,7 +118,7 @@ def test_a_stderr_that_takes_nothing_stops_nothing(
         stderr.close()
     monkeypatch.setattr(sys, "stderr", None if kind == "none" else stderr)
     progress.say(TEXT)
-    with progress.told(TEXT) as advance:
+    with progress.reporting(TEXT) as advance:
         advance()
     monkeypatch.undo()
     assert capsys.readouterr().out == ""

@@ -123,7 +123,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", *
     layouts = choose(tensors, codec, [], torch.device("cpu"), lambda nbytes: None)
     units = [{name: tensor} for name, tensor in tensors.items()] if options else [tensors]
     shards = store.lay_out(units, {}, layouts=layouts, **options)
-    store.write(folder, shards, [], lambda nbytes: None)
+    store.write_pack(folder, shards, [], lambda nbytes: None)
     return shards
 
 

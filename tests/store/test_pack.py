@@ -360,7 +360,7 @@ def ignore(nbytes: int) -> None:
 
 
 def write(folder: Path, shards: list[Shard]) -> None:
-    store.write(folder, shards, [], ignore)
+    store.write_pack(folder, shards, [], ignore)
 
 
 KILLED = """

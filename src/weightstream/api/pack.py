@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.hub import ADAPTER, find, is_pipeline, is_quantised
+from weightstream.adapters.hf.hub import ADAPTER, find, is_quantised, names_pipeline
 from weightstream.adapters.hf.load import LoadedModel, load_pretrained
 from weightstream.adapters.modules.partition import find_units
 from weightstream.codec import coding
@@ -46,7 +46,7 @@ def pack(
     done. Raises as `load_pretrained` and `store.growing` do.
     """
     how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # it is checked there
-    if is_pipeline(path_or_repo_id):
+    if names_pipeline(path_or_repo_id):
         from weightstream.adapters.diffusers import folder as pipeline_folder  # needs diffusers
 
         folder = pipeline_folder.folder_of(path_or_repo_id, variant)
@@ -138,7 +138,7 @@ def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -
     layouts = store.choose(candidates, how.codec, mappings, device, told)
     units = [unit for unit in (*streamed, rest) if unit]
     shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
-    store.write(folder, shards, mappings, told, stem)
+    store.write_pack(folder, shards, mappings, told, stem)
     for shard in shards if how.verify else ():
         shard.verify(folder / shard.name, mappings, told)
     if loaded.folder is not None:
@@ -170,7 +170,7 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
     tied ones. A quantised checkpoint is kept tensor by tensor, whatever its library makes of them.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
-    as_it_is = private.is_quantised(model)
+    as_it_is = private.is_loaded_quantised(model)
     state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if as_it_is else model.state_dict()
     names = _names(checkpoint, state)
     left = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}

@@ -36,9 +36,9 @@ from weightstream.inputs.pipeline_planning import (
     known_of,
     plan_of_call,
     plan_of_shares,
+    rehearse_for_plan,
     rehearsed,
     share_budget,
-    told,
 )
 from weightstream.inputs.planner_inputs import Kernels
 from weightstream.plan.candidates import Share
@@ -413,7 +413,7 @@ class PipelineStreamer:
         if not self._parts:
             raise OffloadError("plan() after remove(): nothing streams any more")
         named = {"num_inference_steps": steps, "height": height, "width": width}
-        calls, notes = told(self._pipe, call | {k: v for k, v in named.items() if v is not None})
+        calls, notes = rehearse_for_plan(self._pipe, call | {k: v for k, v in named.items() if v is not None})
         now, plain = pipeline.modules_of(self._pipe), self._assemblies()
         for name in dict.fromkeys(call.component for call in calls):
             if name not in plain or pipeline.plain_of(now[name]) is not pipeline.plain_of(plain[name].model):

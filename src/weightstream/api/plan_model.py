@@ -75,7 +75,7 @@ def plan_model(
     config, model_config = of_model(config)
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
     config, dtype = resolve_config(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
-    if is_pipeline(path_or_repo_id):
+    if is_pipeline_checkpoint(path_or_repo_id):
         if sharded:
             raise ConfigError(f"{path_or_repo_id} is a pipeline of diffusers: leave out {', '.join(sharded)}")
         about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
@@ -93,7 +93,7 @@ def plan_model(
     return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
 
 
-def is_pipeline(path_or_repo_id: str | Path) -> bool:
+def is_pipeline_checkpoint(path_or_repo_id: str | Path) -> bool:
     """Whether a folder, or a repository on the hub, is of a pipeline of diffusers.
 
     Raises `UnsupportedError` without transformers.
@@ -104,7 +104,7 @@ def is_pipeline(path_or_repo_id: str | Path) -> bool:
         raise UnsupportedError(
             f"a checkpoint is looked into with transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
-    return hub.is_pipeline(path_or_repo_id)
+    return hub.names_pipeline(path_or_repo_id)
 
 
 def sketch_pipeline(

@@ -33,7 +33,7 @@ from weightstream.cli.terminal import (
     print_table,
     require,
     takes_model,
-    write,
+    write_file,
 )
 from weightstream.plan.multi_device import AnyPlan
 from weightstream.plan.units import human, milliseconds, per_second, scale
@@ -76,20 +76,22 @@ def bench(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.api.plan_model import is_pipeline
+    from weightstream.api.plan_model import is_pipeline_checkpoint
 
     if out is not None:
-        write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
-    if is_pipeline(model):
+        write_file("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
+    if is_pipeline_checkpoint(model):
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
-        planned, found = pipelines.bench_pipeline(model, loading, call, variant=variant, seconds=seconds, as_json=as_json)
+        planned, found = pipelines.bench_pipeline(
+            model, loading, call, variant=variant, seconds=seconds, as_json=as_json
+        )
         plan = None
     else:
         pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
         plan, found = _compared(model, loading, seconds, progress=sys.stderr.isatty() and not as_json)
     row = environment() | {"model": model} | found
     if out is not None:
-        write("--out", out, json.dumps(row) + "\n", append=True)
+        write_file("--out", out, json.dumps(row) + "\n", append=True)
     if plot is not None:
         draw_bench("a call" if plan is None else str(plan.workload), row, plot)
     if as_json:
@@ -103,15 +105,15 @@ def bench(
 
 def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
     """A comparison of a language model; a terminal shows what it is at."""
-    from weightstream.measure.progress import told
+    from weightstream.measure.progress import reporting
 
-    with told("loading libraries", progress):
+    with reporting("loading libraries", progress):
         from weightstream import from_pretrained
         from weightstream.adapters.hf.decode_steps import DecodeSteps
         from weightstream.measure.comparison import compare
 
     loaded = from_pretrained(model, progress=progress, **loading)
-    with told("timing", progress, total=4) as advance:
+    with reporting("timing", progress, total=4) as advance:
         return compare(loaded, DecodeSteps, seconds, lambda name: advance(description=f"timing: {name}"))
 
 

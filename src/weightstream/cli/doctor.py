@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write
+from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write_file
 
 if TYPE_CHECKING:
     from weightstream.measure.checks import Finding
@@ -55,7 +55,7 @@ def doctor(
 
     found, profile = examine(device, (model or path).expanduser(), anew=measure)
     if save is not None:
-        write("--save", save, to_json(profile) + "\n")
+        write_file("--save", save, to_json(profile) + "\n")
     if as_json:
         findings = [finding._asdict() | {"section": section} for section, finding in found]
         typer.echo(json.dumps({"profile": asdict(profile), "findings": findings}, indent=2))

@@ -22,7 +22,7 @@ from weightstream.cli.terminal import (
     print_table,
     require,
     tell,
-    write,
+    write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
 from weightstream.plan.pipeline import PipelinePlan, joined
@@ -49,16 +49,16 @@ def call_of(
 def refuse_options(model: str, **options: Any) -> None:
     """Raises `ConfigError` where options were given that go with the other kind of models."""
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
-        from weightstream.api.plan_model import is_pipeline
+        from weightstream.api.plan_model import is_pipeline_checkpoint
 
-        kind = "a pipeline of diffusers" if is_pipeline(model) else "no pipeline of diffusers"
+        kind = "a pipeline of diffusers" if is_pipeline_checkpoint(model) else "no pipeline of diffusers"
         raise ConfigError(f"{model} is {kind}: leave out {', '.join(given)}")
 
 
 # -- its plan ----------------------------------------------------------------------------------------------------------
 
 
-def plan(
+def plan_pipeline(
     model: str,
     loading: dict[str, Any],
     call: dict[str, Any],
@@ -83,7 +83,7 @@ def plan(
         plans = [(budget, found) for budget, found in others if found is not None]
         plans = sorted([*plans, (sketch.budget, planned)], key=lambda item: item[0])
     if save_media is not None:
-        write("--save", save_media, json.dumps(planned.numbers(), indent=1) + "\n")
+        write_file("--save", save_media, json.dumps(planned.numbers(), indent=1) + "\n")
     if plot is not None:
         _draw(model, plans, plot)
     if as_json:
@@ -330,14 +330,14 @@ def bench_pipeline(
     import torch
 
     from weightstream.measure.comparison import floor_of_calls, timed_calls
-    from weightstream.measure.progress import told
+    from weightstream.measure.progress import reporting
 
     progress = sys.stderr.isatty() and not as_json
     session = PipelineSession(model, loading, variant, call, progress=progress)
     session.pipe.set_progress_bar_config(disable=True)  # one of ours stands for all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""
-    with told("timing", progress, total=4) as advance:
+    with reporting("timing", progress, total=4) as advance:
         advance(description="timing: offloaded")
         offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
         stats = session.pipe.weightstream.stats()

@@ -34,7 +34,7 @@ from weightstream.cli.terminal import (
     print_table,
     require,
     takes_model,
-    write,
+    write_file,
 )
 from weightstream.errors import ConfigError
 from weightstream.plan.manifest import UnitSpec
@@ -76,14 +76,16 @@ def plan(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.api.plan_model import is_pipeline
+    from weightstream.api.plan_model import is_pipeline_checkpoint
 
     about: dict[str, Any] = {"sweep": sweep, "plot": plot, "save": save}
-    if is_pipeline(model):
+    if is_pipeline_checkpoint(model):
         if tp:
             raise ConfigError(f"--tp: {model} is a pipeline of diffusers; leave it out")
         about |= {"variant": variant, "profile": profile}
-        pipelines.plan(model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json)
+        pipelines.plan_pipeline(
+            model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json
+        )
         return
     pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
     if loading["config"].stripes and not tp:
@@ -115,12 +117,12 @@ def _on_one(
     finally:
         gc.enable()
     if save is not None:
-        write("--save", save, planned.to_json())
+        write_file("--save", save, planned.to_json())
     if plot is not None:
         draw_plan(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        typer.echo(json.dumps({"model": model, **shards, **facts(ahead, planned), **swept}))
+        typer.echo(json.dumps({"model": model, **shards, **json_facts(ahead, planned), **swept}))
         return
     whole = {"experts": ahead.whole} if ahead.whole and planned.offloaded_nbytes else {}
     if shards:
@@ -255,7 +257,7 @@ def _budget(plan: Plan) -> int:
     return plan.budget or plan.device_nbytes
 
 
-def facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
+def json_facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
     enough, (num, dtype) = ahead.enough(planned), parameters(planned)
     return {

@@ -73,9 +73,9 @@ def run(
     no --prompt it is a conversation, of a turn per line, up to the end of what comes in or /exit; /clear begins another
     one, and Ctrl-C stops an answer.
     """
-    from weightstream.api.plan_model import is_pipeline
+    from weightstream.api.plan_model import is_pipeline_checkpoint
 
-    if is_pipeline(model):
+    if is_pipeline_checkpoint(model):
         pipelines.refuse_options(model, chat=chat, max_new_tokens=max_new_tokens)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
         how: dict[str, Any] = {"variant": variant, "out": out, "seed": seed or 0, "verify": verify}
@@ -328,9 +328,9 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    from weightstream.api.plan_model import is_pipeline
+    from weightstream.api.plan_model import is_pipeline_checkpoint
 
-    if is_pipeline(model):
+    if is_pipeline_checkpoint(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     session = ModelSession(model, loading["trust_remote_code"])
     inputs = session.encode(_text(prompt))

@@ -220,7 +220,7 @@ def counted(experts: Mapping[str, Any]) -> str:
     return f"{experts['num_slots']} slots for those of a layer; {found}{ahead}"
 
 
-def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
+def write_file(flag: str, path: Path, text: str, *, append: bool = False) -> None:
     """Write the file that a flag names."""
     try:
         with path.open("a" if append else "w", encoding="utf-8") as file:

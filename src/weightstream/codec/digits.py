@@ -48,7 +48,7 @@ def nbytes(counts: torch.Tensor) -> torch.Tensor:
     return (bits + 31) // 32 * 4
 
 
-def write(rest: torch.Tensor, starts: torch.Tensor, escapes: torch.Tensor) -> None:
+def write_rests(rest: torch.Tensor, starts: torch.Tensor, escapes: torch.Tensor) -> None:
     """Write what follows the symbols of tiles to flat bytes, in which they begin at `starts`."""
     bits = torch.zeros(8 * escapes.numel(), dtype=torch.uint8, device=rest.device)
     at, flat = 8 * starts.long(), rest.reshape(-1)

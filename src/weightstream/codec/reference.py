@@ -74,7 +74,7 @@ def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
     written = coded[layout.escapes_at : layout.escapes_at + layout.num_escapes]
     if element.is_dense:
         starts = coded[layout.starts_at : layout.bases_at].view(torch.int32)[:-1]
-        digits.write(_in_order(rest, dtype), starts, written)
+        digits.write_rests(_in_order(rest, dtype), starts, written)
     else:
         escaped = _in_order(rest - escape, dtype)[_in_order(escapes, dtype)] & 2**element.exponent_bits - 1
         written.copy_(escaped.to(torch.uint8))

@@ -92,7 +92,7 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
     return calls
 
 
-def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCall], tuple[str, ...]]:
+def rehearse_for_plan(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCall], tuple[str, ...]]:
     """The same for a plan, and a note where calls that come last cannot be told, such as those of a safety checker.
 
     Raises `OffloadError` where they end before a denoiser has run.
@@ -285,7 +285,7 @@ def sketch_of_files(
 
     check_given(config, call)
     pipe, checkpoints = sketch_components(path_or_repo_id, dtype=dtype, variant=variant)
-    calls, notes = told(pipe, call)
+    calls, notes = rehearse_for_plan(pipe, call)
     modules = pipeline.modules_of(pipe)
     machine = machine_of(frozenset().union(*map(planner_inputs.dtypes_of, modules.values())))
     plain = {

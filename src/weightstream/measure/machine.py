@@ -44,7 +44,7 @@ def cpu_name(root: Path = _ROOT) -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def load(seconds: float = 0.1) -> float:
+def cpu_load(seconds: float = 0.1) -> float:
     """The share of all cores that other processes use in so many seconds."""
     began, own_s = time.perf_counter(), time.process_time()
     busy = psutil.cpu_percent(seconds) / 100

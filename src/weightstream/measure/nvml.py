@@ -49,7 +49,7 @@ def link_at_best(address: str) -> PciLink | None:
     return _link(address, "Max")
 
 
-def load(address: str) -> float:
+def gpu_load(address: str) -> float:
     """The share of the last second or less in which kernels of others ran; -1: unknown.
 
     Where this process is not alone its own kernels count too.

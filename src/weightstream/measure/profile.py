@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
-from weightstream.measure.progress import announce, say, told
+from weightstream.measure.progress import announce, reporting, say
 from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
@@ -46,18 +46,18 @@ def profile_for(
 
 def _profile_for(backend: Backend, dtypes: Collection[str], *, anew: bool, progress: bool | None) -> Profile:
     try:
-        if not anew and (found := load(backend.device)) is not None:
+        if not anew and (found := load_profile(backend.device)) is not None:
             return found
         if backend.device.type == "cuda":
             for dtype in dtypes:
                 _compile(backend.device, dtype, progress)  # while other numbers are measured
         started, others = time.time(), _load(backend.device)
-        with backend.pinning, told(f"measuring {backend.device}", progress, bench.NUM_STEPS) as advance:
+        with backend.pinning, reporting(f"measuring {backend.device}", progress, bench.NUM_STEPS) as advance:
             found, complete = bench.measure(backend, advance, dtypes)
         found = replace(found, measured_at=started, load=others)
         logger.info("measured in %.1f s: %s", time.time() - started, found)
         if complete:
-            save(backend.device, found)
+            save_profile(backend.device, found)
         return found
     except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
         logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
@@ -76,10 +76,10 @@ def with_decoding(
         return found
     assumed = {name: getattr(backend.profile, name) for name in (*map(decode_rate, lacking), "decoding_s")}
     try:
-        with told(f"measuring how fast {backend.device} decodes", progress, bench.NUM_ROUNDS) as advance:
+        with reporting(f"measuring how fast {backend.device} decodes", progress, bench.NUM_ROUNDS) as advance:
             rates = bench.measure_decoding(backend, advance, lacking)
-        if rates and (kept := load(backend.device)) is not None:
-            save(backend.device, replace(kept, **rates))
+        if rates and (kept := load_profile(backend.device)) is not None:
+            save_profile(backend.device, replace(kept, **rates))
         return replace(found, **(assumed | rates))
     except Exception as error:
         logger.warning("%s: how fast it decodes cannot be measured (%s) and is assumed.", backend.device, error)
@@ -129,7 +129,7 @@ def doubt(device: torch.device) -> None:
     One that was measured a moment ago, on an idle machine, stays: then it is the steps that others disturb.
     """
     try:
-        found = load(device)
+        found = load_profile(device)
         if found is None or (time.time() - found.measured_at < _FRESH_S and 0 <= found.load <= QUIET):
             return
         _path(device).unlink(missing_ok=True)
@@ -139,7 +139,7 @@ def doubt(device: torch.device) -> None:
 
 
 def _load(device: torch.device) -> float:
-    return machine.load() if device.type == "cpu" else nvml.load(cuda.facts(device).pci)
+    return machine.cpu_load() if device.type == "cpu" else nvml.gpu_load(cuda.facts(device).pci)
 
 
 def to_json(profile: Profile) -> str:
@@ -179,7 +179,7 @@ def _check(profile: Profile) -> None:
             raise ValueError(f"{field.name} is {wrong[0]}; at least {least:g} and finite is needed")
 
 
-def load(device: torch.device) -> Profile | None:
+def load_profile(device: torch.device) -> Profile | None:
     """The profile kept for this machine and device as they are now."""
     path = _path(device)
     try:
@@ -191,7 +191,7 @@ def load(device: torch.device) -> Profile | None:
         return None
 
 
-def save(device: torch.device, profile: Profile) -> None:
+def save_profile(device: torch.device, profile: Profile) -> None:
     """Keep a profile for this machine and device as they are now; a folder that cannot be written is no error."""
     path = _path(device)
     try:

@@ -35,7 +35,7 @@ def _is_terminal() -> bool:
 
 
 @contextmanager
-def told(text: str, progress: bool | None = None, total: int | None = None) -> Iterator[Callable[..., object]]:
+def reporting(text: str, progress: bool | None = None, total: int | None = None) -> Iterator[Callable[..., object]]:
     """A bar while the block runs, where stderr is a terminal and `progress` does not hide it; else a line, and one more
     where it takes long.
 

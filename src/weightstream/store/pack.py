@@ -213,7 +213,7 @@ def growing(out: Path) -> Iterator[Path]:
         raise StoreError(f"{out} cannot be written: {error}") from error
 
 
-def write(
+def write_pack(
     folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], advance: Advance, stem: str = "model"
 ) -> None:
     """Writes the shards; raises `StoreError` where there is no room or a mapped file changed, `OSError`."""

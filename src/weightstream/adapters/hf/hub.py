@@ -249,7 +249,7 @@ def config_and_class(
     return config, cls
 
 
-def is_pipeline(path_or_repo_id: str | Path) -> bool:
+def names_pipeline(path_or_repo_id: str | Path) -> bool:
     """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
     path = Path(path_or_repo_id).expanduser()
     if path.exists() or isinstance(path_or_repo_id, Path):

@@ -37,9 +37,9 @@ from weightstream.adapters.hf.hub import (
     config_and_class,
     dtype_of,
     find,
-    is_pipeline,
     is_quantised,
     is_whole,
+    names_pipeline,
     refuse_quantised,
     refused_as_checkpoint,
     skeleton,
@@ -132,7 +132,7 @@ def load_pretrained(
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     source = find(path_or_repo_id, trust_remote_code, **hub)
     path = source.path
-    if path.is_dir() and is_pipeline(path):
+    if path.is_dir() and names_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
     checkpoint = source.checkpoint(model_config)  # what is wrong with it is told before anything of the config
     offload = OffloadFolder(offload_folder)

@@ -300,7 +300,7 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
         yield
 
 
-def is_quantised(model: Any) -> bool:
+def is_loaded_quantised(model: Any) -> bool:
     """Whether transformers has loaded it so."""
     return getattr(model, "hf_quantizer", None) is not None
 
