@@ -99,7 +99,7 @@ def bench(
     elif plan is not None:
         show_bench(plan, row)
     else:
-        pipelines.show_bench(planned, row, print_systems)
+        pipelines.show_pipeline_bench(planned, row, print_systems)
     raise typer.Exit(1 if row["equal"] is False else 0)
 
 

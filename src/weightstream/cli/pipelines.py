@@ -371,7 +371,9 @@ def bench_pipeline(
     }
 
 
-def show_bench(planned: PipelinePlan | None, row: dict[str, Any], print_systems: Callable[[Any], None]) -> None:
+def show_pipeline_bench(
+    planned: PipelinePlan | None, row: dict[str, Any], print_systems: Callable[[Any], None]
+) -> None:
     """Print a comparison."""
     turns = joined(planned.turns) if planned else []
     calls = ", ".join(f"{turn.num} x {turn.component}.{turn.entry}" for turn in turns)

@@ -354,7 +354,7 @@ class _Forward(OperatorMode):
         if seen is not None and (seen.is_repeatable or seen.is_in_place):
             output = seen.repeat(args)
         else:
-            output = op_cost.run(func, args, kwargs)
+            output = op_cost.run_on_meta(func, args, kwargs)
             seen = self.launches[key] = Launch(func, args, kwargs, output)
         for tensor in tensors_in(output):
             self.memory.hold(tensor)

@@ -118,7 +118,7 @@ def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:
     return query.dim() == 4 and query.dtype is not torch.float64
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs an operator on meta tensors, or says what it returns on a GPU where meta kernels differ."""
     if func.overloadpacket is _ATTENTION:
         query, _, value = args[:3]
